@@ -1,0 +1,59 @@
+# The commands of this project. Each creates the environment it needs.
+# A CUDA machine may bring its own torch: make setup TORCH="torch==2.11.0" PIP_FLAGS="--index-url ..."
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_FLAGS)
+TESTS := $(BIN)/python -m pytest
+# One thread per process: tests and demo start several processes on few cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: setup setup-run demo check format test test-ray test-gpu bench clean
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Torch first: whatever else asks for torch then finds it installed.
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) $(TORCH) numpy setuptools ninja
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+setup-run: $(VENV)/.run        ## what the product needs
+setup: $(VENV)/.dev            ## and what its developers need
+
+demo: setup-run                ## train, measure, serve, ask: about ten minutes on two cores
+	$(BIN)/mars-ray demo jobs/demo.toml $(ARGS)
+
+check: setup                   ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: check                    ## everything that runs on a CPU
+	$(TESTS) -m "not gpu" $(ARGS)
+
+test-ray: setup                ## only what starts a Ray cluster
+	$(TESTS) -m ray $(ARGS)
+
+test-gpu: setup                ## only what needs a CUDA device
+	$(TESTS) -m gpu $(ARGS)
+
+bench: setup                   ## writes benchmarks/results/, then the tables of the README
+	$(BIN)/mars-ray bench train-step --output benchmarks/results/train_step.json
+	$(BIN)/python benchmarks/render.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,176 @@
+"""The command line: parse first, import after, so that `--help` answers at once.
+
+Each command takes a job file and dotted overrides. Tables and progress go to stderr, results to
+stdout: the last line is one JSON object.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from mars_ray import __version__
+from mars_ray.config.base import Config
+from mars_ray.config.demo import DemoJob
+from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.load import load_job
+from mars_ray.config.serve import ServeJob
+from mars_ray.config.train import TrainJob
+from mars_ray.errors import ConfigError, MarsError
+
+app = typer.Typer(
+    help="MARS multi-token decoding as a service, on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Side-by-side measurements.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="A file of jobs/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example seed=1.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and stop.")]
+AnyJob = TypeVar("AnyJob", bound=Config)
+
+
+def main() -> None:
+    """Entry point: typed errors become one line on stderr and exit code 2."""
+    try:
+        app()
+    except MarsError as error:
+        print(f"mars-ray: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Fine-tune in stages on Ray Train; run again to resume."""
+    job = _job(TrainJob, job_file, overrides, dry_run)
+    from mars_ray.train.run import run_training
+
+    with _Cluster():
+        result = run_training(job)
+    models = {stage: str(path) for stage, path in result.models.items()}
+    _print_result({"models": models, "metrics": result.metrics, "seconds": result.seconds})
+
+
+@app.command()
+def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Measure a checkpoint's frontier: quality against tokens per forward."""
+    job = _job(EvaluateJob, job_file, overrides, dry_run)
+    from mars_ray.evaluate.report import print_table, summary
+    from mars_ray.evaluate.run import run_evaluation
+
+    evaluation = run_evaluation(job, _console())
+    print_table(evaluation, _console())
+    _print_result(summary(evaluation))
+
+
+@app.command()
+def serve(
+    target: Annotated[Path, typer.Argument(metavar="CHECKPOINT|JOB.toml")],
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Serve a checkpoint behind an OpenAI-compatible API until stopped."""
+    if target.suffix == ".toml":
+        job = _job(ServeJob, target, overrides, dry_run)
+    else:
+        table = {"kind": "serve", "checkpoint": str(target)}
+        job = _job(ServeJob, table, overrides, dry_run)
+    from mars_ray.serve.build import start, wait_until_stopped
+
+    with _Cluster():
+        url = start(job)
+        print(f"serving on {url}, Ctrl-C stops", file=sys.stderr)
+        wait_until_stopped()
+
+
+@app.command()
+def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train, measure, serve and ask, end to end."""
+    job = _job(DemoJob, job_file, overrides, dry_run)
+    from mars_ray.demo import run_demo
+
+    with _Cluster():
+        _print_result(run_demo(job, _console()))
+
+
+@bench.command("train-step")
+def bench_train_step(
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
+    preset: Annotated[list[str] | None, typer.Option(help="Default: tiny and 0.5B.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+) -> None:
+    """Time and peak memory of a MARS step over an SFT step on the same tokens."""
+    from mars_ray.evaluate.bench_train_step import run_bench
+
+    result = run_bench(preset or ["tiny", "qwen2.5-0.5b"], repeats, _console())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    _print_result(result)
+
+
+def _job(
+    kind: type[AnyJob],
+    source: Path | dict[str, Any],
+    overrides: list[str] | None,
+    dry_run: bool,
+) -> AnyJob:
+    from mars_ray.config.load import parse_job
+
+    if isinstance(source, Path):
+        job = load_job(source, overrides or ())
+    else:
+        job = parse_job(source, source="command line", overrides=overrides or ())
+    if not isinstance(job, kind):
+        wanted = kind.model_fields["kind"].default
+        raise ConfigError(f"{source}: this command takes a job of kind {wanted!r}")
+    if dry_run:
+        print(job.model_dump_json(indent=2))
+        raise typer.Exit
+    return job
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
+
+
+class _Cluster:
+    """The cluster that RAY_ADDRESS names, or one of this machine's own for as long as it takes."""
+
+    def __enter__(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        address = os.environ.get("RAY_ADDRESS", "local")
+        ray.init(address=address, include_dashboard=None, log_to_driver=True)
+
+    def __exit__(self, *_: Any) -> None:
+        import ray
+
+        ray.shutdown()

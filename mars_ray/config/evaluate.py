@@ -1,0 +1,42 @@
+"""An evaluation: a checkpoint, a task, and the modes to measure."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mars_ray.config.base import Config
+from mars_ray.config.decode import EngineConfig, ExactMode, Mode
+
+
+class CorpusTask(Config):
+    """Held-out problems of the built-in corpus, graded by their final answer."""
+
+    type: Literal["corpus"] = "corpus"
+    count: int = Field(default=256, ge=1)
+    seed: int = 0
+
+
+class Gsm8kTask(Config):
+    """GSM8K problems from a local JSONL file, graded by the number after `####`."""
+
+    type: Literal["gsm8k"] = "gsm8k"
+    path: str
+    count: int | None = Field(default=None, ge=1)
+
+
+Task = Annotated[CorpusTask | Gsm8kTask, Field(discriminator="type")]
+
+
+class EvaluateJob(Config):
+    """Writes `frontier.json`, a table and a plot."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    checkpoint: str
+    output_dir: str | None = Field(
+        default=None, description="default: beside the checkpoint's model"
+    )
+    task: Task
+    # Every other mode is compared, problem by problem, with `exact`, so `exact` is always run.
+    modes: tuple[Mode, ...] = (ExactMode(),)
+    max_new_tokens: int = Field(default=256, ge=1)
+    engine: EngineConfig = EngineConfig()

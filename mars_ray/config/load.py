@@ -1,0 +1,146 @@
+"""From a TOML file and dotted overrides to a job, with errors that name file, key and remedy."""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from mars_ray.config.demo import DemoJob
+from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.serve import ServeJob
+from mars_ray.config.train import TrainJob
+from mars_ray.errors import ConfigError
+
+Job = TrainJob | EvaluateJob | ServeJob | DemoJob
+_KINDS: dict[str, type[Job]] = {
+    "train": TrainJob,
+    "evaluate": EvaluateJob,
+    "serve": ServeJob,
+    "demo": DemoJob,
+}
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job file and apply overrides such as `stages.mars.steps=100`, in order.
+
+    An override's value is TOML (`4`, `true`, `[1, 2]`, `{type = "exact"}`); what does not parse as
+    TOML is taken as a string. Raises ConfigError.
+    """
+    return parse_job(read_toml(path), source=str(path), overrides=overrides)
+
+
+def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Job:
+    """A job from a table; `source` names where it came from in errors. Raises ConfigError."""
+    for override in overrides:
+        _apply(table, override)
+    kind = table.get("kind")
+    if kind not in _KINDS:
+        raise ConfigError(f"{source}: kind must be one of {', '.join(_KINDS)}, not {kind!r}")
+    try:
+        return _KINDS[kind].model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source, _KINDS[kind])) from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The file's table. Raises ConfigError when it is missing or no TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such job file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r}: write it as key.subkey=value")
+    here: Any = table
+    for key in keys[:-1]:
+        here = here.setdefault(key, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"override {override!r}: {key!r} is a value, not a table")
+    here[keys[-1]] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError, source: str, job: type[Job]) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        known = list(_walk(item["loc"], job))
+        key = ".".join(str(part) for part, _ in known)
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}{_nearest(known)}")
+        elif item["type"] == "missing":
+            lines.append(f"missing key {key!r}")
+        elif item["type"] == "union_tag_not_found":
+            lines.append(f"missing key '{key}.type'")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{key or 'job'}: {message}")
+    return "\n".join(f"{source}: {line}" for line in lines)
+
+
+def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]]) -> str:
+    key, sections = known[-1]
+    fields = sorted({name for section in sections for name in section.model_fields})
+    close = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(fields)}"
+
+
+def _walk(
+    location: tuple[int | str, ...], job: type[Job]
+) -> Iterator[tuple[str | int, tuple[type[BaseModel], ...]]]:
+    """The written keys of an error's location, each with the sections it was looked up in.
+
+    Pydantic puts the tag of a discriminated union ("mars") into the location; a user did not write
+    it as a key, so it only narrows the sections.
+    """
+    annotation: Any = job
+    for part in location:
+        sections = tuple(_sections(annotation))
+        tagged = [section for section in sections if part in _tags(section)]
+        if tagged and not any(part in section.model_fields for section in sections):
+            annotation = tagged[0]
+            continue
+        yield part, sections
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        annotation = fields[0].annotation if fields else _element(annotation)
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from _sections(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _sections(member)
+
+
+def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
+    if "type" not in section.model_fields:
+        return ()
+    annotation = section.model_fields["type"].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _element(annotation: Any) -> Any:
+    """What a dict, list or tuple holds: `stages.ar` is an element of `dict[str, StageConfig]`."""
+    if get_origin(annotation) in (dict, tuple, list):
+        return next(arg for arg in reversed(get_args(annotation)) if arg is not ...)
+    return None

@@ -1,0 +1,30 @@
+"""Which model a job starts from."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mars_ray.config.base import Config
+
+PresetName = Literal["tiny", "small", "qwen2.5-0.5b", "qwen2.5-7b"]
+
+
+class PresetModel(Config):
+    """A Qwen2-architecture model with random weights and a tokenizer trained on the data."""
+
+    type: Literal["preset"] = "preset"
+    preset: PresetName
+    vocab_size: int = Field(
+        default=768, ge=300, description="tokens of the byte-level BPE vocabulary"
+    )
+
+
+class PretrainedModel(Config):
+    """A Hugging Face causal language model: a local directory or a hub name."""
+
+    type: Literal["pretrained"] = "pretrained"
+    path: str
+    revision: str | None = None
+
+
+ModelConfig = Annotated[PresetModel | PretrainedModel, Field(discriminator="type")]

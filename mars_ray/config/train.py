@@ -1,0 +1,134 @@
+"""A training job: a model, data, and stages run one after the other."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mars_ray.config.base import Config
+from mars_ray.config.data import DataConfig
+from mars_ray.config.model import ModelConfig
+from mars_ray.config.schedule import MaskSchedule
+
+
+class ArObjective(Config):
+    """Ordinary next-token loss on the response (stage 1)."""
+
+    type: Literal["ar"] = "ar"
+
+
+class MarsObjective(MaskSchedule):
+    """Next-token loss on the clean stream plus the noisy stream's (stage 2)."""
+
+    type: Literal["mars"] = "mars"
+
+
+Objective = Annotated[ArObjective | MarsObjective, Field(discriminator="type")]
+
+
+class OptimizerConfig(Config):
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = Field(gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="on matrices only")
+    warmup_share: float = Field(default=0.03, ge=0, lt=1, description="share of the stage's steps")
+    final_share: float = Field(default=0.0, ge=0, le=1, description="last over peak learning rate")
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class StageConfig(Config):
+    """One stage: an objective, an optimizer and how long."""
+
+    objective: Objective
+    optimizer: OptimizerConfig
+    steps: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    global_batch_size: int = Field(ge=1, description="rows per optimizer step, over all workers")
+    micro_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows per forward on one worker; default: its share of the batch",
+    )
+    eval_every_steps: int | None = Field(default=None, ge=1, description="besides once at the end")
+    eval_rows: int = Field(default=256, ge=1)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        return self
+
+
+class TorchEngine(Config):
+    """Plain PyTorch; data parallel by DDP when there are several workers."""
+
+    type: Literal["torch"] = "torch"
+
+
+class DeepSpeedEngine(Config):
+    """DeepSpeed with ZeRO."""
+
+    type: Literal["deepspeed"] = "deepspeed"
+    zero_stage: Literal[1, 2, 3] = 2
+
+
+Engine = Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="type")]
+
+
+class ClusterConfig(Config):
+    """What Ray Train asks of the cluster."""
+
+    workers: int = Field(default=1, ge=1)
+    cpus_per_worker: float = Field(default=1, gt=0)
+    gpus_per_worker: float = Field(default=0, ge=0)
+    threads_per_worker: int | None = Field(
+        default=None, ge=1, description="default: cpus_per_worker"
+    )
+    max_failures: int = Field(
+        default=3, ge=-1, description="restarts of the worker group; -1: no limit"
+    )
+
+
+class CheckpointConfig(Config):
+    """When checkpoints are written and how many are kept."""
+
+    every_steps: int = Field(default=200, ge=1, description="besides one at the end of the stage")
+    keep: int = Field(default=2, ge=1)
+
+
+class TrainJob(Config):
+    """Stages run in order; each starts from the model the one before it left."""
+
+    kind: Literal["train"] = "train"
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    output_dir: str = Field(description="run directory, shared by all nodes")
+    seed: int = 0
+    model: ModelConfig
+    data: DataConfig
+    stages: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], StageConfig] = Field(
+        min_length=1
+    )
+    engine: Engine = TorchEngine()
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    gradient_checkpointing: bool = False
+    log_every_steps: int = Field(default=10, ge=1)
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        for name, stage in self.stages.items():
+            rows = stage.global_batch_size
+            if rows % self.cluster.workers:
+                raise ValueError(
+                    f"stages.{name}.global_batch_size {rows} does not divide by "
+                    f"{self.cluster.workers} workers"
+                )
+            per_worker = rows // self.cluster.workers
+            if per_worker % (stage.micro_batch_size or per_worker):
+                raise ValueError(
+                    f"stages.{name}: {per_worker} rows per worker do not divide by "
+                    f"micro_batch_size {stage.micro_batch_size}"
+                )
+        return self

@@ -1,0 +1,1 @@
+"""The pure core: schedule, layout, mask, loss, acceptance, verification, frontier."""

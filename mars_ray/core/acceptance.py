@@ -1,0 +1,57 @@
+"""Teacher-forced acceptance: what `verified` decoding would commit, without generating.
+
+On a block whose prefix is the data's, the mask rows are the drafts and the clean rows at the same
+positions are what autoregressive decoding would choose. Depth d survives in a block if depths
+1 .. d all agree. The data's text stands in for the model's own, so this is an estimate.
+
+Shape suffixes: B batch, R rows of a layout, M noisy rows, D depths.
+"""
+
+import torch
+from torch import Tensor
+
+from mars_ray.core.layout import NO_TARGET, Layout
+
+
+def acceptance_counts(layout: Layout, predicted_BR: Tensor, depths: int) -> Tensor:
+    """Blocks that reach depth d, and those of them where depths 1..d agree, float64 (2, D).
+
+    `predicted_BR` holds each row's argmax (anything where there is no target). Additive over
+    batches and ranks.
+    """
+    counts = torch.zeros(2, depths, dtype=torch.float64, device=predicted_BR.device)
+    for row in range(predicted_BR.shape[0]):
+        noisy_M = (layout.depth_BR[row] > 0) & (layout.target_BR[row] != NO_TARGET)
+        if noisy_M.any():
+            _count_row(layout, predicted_BR, row, noisy_M.nonzero().squeeze(1), counts)
+    return counts
+
+
+def _count_row(
+    layout: Layout, predicted_BR: Tensor, row: int, index_M: Tensor, counts: Tensor
+) -> None:
+    clean_R = ~layout.is_noisy_BR[row] & (layout.document_BR[row] >= 0)
+    keys = layout.document_BR[row] * (1 << 32) + layout.position_BR[row]
+    order = torch.where(clean_R, keys, torch.iinfo(keys.dtype).max).argsort()
+    twin_M = order[torch.searchsorted(keys[order][: int(clean_R.sum())], keys[index_M])]
+    agree_M = predicted_BR[row, index_M] == predicted_BR[row, twin_M]
+    # Rows of a block lie next to each other in rising depth: a disagreement at depth d rules out
+    # every deeper one of its block.
+    depth_M = layout.depth_BR[row, index_M]
+    block_M = (depth_M == 1).cumsum(0)
+    first_bad = torch.full((int(block_M[-1]) + 1,), 1 << 30, device=depth_M.device)
+    first_bad.scatter_reduce_(0, block_M[~agree_M], depth_M[~agree_M], "amin")
+    survives_M = depth_M < first_bad[block_M]
+    counts[0] += torch.bincount(depth_M - 1, minlength=counts.shape[1])
+    counts[1] += torch.bincount(depth_M[survives_M] - 1, minlength=counts.shape[1])
+
+
+def survival(counts: Tensor) -> list[float]:
+    """Share of blocks in which depths 1..d agree, for each depth that was seen."""
+    reached, agreed = counts.tolist()
+    return [a / r for r, a in zip(reached, agreed, strict=True) if r > 0]
+
+
+def expected_tokens_per_forward(counts: Tensor) -> float:
+    """Expected T/F of greedy `verified` decoding that always has drafts: 1 + sum of survivals."""
+    return 1 + sum(survival(counts))

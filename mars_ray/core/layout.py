@@ -1,0 +1,146 @@
+"""The two-stream layouts of a training forward.
+
+Both predict with the right shift: the row at position t predicts token t+1. A mask stands for the
+token at its position, so a mask at offset j of a block that starts at s has position s+j, predicts
+token s+j+1, and has depth j+1. A noisy row is laid out only if that token is in the same turn: no
+mask looks at a later one, so a row without a target can be left out without changing any other.
+
+    compact, 3 prompt tokens, 4 of response, block size 2, blocks at 3 and 5
+
+    row        0   1   2   3   4   5   6  |  7   8   9
+    token     p0  p1  p2  r0  r1  r2  r3  | m0  m1  m2          (m3 would predict past the end)
+    position   0   1   2   3   4   5   6  |  3   4   5
+    block      -   -   -   -   -   -   -  |  3   3   5
+    target     .   .  r0  r1  r2  r3   .  | r1  r2  r3
+    depth      0   0   0   0   0   0   0  |  1   2   1
+
+Shape suffixes: B rows of a batch, L clean tokens, M noisy rows, R = L + M.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mars_ray.core.batch import TokenBatch
+from mars_ray.core.schedule import turn_starts
+
+NO_TARGET = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything a forward and its loss need, row by row."""
+
+    input_ids_BR: Tensor  # int64
+    position_BR: Tensor  # int64, of the token the row holds or stands for
+    document_BR: Tensor  # int64, -1 on padding
+    block_BR: Tensor  # int64, start of the noisy row's block; -1 on clean rows
+    target_BR: Tensor  # int64, the next token, NO_TARGET where there is none
+    depth_BR: Tensor  # int64, 0 on clean rows, offset in the block + 1 on noisy ones
+    weight_BR: Tensor  # float32, in the stream's mean; 0 where there is no target
+
+    @property
+    def is_noisy_BR(self) -> Tensor:
+        """Which rows are of the noisy stream, bool (B, R)."""
+        return self.block_BR >= 0
+
+
+def clean_layout(batch: TokenBatch) -> Layout:
+    """The clean stream alone: ordinary supervised fine-tuning, L rows."""
+    target_BL = clean_targets(batch)
+    return Layout(
+        input_ids_BR=batch.input_ids_BL,
+        position_BR=batch.position_BL,
+        document_BR=batch.document_BL,
+        block_BR=torch.full_like(batch.input_ids_BL, -1),
+        target_BR=target_BL,
+        depth_BR=torch.zeros_like(batch.input_ids_BL),
+        weight_BR=(target_BL != NO_TARGET).float(),
+    )
+
+
+def compact_layout(
+    batch: TokenBatch, block_start_BL: Tensor, depth_weight: Tensor, mask_token_id: int
+) -> Layout:
+    """`[clean L | noisy M]`, M the most noisy rows of any row of the batch.
+
+    `block_start_BL` is what `schedule.block_starts` gives; `depth_weight` is indexed by depth - 1.
+    """
+    clean = clean_layout(batch)
+    noisy = _noisy_stream(batch, block_start_BL, depth_weight, mask_token_id)
+    keep_BL = noisy.target_BR != NO_TARGET
+    width = int(keep_BL.sum(dim=1).max())
+    # A stable sort of "not kept" moves the kept rows to the front in their order.
+    index_BM = (~keep_BL).int().argsort(dim=1, stable=True)[:, :width]
+    kept_BM = keep_BL.gather(1, index_BM)
+
+    def take(rows_BL: Tensor, padding: float) -> Tensor:
+        return rows_BL.gather(1, index_BM).masked_fill(~kept_BM, padding)
+
+    noisy = Layout(
+        input_ids_BR=take(noisy.input_ids_BR, 0),
+        position_BR=take(noisy.position_BR, 0),
+        document_BR=take(noisy.document_BR, -1),
+        block_BR=take(noisy.block_BR, -1),
+        target_BR=take(noisy.target_BR, NO_TARGET),
+        depth_BR=take(noisy.depth_BR, 0),
+        weight_BR=take(noisy.weight_BR, 0),
+    )
+    return _side_by_side(clean, noisy)
+
+
+def paper_layout(
+    batch: TokenBatch, block_start_BL: Tensor, depth_weight: Tensor, mask_token_id: int
+) -> Layout:
+    """`[noisy L | clean L]`, as the reference implementation lays it out: 2L rows.
+
+    Tokens without a noisy copy stay unmasked in the noisy half, as clean rows that predict nothing
+    and that nothing looks at.
+    """
+    clean = clean_layout(batch)
+    noisy = _noisy_stream(batch, block_start_BL, depth_weight, mask_token_id)
+    return _side_by_side(noisy, clean)
+
+
+def clean_targets(batch: TokenBatch) -> Tensor:
+    """The token each clean row predicts, (B, L): the next one, if it is of a response."""
+    target_BL = torch.full_like(batch.input_ids_BL, NO_TARGET)
+    wanted_BL = batch.response_BL[:, 1:] & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
+    target_BL[:, :-1] = torch.where(wanted_BL, batch.input_ids_BL[:, 1:], NO_TARGET)
+    return target_BL
+
+
+def _noisy_stream(
+    batch: TokenBatch, block_start_BL: Tensor, depth_weight: Tensor, mask_token_id: int
+) -> Layout:
+    """The noisy half of the paper's layout: one row per clean token."""
+    is_mask_BL = block_start_BL >= 0
+    turn_BL = turn_starts(batch)
+    same_turn_BL = torch.zeros_like(is_mask_BL)
+    same_turn_BL[:, :-1] = (
+        batch.response_BL[:, 1:]
+        & (turn_BL[:, 1:] == turn_BL[:, :-1])
+        & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
+    )
+    has_target_BL = is_mask_BL & same_turn_BL
+    depth_BL = torch.where(is_mask_BL, batch.position_BL - block_start_BL + 1, 0)
+    weight_BL = depth_weight.to(depth_BL.device)[(depth_BL - 1).clamp_min(0)]
+    return Layout(
+        input_ids_BR=torch.where(is_mask_BL, mask_token_id, batch.input_ids_BL),
+        position_BR=batch.position_BL,
+        document_BR=batch.document_BL,
+        # An unmasked token of the noisy half is a block of its own, which starts at itself: it
+        # sees the clean tokens before it and itself, as its clean twin does.
+        block_BR=torch.where(is_mask_BL, block_start_BL, batch.position_BL),
+        target_BR=torch.where(has_target_BL, clean_targets(batch), NO_TARGET),
+        depth_BR=depth_BL,
+        weight_BR=torch.where(has_target_BL, weight_BL, 0.0),
+    )
+
+
+def _side_by_side(left: Layout, right: Layout) -> Layout:
+    def both(name: str) -> Tensor:
+        return torch.cat([getattr(left, name), getattr(right, name)], dim=1)
+
+    return Layout(**{name: both(name) for name in Layout.__slots__})

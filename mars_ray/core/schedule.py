@@ -1,0 +1,100 @@
+"""The mask schedule: which response tokens get a noisy copy, and in which blocks.
+
+A pure function of (progress, config, seed) and the sample, so a resumed run, or one on more ranks,
+draws what an undisturbed one draws.
+
+Shape suffixes: B rows, L tokens of a row, S choices.
+"""
+
+import torch
+from torch import Tensor
+
+from mars_ray.config.schedule import (
+    ConstantBlockSize,
+    CurriculumBlockSize,
+    LinearWeight,
+    MaskSchedule,
+    MixedBlockSize,
+)
+from mars_ray.core.batch import TokenBatch
+from mars_ray.core.randomness import uniform
+
+# One stream of draws per purpose, so that no two decisions share a random number.
+_BLOCK_SIZE, _GRID_OFFSET, _NOISY_SHARE = 1, 2, 3
+_PROGRESS_STEPS = 1 << 40
+
+
+def block_starts(batch: TokenBatch, schedule: MaskSchedule, progress: float, seed: int) -> Tensor:
+    """For each token the start of the block its mask stands in, int64 (B, L); -1: no noisy copy.
+
+    A block never reaches back over the start of its assistant turn, so its masks see every prompt
+    token: with the grid at position 0 a turn's first block may be shorter than the others.
+
+        position    0   1   2   3   4   5   6   7
+        token       p   p   p   r   r   r   r   r       block size 4, grid "zero"
+        start      -1  -1  -1   3   4   4   4   4
+    """
+    now = int(progress * _PROGRESS_STEPS)
+    document_BL, position_BL = batch.document_BL, batch.position_BL
+    size_BL = _block_sizes(schedule, document_BL, progress, now, seed)
+    turn_BL = turn_starts(batch)
+    match schedule.grid:
+        case "zero":
+            origin_BL = torch.zeros_like(position_BL)
+        case "response":
+            origin_BL = turn_BL
+        case "random":
+            draw_BL = uniform(seed, _GRID_OFFSET, now, document_BL)
+            origin_BL = (draw_BL * size_BL).long()
+    phase_BL = torch.remainder(position_BL - origin_BL, size_BL)
+    start_BL = torch.maximum(position_BL - phase_BL, turn_BL)
+    chosen_BL = batch.response_BL
+    if schedule.noisy_share < 1:
+        draw_BL = uniform(seed, _NOISY_SHARE, now, document_BL, start_BL)
+        chosen_BL = chosen_BL & (draw_BL < schedule.noisy_share)
+    return torch.where(chosen_BL, start_BL, -1)
+
+
+def turn_starts(batch: TokenBatch) -> Tensor:
+    """Position of the first token of each response token's assistant turn, int64 (B, L).
+
+    Meaningless on tokens that are no response.
+    """
+    response_BL, position_BL = batch.response_BL, batch.position_BL
+    same_BL = torch.zeros_like(response_BL)
+    same_BL[:, 1:] = response_BL[:, :-1] & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
+    index_BL = torch.arange(response_BL.shape[1], device=response_BL.device).expand_as(position_BL)
+    first_BL = torch.where(response_BL & ~same_BL, index_BL, 0).cummax(dim=1).values
+    return position_BL.gather(1, first_BL)
+
+
+def ar_weight(schedule: MaskSchedule, progress: float) -> float:
+    """Weight of the clean stream's mean loss at this share of training."""
+    if isinstance(schedule.ar_weight, LinearWeight):
+        start, end = schedule.ar_weight.start, schedule.ar_weight.end
+        return start + (end - start) * progress
+    return schedule.ar_weight
+
+
+def depth_weights(schedule: MaskSchedule) -> Tensor:
+    """Weights of depths 1 .. max block size, float32; the last given one holds for the rest."""
+    given = schedule.depth_weights or (1.0,)
+    depths = range(schedule.max_block_size)
+    return torch.tensor([given[min(depth, len(given) - 1)] for depth in depths])
+
+
+def _block_sizes(
+    schedule: MaskSchedule, document_BL: Tensor, progress: float, now: int, seed: int
+) -> Tensor:
+    match schedule.block_size:
+        case ConstantBlockSize(size=size):
+            return torch.full_like(document_BL, size)
+        case MixedBlockSize(sizes=sizes, weights=weights):
+            edges_S = torch.tensor(weights, dtype=torch.float64).cumsum(0)
+            edges_S = (edges_S / edges_S[-1])[:-1].to(document_BL.device)
+            draw_BL = uniform(seed, _BLOCK_SIZE, now, document_BL)
+            size_S = torch.tensor(sizes, device=document_BL.device)
+            return size_S[torch.bucketize(draw_BL, edges_S, right=True)]
+        case CurriculumBlockSize(steps=steps):
+            size = [step.size for step in steps if step.progress <= progress][-1]
+            return torch.full_like(document_BL, size)

@@ -1,0 +1,1 @@
+"""From a source of conversations to batches of token rows."""

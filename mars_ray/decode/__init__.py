@@ -1,0 +1,1 @@
+"""Decoding: the cacheless reference and the batched engine with a KV cache."""

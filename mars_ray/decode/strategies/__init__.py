@@ -1,0 +1,1 @@
+"""One file per decoding mode: plan a forward, absorb its rows."""

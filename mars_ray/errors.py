@@ -1,0 +1,60 @@
+"""Every error this package raises on purpose.
+
+MarsError
+├── ConfigError                a job file or an override cannot be used
+├── DataError                  a source cannot be read, or too many of its rows are bad
+├── ModelError                 a model, tokenizer or chat template cannot be used
+├── CheckpointError            a checkpoint is missing, incomplete or of another shape
+├── TrainingError              training cannot start or go on
+│   └── NonFiniteLossError     the loss became NaN or infinite
+├── RequestError               a decoding request is wrong (an HTTP 400)
+│   └── PromptTooLongError     the prompt and the answer do not fit the context
+└── EngineError                the decoding engine failed or was shut down
+
+Messages say what is wrong, where, and what to do about it. Broken invariants are `assert`s, not
+members of this tree.
+"""
+
+
+class MarsError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(MarsError):
+    """A job file or an override cannot be used."""
+
+
+class DataError(MarsError):
+    """A source cannot be read, or too many of its rows are bad."""
+
+
+class ModelError(MarsError):
+    """A model, tokenizer or chat template cannot be used."""
+
+
+class CheckpointError(MarsError):
+    """A checkpoint is missing, incomplete or of another shape."""
+
+
+class TrainingError(MarsError):
+    """Training cannot start or go on."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss became NaN or infinite; the last checkpoint is untouched."""
+
+
+class RequestError(MarsError):
+    """A decoding request is wrong; `field` names the part of the request at fault."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PromptTooLongError(RequestError):
+    """The prompt and the answer do not fit the context."""
+
+
+class EngineError(MarsError):
+    """The decoding engine failed or was shut down."""

@@ -1,0 +1,1 @@
+"""Tasks, the frontier of a checkpoint, plots, benchmarks."""

@@ -1,0 +1,1 @@
+"""One file per task: prompts and a grader."""

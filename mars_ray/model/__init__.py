@@ -1,0 +1,1 @@
+"""Hugging Face models: create, load, save, the mask token, the one forward call."""

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible service on Ray Serve."""

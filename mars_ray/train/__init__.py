@@ -1,0 +1,1 @@
+"""Training: one step, engines, checkpoints, the loop, and its shell on Ray Train."""

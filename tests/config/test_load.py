@@ -1,0 +1,132 @@
+"""Job files, overrides and what their errors say."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.load import load_job, parse_job
+from mars_ray.config.train import MarsObjective, TrainJob
+from mars_ray.errors import ConfigError
+
+JOBS = sorted((Path(__file__).parents[2] / "jobs").glob("*.toml"))
+
+
+def train_table() -> dict:
+    return {
+        "kind": "train",
+        "name": "t",
+        "output_dir": "runs/t",
+        "model": {"type": "preset", "preset": "tiny"},
+        "data": {"train": {"type": "corpus", "count": 10}},
+        "stages": {
+            "mars": {
+                "objective": {"type": "mars"},
+                "optimizer": {"learning_rate": 1e-3},
+                "steps": 10,
+                "global_batch_size": 4,
+            }
+        },
+    }
+
+
+def refusal(*overrides: str, **changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_job(train_table() | changes, source="job.toml", overrides=overrides)
+    return str(caught.value)
+
+
+def test_every_job_file_is_a_complete_run():
+    """Guards a renamed field that a shipped job still uses."""
+    assert len(JOBS) >= 6
+    for path in JOBS:
+        load_job(path)
+
+
+def test_overrides_are_toml_or_strings():
+    """Guards numbers arriving as strings and strings needing shell-hostile quotes."""
+    job = parse_job(
+        train_table(),
+        source="x",
+        overrides=[
+            "stages.mars.steps=7",
+            "stages.mars.objective.block_size={type='constant', size=8}",
+            "output_dir=runs/other",
+            "data.packing=true",
+        ],
+    )
+    assert isinstance(job, TrainJob)
+    stage = job.stages["mars"]
+    assert stage.steps == 7
+    assert isinstance(stage.objective, MarsObjective)
+    assert stage.objective.max_block_size == 8
+    assert job.output_dir == "runs/other"
+    assert job.data.packing is True
+
+
+def test_unknown_keys_name_file_key_and_nearest():
+    """Also inside a dict of stages and behind the tag of a union, which no user wrote as a key."""
+    message = refusal("stages.mars.optimizer.learnin_rate=1")
+    assert message == (
+        "job.toml: unknown key 'stages.mars.optimizer.learnin_rate'; did you mean 'learning_rate'?"
+    )
+    message = refusal("stages.mars.objective.grids=zero")
+    assert "'stages.mars.objective.grids'; did you mean 'grid'?" in message
+    assert "'outputdir'; did you mean 'output_dir'?" in refusal("outputdir=x")
+    assert "known here: " in refusal("data.train.zzz=1")
+
+
+def test_other_errors_name_the_key():
+    """Missing keys, wrong values, conditions between fields."""
+    table = train_table()
+    del table["name"]
+    with pytest.raises(ConfigError, match="missing key 'name'"):
+        parse_job(table, source="job.toml")
+    assert "stages.mars.steps: " in refusal("stages.mars.steps=0")
+    assert "exactly one of steps and epochs" in refusal("stages.mars.epochs=1")
+    assert "4 does not divide by 3 workers" in refusal("cluster.workers=3")
+    assert "'nonsense'" in refusal(kind="nonsense")
+
+
+def test_unusable_files_and_overrides(tmp_path):
+    """Each says what is wrong instead of a traceback."""
+    with pytest.raises(ConfigError, match="no such job file"):
+        load_job(tmp_path / "missing.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("kind = ")
+    with pytest.raises(ConfigError, match="not valid TOML: "):
+        load_job(broken)
+    assert "write it as key.subkey=value" in refusal("steps")
+    assert "'name' is a value, not a table" in refusal("name.x=1")
+
+
+def test_a_job_is_frozen_and_survives_json():
+    """The resolved JSON is stored with every checkpoint and has to mean the same job."""
+    job = load_job(next(path for path in JOBS if path.name == "evaluate-gsm8k.toml"))
+    assert isinstance(job, EvaluateJob)
+    assert EvaluateJob.model_validate_json(job.model_dump_json()) == job
+    with pytest.raises(ValueError, match="frozen"):
+        job.max_new_tokens = 1
+
+
+def test_config_imports_neither_torch_nor_ray():
+    """A fresh process: the command line reads jobs before it pays for either."""
+    code = "import sys, mars_ray.config.load; print({'torch', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_help_is_quick():
+    """The best of three fresh processes, so that a busy machine does not fail it."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "mars_ray", "--help"], capture_output=True, check=True
+        )
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1.0

@@ -1,0 +1,93 @@
+"""The import order and the ceilings, as tested facts."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "mars_ray"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LEVELS = {
+    "__init__": 0,
+    "errors": 0,
+    "provenance": 0,
+    "config": 0,
+    "core": 1,
+    "data": 2,
+    "model": 2,
+    "train": 3,
+    "decode": 3,
+    "evaluate": 4,
+    "serve": 4,
+    "demo": 6,
+    "cli": 7,
+    "__main__": 8,
+}
+ONLY_IN = {
+    "ray": {"train/on_ray.py", "serve/replica.py", "serve/build.py", "cli.py"},
+    "deepspeed": {"train/deepspeed.py"},
+    "fastapi": {"serve/"},
+    "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
+}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or "", node
+
+
+def unit(path: Path) -> str:
+    """The top-level package or module a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_modules_import_lower_levels_and_their_own_package_only():
+    """Guards the architecture: siblings never import each other."""
+    wrong = []
+    for path in FILES:
+        for name, _ in imports(ast.parse(path.read_text())):
+            if not name.startswith("mars_ray."):
+                continue
+            target = name.split(".")[1]
+            if target != unit(path) and LEVELS[target] >= LEVELS[unit(path)] > 0:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong
+
+
+def test_heavy_packages_stay_in_their_shells():
+    """Guards `import ray` in the pure core: it has to run where Ray is not installed."""
+    wrong = []
+    for path in FILES:
+        place = path.relative_to(PACKAGE).as_posix()
+        for name, _ in imports(ast.parse(path.read_text())):
+            allowed = ONLY_IN.get(name.split(".")[0])
+            if allowed is not None and not any(place.startswith(prefix) for prefix in allowed):
+                wrong.append(f"{place} imports {name}")
+    assert not wrong
+
+
+def test_first_party_imports_stand_at_the_top():
+    """Only the command line imports late, and says why."""
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for name, node in imports(tree):
+            if name.startswith("mars_ray") and node not in tree.body:
+                assert path.name == "cli.py", f"{path}: {name} is imported inside a function"
+
+
+def test_files_and_functions_stay_short():
+    """A file has at most 400 lines, a function 60."""
+    wrong = []
+    for path in FILES:
+        text = path.read_text()
+        if text.count("\n") > 400:
+            wrong.append(f"{path.name}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > 60:
+                    wrong.append(f"{path.name}: {node.name} has {length} lines")
+    assert not wrong
