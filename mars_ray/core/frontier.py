@@ -1,0 +1,117 @@
+"""The frontier: what each mode and threshold buys and costs, for one checkpoint on one task.
+
+Stored as `frontier.json` beside the checkpoint. No torch: policies and simulators read it.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mars_ray.errors import CheckpointError
+
+FRONTIER_FILE = "frontier.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One mode at one setting. Intervals are 95%; differences are against `exact`, paired."""
+
+    mode: dict[str, Any]  # the mode's configuration, with its type
+    problems: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    tokens: int
+    forwards: int
+    tokens_per_s: float
+    identical: float  # share of problems with the same tokens as `exact`
+    difference: float
+    difference_low: float
+    difference_high: float
+    p_value: float
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """T/F over all problems."""
+        return self.tokens / self.forwards
+
+    @property
+    def threshold(self) -> float | None:
+        """The quality knob, None where the mode has none."""
+        return self.mode.get("threshold")
+
+    @property
+    def label(self) -> str:
+        """For example `confidence 0.95`."""
+        parts = [self.mode["type"]]
+        if self.threshold is not None:
+            parts.append(f"{self.threshold:g}")
+        if "measure" in self.mode and self.mode["measure"] != "probability":
+            parts.append(self.mode["measure"])
+        if "window" in self.mode and self.mode["window"] is not None:
+            parts.append(f"W={self.mode['window']}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """All points of a checkpoint on a task; the first one is `exact`."""
+
+    checkpoint: str
+    task: dict[str, Any]
+    points: tuple[FrontierPoint, ...]
+    provenance: dict[str, Any]
+
+    def point(self, label: str) -> FrontierPoint:
+        """The point with this label. Raises KeyError."""
+        for point in self.points:
+            if point.label == label:
+                return point
+        raise KeyError(f"no point {label!r}; there are {[p.label for p in self.points]}")
+
+    def undominated(self) -> list[FrontierPoint]:
+        """Points that no other beats in both accuracy and T/F, by rising T/F."""
+
+        def beaten(point: FrontierPoint) -> bool:
+            return any(
+                other.accuracy >= point.accuracy
+                and other.tokens_per_forward >= point.tokens_per_forward
+                and (other.accuracy, other.tokens_per_forward)
+                != (point.accuracy, point.tokens_per_forward)
+                for other in self.points
+            )
+
+        kept = [point for point in self.points if not beaten(point)]
+        return sorted(kept, key=lambda point: point.tokens_per_forward)
+
+    def to_json(self) -> str:
+        """Fields as they are, and each point's label and T/F for readers without this class."""
+        table = asdict(self)
+        for point, row in zip(self.points, table["points"], strict=True):
+            row |= {"label": point.label, "tokens_per_forward": point.tokens_per_forward}
+        return json.dumps(table, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = FRONTIER_FILE) -> "Frontier":
+        """Raises CheckpointError when the text is not a frontier."""
+        try:
+            table = json.loads(text)
+            for row in table["points"]:
+                del row["label"], row["tokens_per_forward"]
+            table["points"] = tuple(FrontierPoint(**row) for row in table["points"])
+            frontier = cls(**table)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{source} is no frontier: {error}") from None
+        if not frontier.points or min(point.forwards for point in frontier.points) < 1:
+            raise CheckpointError(f"{source} is no frontier: it has a point without forwards")
+        return frontier
+
+
+def read_frontier(directory: str | Path) -> Frontier:
+    """The frontier beside a checkpoint. Raises CheckpointError."""
+    path = Path(directory) / FRONTIER_FILE
+    try:
+        return Frontier.from_json(path.read_text(), str(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: run mars-ray evaluate first") from None

@@ -1,0 +1,48 @@
+"""Intervals and tests for shares of correct answers. Plain arithmetic, no torch."""
+
+from dataclasses import dataclass
+from math import comb, sqrt
+
+Z_95 = 1.959963984540054
+
+
+def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
+    """Interval of a share (Wilson, 1927); it stays in [0, 1] and is honest near its ends."""
+    assert 0 <= successes <= trials
+    assert trials > 0
+    share, square = successes / trials, z * z / trials
+    centre = share + square / 2
+    half = z * sqrt(share * (1 - share) / trials + square / (4 * trials))
+    low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
+    return max(0.0, low), min(1.0, high)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """How two systems differ on the same problems: second minus first."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float  # McNemar's exact test
+
+
+def paired_difference(first: list[bool], second: list[bool], z: float = Z_95) -> PairedDifference:
+    """Difference of two shares over the same trials, with an interval for paired proportions
+    (Agresti and Min, 2005: half a trial added to each cell) and McNemar's exact p value."""
+    assert len(first) == len(second) > 0
+    gained = sum(b and not a for a, b in zip(first, second, strict=True))
+    lost = sum(a and not b for a, b in zip(first, second, strict=True))
+    trials = len(first)
+    n, b, c = trials + 2, gained + 0.5, lost + 0.5
+    centre, half = (b - c) / n, z * sqrt(b + c - (b - c) ** 2 / n) / n
+    return PairedDifference(
+        (gained - lost) / trials, centre - half, centre + half, mcnemar_exact(gained, lost)
+    )
+
+
+def mcnemar_exact(gained: int, lost: int) -> float:
+    """Two-sided p value that `gained` and `lost` come from equal chances."""
+    changes = gained + lost
+    tail = sum(comb(changes, k) for k in range(min(gained, lost) + 1)) / 2**changes
+    return min(1.0, 2 * tail)

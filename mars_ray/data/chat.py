@@ -1,0 +1,281 @@
+"""From a conversation to tokens, through the tokenizer's own chat template.
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    [               prompt, no loss                      )[ response      )[ no loss
+
+Where a response starts is asked of the template: it is the length of the rendered prompt. The text
+is cut there and at the special tokens which the template wrote, and the pieces between are encoded
+as plain text, so a special token spelled out inside a message is just text. Prompts are cut in the
+same way when a model is served, so it meets the token boundaries it was trained on.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mars_ray.errors import DataError, ModelError
+
+Role = Literal["system", "user", "assistant"]
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+# Encoders of this many tokenizers are kept; a process rarely has more than one.
+_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The L tokens of a conversation; `response` marks those an assistant wrote."""
+
+    input_ids: np.ndarray  # int32 (L,)
+    response: np.ndarray  # bool (L,)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A rendered conversation, cut: special tokens and plain texts, and which are a response."""
+
+    pieces: tuple[tuple[int | str, bool], ...]
+
+
+def encode(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """All turns of a conversation, with the assistant's marked.
+
+    Raises DataError if the chat template refuses the conversation, ModelError if the tokenizer or
+    its template cannot be used.
+    """
+    encoder = encoder_of(tokenizer)
+    return encoder.encode([encoder.plan(messages)])[0]
+
+
+def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The conversation and the start of the answer to come, as token ids; raises as `encode`."""
+    encoder = encoder_of(tokenizer)
+    return encoder.encode([encoder.plan_prompt(messages)])[0].input_ids.tolist()
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> "ChatEncoder":
+    """The tokenizer's encoder, kept for the next call."""
+    # The size is part of the key because adding a token changes what is special.
+    return _encoder(tokenizer, len(tokenizer), _template(tokenizer))
+
+
+@lru_cache(maxsize=_KEPT)
+def _encoder(tokenizer: PreTrainedTokenizerBase, _size: int, template: str) -> "ChatEncoder":
+    return ChatEncoder(tokenizer, template)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template; use the tokenizer of an instruction-tuned model, "
+            "or put a chat_template.jinja beside it"
+        )
+    return tokenizer.get_chat_template()
+
+
+class ChatEncoder:
+    """One tokenizer with what is compiled for it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json; convert it first")
+        self._tokenizer = tokenizer
+        self._template = template
+        # A copy: transformers changes settings of its own with every call.
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special_ids = _special_ids(tokenizer)
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._check()
+
+    def plan(self, messages: Sequence[Message]) -> Plan:
+        """Renders and cuts a conversation."""
+        chat, sentinel = self._neutralise(messages)
+        text = self._render(chat, prompt=False)
+        pieces: list[tuple[int | str, bool]] = []
+        done = 0
+        for start, end in self._responses(chat, text):
+            pieces += self._cut(text[done:start], sentinel, response=False)
+            pieces += self._cut(text[start:end], sentinel, response=True)
+            done = end
+        pieces += self._cut(text[done:], sentinel, response=False)
+        return Plan(tuple(pieces))
+
+    def plan_prompt(self, messages: Sequence[Message]) -> Plan:
+        """Renders and cuts a conversation that waits for an answer.
+
+        Earlier answers are cut as in training, so they have the same tokens.
+        """
+        chat, sentinel = self._neutralise(messages)
+        text = self._render(chat, prompt=True)
+        # An answer the template rewrites once it is history has no place to be found, and needs
+        # none: nothing here carries a loss.
+        starts = [
+            len(before)
+            for turn, message in enumerate(chat)
+            if message["role"] == "assistant" and turn > 0
+            if text.startswith(before := self._render(chat[:turn], prompt=True))
+        ]
+        pieces: list[tuple[int | str, bool]] = []
+        for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
+            pieces += self._cut(text[start:end], sentinel, response=False)
+        return Plan(tuple(pieces))
+
+    def encode(self, plans: Sequence[Plan]) -> list[Encoded]:
+        """The tokens of each plan; one call for many is faster than many calls."""
+        texts: dict[str, int] = {}
+        for plan in plans:
+            for piece, _ in plan.pieces:
+                if isinstance(piece, str):
+                    texts.setdefault(piece, len(texts))
+        batch = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = [encoding.ids for encoding in batch]
+        encoded = []
+        for plan in plans:
+            tokens: list[int] = []
+            response: list[bool] = []
+            for piece, is_response in plan.pieces:
+                new = ids[texts[piece]] if isinstance(piece, str) else [piece]
+                tokens += new
+                response += [is_response] * len(new)
+            encoded.append(Encoded(np.array(tokens, np.int32), np.array(response, np.bool_)))
+        return encoded
+
+    def fingerprint(self) -> str:
+        """A text that differs for tokenizers and templates which encode differently."""
+        special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
+        return "\n".join([self._backend.to_str(), special, self._template])
+
+    def _neutralise(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], str]:
+        """The messages for the template, special tokens in them broken by the sentinel returned.
+
+        The sentinel occurs in no message, so taking it out later restores each text exactly.
+        """
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        contents = "".join(message.content for message in messages) + self._template
+        _check_characters(contents)
+        if not any(self._special.search(message.content) for message in messages):
+            return chat, ""
+        sentinel = next(char for char in map(chr, _PRIVATE_USE) if char not in contents)
+        for message in chat:
+            # More than once: a special token may contain another one.
+            while self._special.search(message["content"]):
+                message["content"] = self._special.sub(
+                    lambda match: match[0][0] + sentinel + match[0][1:], message["content"]
+                )
+        return chat, sentinel
+
+    def _render(self, chat: list[dict[str, str]], *, prompt: bool) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat, chat_template=self._template, tokenize=False, add_generation_prompt=prompt
+            )
+        except (TemplateError, ValueError) as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _responses(self, chat: list[dict[str, str]], text: str) -> list[tuple[int, int]]:
+        """Where in the rendered text each assistant's turn starts and ends."""
+        spans = []
+        for turn, message in enumerate(chat):
+            if message["role"] == "assistant":
+                before = self._render(chat[:turn], prompt=True)
+                through = (
+                    text if turn == len(chat) - 1 else self._render(chat[: turn + 1], prompt=False)
+                )
+                if not text.startswith(before):
+                    raise ModelError(
+                        "the chat template does not render a conversation as a continuation of "
+                        "the prompt before it, so the assistant's part cannot be found; use a "
+                        f"template that does (rendered {text[:200]!r}, prompt {before[:200]!r})"
+                    )
+                spans.append((len(before), self._response_end(text, len(before), through)))
+        return spans
+
+    def _response_end(self, text: str, start: int, through: str) -> int:
+        """After the end-of-turn token, of which there is none in some templates.
+
+        `through` is the text up to this turn, rendered as the last one. Templates that write a
+        last turn in another way than a past one (Qwen3: an empty thought) do not continue it; the
+        messages hold no special tokens here, so the first one is then the end of the turn.
+        """
+        if text.startswith(through):
+            ends = [match.end() for match in self._special.finditer(through, start)]
+            return ends[-1] if ends else len(through)
+        match = self._special.search(text, start)
+        if match is None:
+            raise ModelError(
+                "the chat template rewrites earlier turns and ends none with a special token, so "
+                "the assistant's part cannot be found; use a template that does neither"
+            )
+        return match.end()
+
+    def _cut(self, text: str, sentinel: str, *, response: bool) -> list[tuple[int | str, bool]]:
+        """The special tokens' ids and the texts between them."""
+        # The pattern is one group, so every second part is a special token.
+        parts = self._special.split(text)
+        return [
+            (self._special_ids[part] if place % 2 else part.replace(sentinel, ""), response)
+            for place, part in enumerate(parts)
+            if part
+        ]
+
+    def _check(self) -> None:
+        """Some tokenizers write a word differently where a text begins; they cannot be cut."""
+        messages = [Message("user", "Hi there"), Message("assistant", "Fine, thanks")]
+        chat, _ = self._neutralise(messages)
+        whole = self._tokenizer(
+            self._render(chat, prompt=False), add_special_tokens=False, split_special_tokens=False
+        )
+        ours = self.encode([self.plan(messages)])[0].input_ids.tolist()
+        if ours != whole["input_ids"]:
+            raise ModelError(
+                "the tokenizer encodes a text differently when it is cut where the answer begins "
+                f"({whole['input_ids']} became {ours}); use a tokenizer whose chat template ends "
+                "the prompt with a special token or a line break"
+            )
+
+
+def _check_characters(text: str) -> None:
+    """JSON can hold half of a surrogate pair, which is no character and cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"a message holds what is no character: {error}") from error
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    special = {
+        added.content: index
+        for index, added in tokenizer.added_tokens_decoder.items()
+        if added.special
+    }
+    # Breaking one apart needs two characters.
+    short = [text for text in special if len(text) < 2]
+    if short or not special:
+        raise ModelError(
+            f"the tokenizer has special tokens of one character: {short}"
+            if short
+            else "the tokenizer has no special tokens, so a turn of a conversation has no end"
+        )
+    return special

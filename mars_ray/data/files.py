@@ -1,0 +1,127 @@
+"""Rows of local files: JSON, JSON lines, Parquet."""
+
+import glob
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from mars_ray.errors import DataError
+
+Row = tuple[str, object]  # `file:line`, and the parsed content or the ValueError that it raised
+
+
+def rows(patterns: Sequence[str]) -> Iterator[Row]:
+    """All rows of all files, in order. Raises DataError if a file is missing or unreadable."""
+    for path in expand(patterns):
+        reader = _reader(path)
+        try:
+            yield from reader(path)
+        except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+            raise DataError(f"cannot read {path}: {error}") from error
+
+
+def expand(patterns: Sequence[str]) -> list[Path]:
+    """The files that the paths and globs name, those of one glob sorted, each once.
+
+    Raises DataError for one that names no file.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        full = str(Path(pattern).expanduser())
+        # A name that exists is not a glob, whatever characters it has.
+        names = [full] if Path(full).exists() else sorted(glob.glob(full, recursive=True))
+        if not names:
+            raise DataError(f"no such file: {pattern} (looked in {Path.cwd()})")
+        for name in names:
+            if Path(name).is_dir():
+                raise DataError(f"{name} is a directory; name its files, as in {name}/*.jsonl")
+            found[Path(name)] = None
+    return list(found)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file's bytes. Raises DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
+    for suffix, reader in _READERS.items():
+        if path.name.endswith(suffix):
+            return reader
+    raise DataError(f"{path} has none of the known endings {', '.join(_READERS)}")
+
+
+def _bytes(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parse(line)
+
+
+def _parse(line: bytes) -> object:
+    """The content, or the error in its place: one bad line does not end the file."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        return error
+
+
+def _json_array(path: Path) -> Iterator[Row]:
+    """Elements one by one, because `json.loads` does not tell the lines they start at."""
+    try:
+        text = _bytes(path).decode("utf-8-sig")
+        decoder, whitespace = json.JSONDecoder(), " \t\r\n"
+        line, done = 1, 0
+        position = _skip(text, 0, whitespace)
+        if text[position : position + 1] != "[":
+            raise ValueError("the file is not a list of rows; name JSON lines .jsonl")
+        position = _skip(text, position + 1, whitespace)
+        while text[position : position + 1] != "]":
+            line, done = line + text.count("\n", done, position), position
+            content, position = decoder.raw_decode(text, position)
+            yield f"{path}:{line}", content
+            position = _skip(text, position, whitespace)
+            if text[position : position + 1] == ",":
+                position = _skip(text, position + 1, whitespace)
+            elif text[position : position + 1] != "]":
+                raise json.JSONDecodeError("expected , or ]", text, position)
+    except ValueError as error:
+        raise DataError(f"{path} is not a JSON list of rows: {error}") from error
+
+
+def _skip(text: str, position: int, characters: str) -> int:
+    while text[position : position + 1] and text[position] in characters:
+        position += 1
+    return position
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    number = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for content in batch.to_pylist():
+                number += 1
+                yield f"{path}:{number}", content
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".json": _json_array,
+    ".json.gz": _json_array,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,137 @@
+"""Batches in an order that depends on the seed alone: not on the ranks, nor on a restart."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mars_ray.core.batch import TokenBatch
+from mars_ray.data.chat import Encoded
+from mars_ray.data.collate import collate
+from mars_ray.data.packing import one_each, pack
+from mars_ray.data.rows import Conversations
+from mars_ray.errors import DataError
+
+# So many global batches are sorted by length together: enough for rows of one batch to be of
+# similar length, few enough for the order to stay random.
+_SORTED_BATCHES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderState:
+    """The next optimizer step of an epoch, both counted from 0."""
+
+    epoch: int
+    step: int
+
+
+class Loader:
+    """Endless training batches: epochs in new orders, each without its incomplete last batch.
+
+    `global_batch_size` counts rows over all ranks and does not change what is in a global batch;
+    `micro_batch_size` rows go through one forward on one rank. `state` and `restore` make a run
+    resume with exactly the batches it would have had.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        packing: bool,
+        max_length: int,
+    ) -> None:
+        """Raises DataError if there are fewer rows than one global batch."""
+        assert 0 <= rank < world_size
+        assert global_batch_size % (world_size * micro_batch_size) == 0
+        lengths = conversations.lengths
+        self._conversations = conversations
+        self._rows = pack(lengths, max_length, seed) if packing else one_each(lengths)
+        self._row_lengths = np.add.reduceat(lengths[self._rows.members], self._rows.starts[:-1])
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._epoch = 0
+        self._step = 0
+        self._started = False
+        self.steps_per_epoch = len(self._rows) // global_batch_size
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"the data set has {len(self._rows)} rows, fewer than one global batch of "
+                f"{global_batch_size}; lower global_batch_size or add data"
+            )
+
+    def state(self) -> LoaderState:
+        """The position behind the last step handed out."""
+        return LoaderState(self._epoch, self._step)
+
+    def restore(self, state: LoaderState) -> None:
+        """Goes to a position; only before the first batch is asked for."""
+        assert not self._started, "restore the loader before iterating"
+        if state.epoch < 0 or not 0 <= state.step <= self.steps_per_epoch:
+            raise DataError(
+                f"the data set has {self.steps_per_epoch} steps an epoch, so it is not the one "
+                f"whose training stopped at step {state.step}"
+            )
+        self._epoch, self._step = state.epoch, state.step
+
+    def __iter__(self) -> Iterator[list[TokenBatch]]:
+        """This rank's micro-batches of one optimizer step after another."""
+        self._started = True
+        while True:
+            batches = self._order(self._epoch)
+            while self._step < self.steps_per_epoch:
+                # Counted before it is handed out: whoever asks for the state has the batch.
+                self._step += 1
+                yield self._micro_batches(batches[self._step - 1])
+            self._epoch, self._step = self._epoch + 1, 0
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Rows of every global batch of an epoch, (steps_per_epoch, global_batch_size).
+
+        Rows of similar length come together, so that little is padding; the batches of an epoch
+        are then shuffled, or long ones would follow short ones.
+        """
+        random = np.random.default_rng([self._seed, epoch])
+        size = self._global_batch_size
+        order = random.permutation(len(self._rows))[: self.steps_per_epoch * size]
+        for start in range(0, len(order), _SORTED_BATCHES * size):
+            part = order[start : start + _SORTED_BATCHES * size]
+            part[:] = part[np.argsort(self._row_lengths[part], kind="stable")]
+        return random.permutation(order.reshape(self.steps_per_epoch, size), axis=0)
+
+    def _micro_batches(self, batch: np.ndarray) -> list[TokenBatch]:
+        # Every world_size-th row: the ranks get rows of the same lengths, hence the same work.
+        mine = batch[self._rank :: self._world_size].reshape(-1, self._micro_batch_size)
+        return [collate([self._load(row) for row in rows]) for rows in mine]
+
+    def _load(self, row: int) -> list[tuple[int, Encoded]]:
+        return [(index, self._conversations[index]) for index in self._rows.row(row)]
+
+
+def eval_batches(
+    conversations: Conversations,
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    limit: int | None,
+) -> Iterator[TokenBatch]:
+    """The first `limit` conversations (None: all), each once over all ranks, without packing.
+
+    Every rank yields the same number of batches, as collective operations need it; a rank without
+    conversations left yields one row of padding.
+    """
+    count = len(conversations) if limit is None else min(limit, len(conversations))
+    order = np.argsort(conversations.lengths[:count], kind="stable")
+    mine = order[rank::world_size].tolist()
+    for batch in range(math.ceil(math.ceil(count / world_size) / micro_batch_size)):
+        part = mine[batch * micro_batch_size : (batch + 1) * micro_batch_size]
+        yield collate([[(index, conversations[index])] for index in part] or [[]])

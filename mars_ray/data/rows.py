@@ -1,0 +1,204 @@
+"""Tokenised conversations: built once, kept on disk, memory-mapped.
+
+A cache directory holds three arrays and, written last, what they must look like:
+
+    tokens.bin    int32, all conversations one after another
+    response.bin  bool, the same length
+    starts.bin    int64, where each conversation starts, and the end
+    meta.json
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from mars_ray.config.data import DataConfig, FilesSource, HubSource, Source
+from mars_ray.data import files, hub
+from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
+from mars_ray.data.progress import counted
+from mars_ray.data.sources import BadRows, Record, read
+from mars_ray.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
+# Conversations encoded in one call, which spreads them over the cores.
+_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What became of the rows of a source."""
+
+    conversations: int
+    tokens: int
+    bad: int
+    dropped: int  # longer than max_length, by the setting or because no answer was left
+    truncated: int
+
+
+class Conversations:
+    """The conversations of a cache directory, read as they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ValueError, OSError or TypeError if the directory is not a whole cache."""
+        meta = json.loads((directory / "meta.json").read_text())
+        self.directory = directory
+        self.summary = Summary(**meta)
+        sizes = {"tokens": self.summary.tokens, "response": self.summary.tokens}
+        sizes["starts"] = self.summary.conversations + 1
+        for name, size in sizes.items():
+            expected = size * np.dtype(_ARRAYS[name]).itemsize
+            if (found := (directory / f"{name}.bin").stat().st_size) != expected:
+                raise ValueError(f"{name}.bin has {found} bytes where {expected} belong")
+        self._tokens = np.memmap(directory / "tokens.bin", np.int32, "r")
+        self._response = np.memmap(directory / "response.bin", np.bool_, "r")
+        self._starts = np.fromfile(directory / "starts.bin", np.int64)
+        self.lengths = np.diff(self._starts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As its place: an array that was mapped would be copied.
+        return Conversations, (self.directory,)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Encoded:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        span = slice(self._starts[index], self._starts[index + 1])
+        return Encoded(self._tokens[span], self._response[span])
+
+
+def tokenize(
+    source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig, cache_dir: Path
+) -> Conversations:
+    """The source's conversations, from the cache if it has them.
+
+    Several processes may call this at once. Raises DataError if the source cannot be read, has
+    more bad rows than allowed, or no conversation is left.
+    """
+    directory = cache_dir / _key(source, tokenizer, config)
+    try:
+        return Conversations(directory)
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError, OSError) as error:
+        log.warning("rebuilding the damaged cache %s: %s", directory, error)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache_dir))
+    try:
+        summary = _build(source, encoder_of(tokenizer), config, work / "new")
+        log.info("tokenised %s", summary)
+        _put(work, directory)
+    finally:
+        shutil.rmtree(work)
+    return Conversations(directory)
+
+
+def _put(work: Path, directory: Path) -> None:
+    """Moves the new cache to its place, if no other process was faster."""
+    if directory.exists():
+        try:
+            Conversations(directory)
+            return
+        except (ValueError, TypeError, OSError):
+            os.replace(directory, work / "damaged")
+    try:
+        os.replace(work / "new", directory)
+    except OSError:
+        # Another process put its own there, which has the same content.
+        if not directory.exists():
+            raise
+
+
+def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: Path) -> Summary:
+    directory.mkdir()
+    report = BadRows()
+    starts = [0]
+    dropped = truncated = 0
+    with ExitStack() as stack:
+        tokens = stack.enter_context((directory / "tokens.bin").open("wb"))
+        response = stack.enter_context((directory / "response.bin").open("wb"))
+        records = stack.enter_context(counted(read(source, report), "tokenising"))
+        for encoded in _encode_all(records, encoder, report):
+            kept = _fit(encoded, config)
+            if kept is None:
+                dropped += 1
+                continue
+            truncated += len(kept.input_ids) < len(encoded.input_ids)
+            kept.input_ids.tofile(tokens)
+            kept.response.tofile(response)
+            starts.append(starts[-1] + len(kept.input_ids))
+    report.check(config.max_bad_share)
+    if len(starts) == 1:
+        raise DataError(
+            f"no conversation is left of {report.seen} rows: {report.bad} are bad, {dropped} do "
+            f"not fit max_length = {config.max_length}"
+        )
+    np.array(starts, np.int64).tofile(directory / "starts.bin")
+    summary = Summary(len(starts) - 1, starts[-1], report.bad, dropped, truncated)
+    (directory / "meta.json").write_text(json.dumps(asdict(summary)))
+    return summary
+
+
+def _encode_all(
+    records: Iterable[Record], encoder: ChatEncoder, report: BadRows
+) -> Iterator[Encoded]:
+    """Rows that the chat template refuses are bad rows."""
+    rest = iter(records)
+    while chunk := list(islice(rest, _CHUNK)):
+        plans = []
+        for record in chunk:
+            try:
+                plans.append(encoder.plan(record.messages))
+            except DataError as error:
+                report.add(record.origin, str(error))
+        yield from encoder.encode(plans)
+
+
+def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
+    """At most max_length tokens, or None if it is to be dropped or no answer is left."""
+    if len(encoded.input_ids) <= config.max_length:
+        return encoded
+    if config.overlong == "drop":
+        return None
+    cut = slice(config.max_length)
+    return (
+        Encoded(encoded.input_ids[cut], encoded.response[cut])
+        if encoded.response[cut].any()
+        else None
+    )
+
+
+def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    """A name for everything the tokens depend on, this package's own text included."""
+    parts = [
+        source.model_dump_json(),
+        *_content(source),
+        encoder_of(tokenizer).fingerprint(),
+        json.dumps([config.max_length, config.overlong, config.max_bad_share]),
+        *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))),
+    ]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part.encode()).digest())
+    return digest.hexdigest()[:32]
+
+
+def _content(source: Source) -> list[str]:
+    if isinstance(source, FilesSource):
+        return [files.checksum(path) for path in files.expand(source.paths)]
+    return hub.fingerprint(source) if isinstance(source, HubSource) else []

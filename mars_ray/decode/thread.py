@@ -1,0 +1,142 @@
+"""One thread owns the engine; asyncio code streams from it.
+
+Everything the outside asks for goes through one queue, and is done between two steps.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.request import Completion, Request, TokenEvent
+from mars_ray.errors import EngineError, RequestError
+
+_log = logging.getLogger(__name__)
+_Deliver = Callable[[TokenEvent | Exception], None]
+
+
+class EngineThread:
+    """An engine that works by itself. `start` it before use, `stop` it at the end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, _Deliver] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.last_step_s = time.monotonic()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests waiting or running."""
+        return len(self._listeners)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread; requests under way get an EngineError."""
+        self._commands.put(self._stop)
+        self._thread.join(timeout_s)
+
+    def check_health(self, limit_s: float = 30.0) -> None:
+        """Raise EngineError if the thread is gone, or has had work for `limit_s` without a step."""
+        if not self._thread.is_alive():
+            raise EngineError("the engine thread is not running")
+        idle_s = time.monotonic() - self.last_step_s
+        if self._listeners and idle_s > limit_s:
+            raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
+
+    async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
+        """Events of a request, one per forward; closing the iterator cancels the request.
+
+        Raises RequestError if the engine refuses it, EngineError if the engine fails.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
+
+        def deliver(event: TokenEvent | Exception) -> None:
+            # The loop may be closed by the time a last event arrives.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        if not self._thread.is_alive():
+            raise EngineError("the engine was shut down")
+        self._commands.put(lambda: self._submit(request, deliver))
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.completion:
+                    return
+        finally:
+            self._commands.put(lambda: self._cancel(request.id))
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._obey()
+            if self._engine.has_work and not self._stopping:
+                self._step()
+        for deliver in self._listeners.values():
+            deliver(EngineError("the engine was shut down"))
+        self._listeners.clear()
+
+    def _obey(self) -> None:
+        """All commands there are; without work, wait for one."""
+        if not self._engine.has_work:
+            self._engine.check_integrity()
+            self._commands.get()()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - the thread's edge: every request is told
+            _log.exception("a step of the engine failed")
+            self._fail_all(error)
+            return
+        self.last_step_s = time.monotonic()
+        for event in events:
+            self._listeners[event.request_id](event)
+            if event.completion:
+                del self._listeners[event.request_id]
+
+    def _submit(self, request: Request, deliver: _Deliver) -> None:
+        try:
+            self._engine.submit(request)
+        except RequestError as error:
+            deliver(error)
+            return
+        if not self._listeners:
+            self.last_step_s = time.monotonic()
+        self._listeners[request.id] = deliver
+
+    def _cancel(self, request_id: str) -> None:
+        if self._listeners.pop(request_id, None):
+            self._engine.cancel(request_id)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request_id, deliver in self._listeners.items():
+            self._engine.cancel(request_id)
+            deliver(EngineError(f"the engine failed on a step: {type(error).__name__}"))
+        self._listeners.clear()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+
+async def complete(engine: EngineThread, request: Request) -> Completion:
+    """The whole answer at once. Raises as `EngineThread.stream`."""
+    async for event in engine.stream(request):
+        if event.completion:
+            return event.completion
+    raise EngineError("the engine ended a stream without a completion")

@@ -1,0 +1,29 @@
+"""GSM8K (Cobbe et al., 2021, arXiv 2110.14168) from its JSONL files."""
+
+import json
+from pathlib import Path
+
+from mars_ray.config.evaluate import Gsm8kTask
+from mars_ray.errors import DataError
+from mars_ray.evaluate.tasks.base import Problem, final_answer
+
+
+def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
+    """The first `count` problems of the file. Raises DataError, naming the line."""
+    path = Path(task.path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; get it from github.com/openai/grade-school-math")
+    lines = path.read_text("utf-8").splitlines()[: task.count]
+    return [_problem(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _problem(line: str, origin: str) -> Problem:
+    try:
+        row = json.loads(line)
+        answer = final_answer(row["answer"])
+        question = row["question"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{origin}: not a GSM8K problem: {error!r}") from None
+    if answer is None:
+        raise DataError(f"{origin}: the solution has no '#### number'")
+    return Problem(question, answer)

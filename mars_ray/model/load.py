@@ -1,0 +1,114 @@
+"""Loading models and tokenizers: safetensors only, and no code from the checkpoint."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from mars_ray.errors import ModelError
+from mars_ray.model.card import CARD_FILE, read_card
+
+# transformers' model types and how we name them in messages.
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+
+T = TypeVar("T")
+
+
+def quiet_unless_watched() -> None:
+    """No progress bars of transformers in log files."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None,
+    device: str | torch.device = "cpu",
+    attention: str = "sdpa",
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """The causal language model in a local directory or of a hub name, in eval mode.
+
+    `dtype` None keeps the stored one. Raises ModelError if there is none, if its architecture is
+    not supported, or if its weights are incomplete or not in safetensors.
+    """
+    _check_architecture(directory, revision)
+    loaded: Any = _open(
+        directory,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            directory,
+            revision=revision,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        ),
+    )
+    model, report = loaded
+    # transformers fills missing weights with random numbers and goes on.
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if report[kind]:
+            names = ", ".join(sorted(str(key) for key in report[kind])[:3])
+            raise ModelError(
+                f"the weights in {directory} do not fit its config.json: "
+                f"{kind.replace('_', ' ')} {names}"
+            )
+    return model.to(device).eval()
+
+
+def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model.
+
+    Raises ModelError if there is none, or if its mask token is not the one the model was trained
+    with: a model with another model's tokenizer answers nonsense and nothing else would notice.
+    """
+    tokenizer = _open(
+        directory,
+        lambda: AutoTokenizer.from_pretrained(
+            directory, revision=revision, trust_remote_code=False
+        ),
+    )
+    if (Path(directory) / CARD_FILE).exists():
+        card = read_card(directory)
+        if tokenizer.convert_tokens_to_ids(card.mask_token) != card.mask_token_id:
+            raise ModelError(
+                f"the tokenizer in {directory} is not the one its model was trained with: "
+                f"{card.mask_token!r} is not token {card.mask_token_id} as {CARD_FILE} says"
+            )
+    return tokenizer
+
+
+def _check_architecture(directory: str | Path, revision: str | None) -> None:
+    config = _open(
+        directory,
+        lambda: AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False),
+    )
+    if config.model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"{directory} is a model of type {config.model_type!r}; "
+            f"supported are {', '.join(ARCHITECTURES.values())}"
+        )
+
+
+def _open(directory: str | Path, load: Callable[[], T]) -> T:
+    """Calls `load`, with transformers' complaints as ModelErrors."""
+    quiet_unless_watched()
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot load {str(directory)!r}, which must be a local directory with safetensors "
+            f"weights or a reachable Hugging Face hub name: {error}"
+        ) from error

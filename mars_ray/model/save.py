@@ -1,0 +1,54 @@
+"""Writing a model directory that any tool for Hugging Face models can read."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mars_ray.model.card import CARD_FILE, ModelCard, write_card
+from mars_ray.model.load import quiet_unless_watched
+
+
+def save_model(
+    directory: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    card: ModelCard,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Writes config, weights, tokenizer, chat template and card; replaces what was there.
+
+    The directory appears complete or not at all. `state_dict` is given where the model's own
+    parameters are not whole, as under ZeRO-3.
+    """
+    quiet_unless_watched()
+    with _replacing(Path(directory)) as fresh:
+        model.save_pretrained(fresh, state_dict=state_dict)
+        tokenizer.save_pretrained(fresh)
+        write_card(fresh, card)
+        # safetensors writes files for their owner only; a server may run as somebody else.
+        mode = (fresh / CARD_FILE).stat().st_mode
+        for file in fresh.iterdir():
+            file.chmod(mode)
+
+
+@contextmanager
+def _replacing(directory: Path) -> Iterator[Path]:
+    """A new directory that takes the place of `directory` when the block ends without an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its final place: a rename is atomic only within one file system.
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        fresh = work / "new"
+        fresh.mkdir()
+        yield fresh
+        if directory.exists():
+            os.replace(directory, work / "old")
+        os.replace(fresh, directory)
+    finally:
+        shutil.rmtree(work)

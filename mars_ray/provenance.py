@@ -1,0 +1,67 @@
+"""Where a result comes from: commit, versions, hardware."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mars_ray import __version__
+
+_LIBRARIES = ("torch", "transformers", "ray", "deepspeed")
+
+
+def provenance() -> dict[str, Any]:
+    """Facts as JSON values. Imports nothing heavy; the GPU is named if torch is already loaded."""
+    return {
+        "mars_ray": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "gpu": _gpu(),
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """The model's name, and the matrix extensions that decide which precision is fast."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor()
+    lines = path.read_text().splitlines()
+    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+    flags = next((line.split(":", 1)[1].split() for line in lines if "flags" in line), [])
+    extensions = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return " ".join([name or platform.machine(), *extensions])
+
+
+def _gpu() -> str | None:
+    torch = sys.modules.get("torch")
+    return torch.cuda.get_device_name(0) if torch and torch.cuda.is_available() else None

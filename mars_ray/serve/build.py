@@ -1,0 +1,109 @@
+"""The service as a Serve application, and its start and stop."""
+
+import signal
+import socket
+import threading
+from pathlib import Path
+
+from ray import serve
+
+from mars_ray.config.decode import BlockCachedMode
+from mars_ray.config.serve import ServeJob
+from mars_ray.decode.request import window_of
+from mars_ray.errors import ConfigError, EngineError, RequestError
+from mars_ray.model.card import read_card
+from mars_ray.serve.ingress import Ingress
+from mars_ray.serve.replica import Replica
+
+APP_NAME = "mars-ray"
+# The ingress only forwards.
+_INGRESS_CPUS = 0.1
+# Places beyond the engine's own limit, for requests on their way to be refused by it.
+_REFUSAL_PLACES = 64
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def build_app(job: ServeJob) -> serve.Application:
+    """The application: one ingress before `job.replicas` replicas.
+
+    Raises ConfigError or ModelError if the checkpoint cannot be served so.
+    """
+    job = _checked(job)
+    # Below Serve's own limit: a request it holds back would wait unseen, ours gets its 429.
+    places = job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
+    replica = serve.deployment(
+        num_replicas=job.replicas,
+        max_ongoing_requests=places,
+        ray_actor_options={"num_cpus": job.cpus_per_replica, "num_gpus": job.gpus_per_replica},
+    )(Replica)
+    ingress = serve.deployment(
+        max_ongoing_requests=places * job.replicas,
+        ray_actor_options={"num_cpus": _INGRESS_CPUS},
+    )(Ingress)
+    name = job.model_name or Path(job.checkpoint).name
+    return ingress.bind(job, name, replica.bind(job))
+
+
+def start(job: ServeJob) -> str:
+    """Starts Serve and the application in it; returns the URL once it answers.
+
+    Raises ConfigError if the port is taken or Serve already runs on this cluster, EngineError if
+    the replicas do not come up.
+    """
+    app = build_app(job)
+    if serve.status().proxies:
+        raise ConfigError(
+            "Ray Serve already runs on this cluster, with HTTP options of its own; stop it first "
+            "with `serve shutdown`, or add this application to it with `serve deploy`"
+        )
+    _check_port(job.host, job.port)
+    serve.start(http_options={"host": job.host, "port": job.port}, proxy_location="HeadOnly")
+    try:
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        serve.shutdown()
+        raise EngineError(f"the service did not start: {error}") from error
+    host = _ANY_HOST.get(job.host, job.host)
+    return f"http://[{host}]:{job.port}" if ":" in host else f"http://{host}:{job.port}"
+
+
+def wait_until_stopped() -> None:
+    """Blocks until SIGINT or SIGTERM, then lets requests finish and stops Serve.
+
+    Only for the main thread, which receives the signals.
+    """
+    stopped = threading.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: stopped.set()) for number in signals]
+    try:
+        stopped.wait()
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+        serve.shutdown()
+
+
+def _checked(job: ServeJob) -> ServeJob:
+    """The job with an absolute path, which also workers with another working directory find."""
+    card = read_card(job.checkpoint)
+    if isinstance(job.default_mode, BlockCachedMode):
+        raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
+    try:
+        window_of(job.default_mode, card)
+    except RequestError as error:
+        raise ConfigError(f"default_mode of {job.checkpoint}: {error}") from error
+    return job.model_copy(update={"checkpoint": str(Path(job.checkpoint).resolve())})
+
+
+def _check_port(host: str, port: int) -> None:
+    """Serve's proxy shares a port with whoever else shares it, and then gets half the requests."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; set another host= or port="
+            ) from error

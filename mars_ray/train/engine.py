@@ -1,0 +1,127 @@
+"""Who holds the weights, the gradients and the optimizer: the interface, and plain PyTorch.
+
+An engine receives losses that are already divided by the global counts, so that the gradient
+wanted is their *sum* over micro-batches and ranks.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mars_ray.config.train import OptimizerConfig
+from mars_ray.core.layout import Layout
+from mars_ray.train.optim import make_optimizer
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.step import TrainStep, layout_tensors
+
+
+class Engine(Protocol):
+    """One optimizer step is `accumulate` for each micro-batch, then `step`."""
+
+    def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
+        """Forward and backward; this rank's (loss, clean sum, noisy sum), float64 (3,), detached.
+
+        `last` marks the step's last micro-batch, whose backward reduces gradients over ranks.
+        """
+        ...
+
+    def step(self, learning_rate: float) -> Tensor:
+        """Clip and update; the gradient norm before clipping, the same on every rank.
+
+        If anything was not finite, the norm is not either and the weights are untouched.
+        """
+        ...
+
+    def predict(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Evaluation: this rank's stream sums, float64 (2,), and predictions, int64 (B, R)."""
+        ...
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """The whole model's state dict on rank 0, None elsewhere; collective."""
+        ...
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What this rank needs beside the weights to go on; loads with `weights_only=True`."""
+        ...
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """The inverse, on the same rank of the same number of ranks."""
+        ...
+
+
+class PlainEngine:
+    """Plain PyTorch, data parallel by DDP; bfloat16 is autocast over float32 weights."""
+
+    def __init__(
+        self, step: TrainStep, config: OptimizerConfig, ranks: Ranks, *, bfloat16: bool
+    ) -> None:
+        self._step = step.to(ranks.device)
+        self._ranks = ranks
+        self._bfloat16 = bfloat16
+        self._max_grad_norm = config.max_grad_norm
+        self._optimizer = make_optimizer(step, config)
+        self._parameters = [p for p in step.parameters() if p.requires_grad]
+        self._ddp = _data_parallel(step) if ranks.world_size > 1 else None
+
+    def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
+        self._step.train()
+        module: nn.Module = self._ddp or self._step
+        with self._without_reduction(last):
+            with self._autocast():
+                loss, sums = module(
+                    coefficient_BR=coefficient_BR.to(self._ranks.device),
+                    **layout_tensors(layout, self._ranks.device),
+                )
+            # DDP averages gradients over ranks; the loss has its global divisor already.
+            (loss * self._ranks.world_size).backward()
+        return torch.cat([loss.detach().double().unsqueeze(0), sums])
+
+    def step(self, learning_rate: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        # The one synchronisation with the device in a step.
+        if torch.isfinite(norm):
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def predict(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        self._step.eval()
+        with self._autocast():
+            return self._step(**layout_tensors(layout, self._ranks.device))
+
+    def weights(self) -> dict[str, Tensor] | None:
+        return self._step.model.state_dict() if self._ranks.is_main else None
+
+    def optimizer_state(self) -> dict[str, Any]:
+        # Replicas are equal, so rank 0's copy is everybody's.
+        return self._optimizer.state_dict() if self._ranks.is_main else {}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self._ranks.device.type, dtype=torch.bfloat16, enabled=self._bfloat16
+        )
+
+    @contextlib.contextmanager
+    def _without_reduction(self, last: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._ddp is not None and not last:
+                stack.enter_context(self._ddp.no_sync())
+            yield
+
+
+def _data_parallel(step: TrainStep) -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        # The argument is renamed in torch 2.13 and has no other name before.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(step, broadcast_buffers=False, gradient_as_bucket_view=True)

@@ -1,0 +1,224 @@
+"""The training loop, without Ray: steps, evaluations, checkpoints, and how it ends."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import Layout
+from mars_ray.core.loss import row_coefficients
+from mars_ray.data.loader import LoaderState
+from mars_ray.errors import NonFiniteLossError
+from mars_ray.train import checkpoint
+from mars_ray.train.checkpoint import TrainState
+from mars_ray.train.engine import Engine
+from mars_ray.train.evaluation import evaluate
+from mars_ray.train.metrics import Meter, MetricsWriter
+from mars_ray.train.objective import StageObjective
+from mars_ray.train.optim import learning_rate
+from mars_ray.train.plan import StagePlan, identity_hash
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.step import step_counts
+
+# Called on every rank after a checkpoint is complete.
+Report = Callable[[Path, dict[str, float]], None]
+
+
+class Batches(Protocol):
+    """What the loop asks of the data loader: an item is this rank's share of one step."""
+
+    def __iter__(self) -> Iterator[list[TokenBatch]]: ...
+
+    def state(self) -> LoaderState: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutcome:
+    """How a stage ended, the same on every rank; `message` explains anything but "finished"."""
+
+    status: Literal["finished", "stopped", "failed"]
+    step: int
+    checkpoint: Path
+    metrics: dict[str, float]
+    seconds: float
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What the loop works with."""
+
+    plan: StagePlan
+    ranks: Ranks
+    engine: Engine
+    objective: StageObjective
+    loader: Batches
+    total_steps: int
+    eval_batches: Callable[[], Iterable[TokenBatch]] | None
+    write_model: Callable[[Path], None]  # collective; writes on rank 0
+    report: Report
+
+
+class TrainLoop:
+    """One attempt at a stage, from the start or from a restored state."""
+
+    def __init__(self, parts: StageParts, restored: TrainState | None) -> None:
+        self._parts = parts
+        self._step = restored.step if restored else 0
+        self._metrics: dict[str, float] = dict(restored.metrics) if restored else {}
+        self._saved_step = restored.step if restored else -1
+        self._seconds_before = restored.seconds if restored else 0.0
+        self._started = time.monotonic()
+        self._stop_wanted = False
+        self.meter = Meter(parts.ranks.device)
+        self._writer: MetricsWriter | None = None
+        if parts.ranks.is_main:
+            self._writer = MetricsWriter(parts.plan.metrics_file, self._step, parts.total_steps)
+
+    def run(self) -> StageOutcome:
+        """Train to the end, or to the step in which the stop file is seen.
+
+        Raises NonFiniteLossError on every rank at once.
+        """
+        try:
+            self._train()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+        finished = self._step == self._parts.total_steps
+        return StageOutcome(
+            status="finished" if finished else "stopped",
+            step=self._step,
+            checkpoint=checkpoint.directory_of(self._parts.plan.run_dir, self._step),
+            metrics=self._metrics,
+            seconds=self._seconds(),
+            message="" if finished else f"stopped at step {self._step}/{self._parts.total_steps}",
+        )
+
+    def _train(self) -> None:
+        plan = self._parts.plan
+        batches = iter(self._parts.loader)
+        while self._step < self._parts.total_steps and not self._stop_wanted:
+            norm, rate = self._train_step(next(batches))
+            self._step += 1
+            if self._is_due(plan.job.log_every_steps):
+                self._log(norm, rate)
+            if self._is_due(plan.config.eval_every_steps):
+                self._evaluate()
+            if self._is_due(plan.job.checkpoint.every_steps):
+                self._save()
+        # Neither a run restored at its end nor one stopped at a checkpoint has more to save.
+        if self._saved_step != self._step:
+            self._save()
+
+    def _train_step(self, batches: list[TokenBatch]) -> tuple[Tensor, float]:
+        """One optimizer step; the gradient norm and the learning rate used."""
+        parts = self._parts
+        progress = self._step / parts.total_steps
+        layouts = [parts.objective.layout(batch, progress) for batch in batches]
+        counts = self._agree(step_counts(layouts))
+        local = self._accumulate(layouts, counts, parts.objective.ar_weight(progress))
+        rate = learning_rate(parts.plan.config.optimizer, self._step, parts.total_steps)
+        norm = parts.engine.step(rate)
+        if not math.isfinite(norm):
+            self._raise_non_finite(batches, local)
+        self.meter.add(local, counts)
+        return norm, rate
+
+    def _accumulate(self, layouts: list[Layout], counts: Tensor, ar_weight: float) -> Tensor:
+        local = torch.zeros(3, dtype=torch.float64, device=self._parts.ranks.device)
+        for index, layout in enumerate(layouts):
+            coefficient_BR = row_coefficients(layout, counts[:2], ar_weight)
+            last = index == len(layouts) - 1
+            local += self._parts.engine.accumulate(layout, coefficient_BR, last=last)
+        return local
+
+    def _agree(self, counts: Tensor) -> Tensor:
+        """Global counts; the wish to stop rides along, so that all ranks stop after one step."""
+        ranks = self._parts.ranks
+        stop = ranks.is_main and self._parts.plan.stop_file.exists()
+        agreed = ranks.sum(torch.cat([counts, torch.tensor([float(stop)])]))
+        self._stop_wanted = agreed[-1].item() > 0
+        return agreed[:-1]
+
+    def _is_due(self, every_steps: int | None) -> bool:
+        last = self._step == self._parts.total_steps
+        return last or (every_steps is not None and self._step % every_steps == 0)
+
+    def _log(self, norm: Tensor, rate: float) -> None:
+        metrics = self.meter.flush(self._parts.ranks, has_noisy=self._parts.objective.depths > 0)
+        metrics |= {"lr": rate, "grad_norm": float(norm), "seconds": self._seconds()}
+        self._publish("train", "", metrics)
+
+    def _evaluate(self) -> None:
+        parts = self._parts
+        if parts.eval_batches is None:
+            return
+        metrics = evaluate(parts.engine, parts.objective, parts.eval_batches(), parts.ranks)
+        self._publish("eval", "eval_", metrics)
+
+    def _publish(self, kind: str, prefix: str, metrics: dict[str, float]) -> None:
+        self._metrics |= {f"{prefix}{name}": value for name, value in metrics.items()}
+        if self._writer is not None:
+            self._writer.write(kind, self._step, metrics)
+
+    def _save(self) -> None:
+        parts = self._parts
+        directory = checkpoint.directory_of(parts.plan.run_dir, self._step)
+        state = TrainState(
+            step=self._step,
+            total_steps=parts.total_steps,
+            seconds=self._seconds(),
+            world_size=parts.ranks.world_size,
+            identity=identity_hash(parts.plan.job),
+            loader=parts.loader.state(),
+            metrics=self._metrics,
+        )
+        checkpoint.write(directory, parts.ranks, state, self._rank_state(), parts.write_model)
+        self._saved_step = self._step
+        parts.report(directory, self._metrics | {"step": self._step})
+
+    def _rank_state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self._parts.engine.optimizer_state(),
+            "meter": self.meter.state(),
+            "random": random_state(self._parts.ranks.device),
+        }
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _raise_non_finite(self, batches: list[TokenBatch], local: Tensor) -> NoReturn:
+        """Every rank gets here in the same step, because all of them see the same norm."""
+        documents = torch.cat([batch.document_BL.flatten() for batch in batches]).unique()
+        mine = [index for index in documents.tolist() if index >= 0]
+        everyone = self._parts.ranks.gather((math.isfinite(local[0]), mine))
+        # If all losses are finite and only a gradient is not, no rank can be told apart.
+        bad = [found for finite, found in everyone if not finite] or [all_ for _, all_ in everyone]
+        indices = ", ".join(str(index) for found in bad for index in found)
+        raise NonFiniteLossError(
+            f"stage {self._parts.plan.stage!r}, step {self._step + 1}: the loss or its gradient is "
+            f"not finite; its batch held conversations {indices}. Lower the learning rate, or look "
+            "at these conversations; the last checkpoint is untouched"
+        )
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The generators' states, for a checkpoint."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

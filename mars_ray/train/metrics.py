@@ -1,0 +1,129 @@
+"""Metrics on their way out: running means, `metrics.jsonl`, TensorBoard."""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboardX import SummaryWriter
+from torch import Tensor
+
+from mars_ray.train.ranks import Ranks
+
+
+class Meter:
+    """Means over the steps since the last `flush`, kept on the device, reduced only then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._tokens = self._filled = self._rows = 0.0
+        self._steps = 0
+        self._started = time.monotonic()
+
+    def add(self, local: Tensor, counts: Tensor) -> None:
+        """A step: this rank's (loss, clean sum, noisy sum) and the global `step_counts`."""
+        clean, noisy, tokens, filled, rows = counts.tolist()
+        divisor = torch.tensor([1.0, max(clean, 1e-9), max(noisy, 1e-9)], dtype=torch.float64)
+        self._sums += local / divisor.to(local.device)
+        self._tokens += tokens
+        self._filled += filled
+        self._rows += rows
+        self._steps += 1
+
+    def flush(self, ranks: Ranks, *, has_noisy: bool) -> dict[str, float]:
+        """Global means since the last flush, the same on every rank; collective."""
+        loss, clean, noisy = (ranks.sum(self._sums) / max(1, self._steps)).tolist()
+        elapsed = time.monotonic() - self._started
+        metrics = {"loss": loss, "clean_ce": clean}
+        if has_noisy:
+            metrics["noisy_ce"] = noisy
+        metrics["tokens_per_s"] = self._tokens / elapsed
+        metrics["padding_share"] = 1 - self._filled / max(1.0, self._rows)
+        self._sums.zero_()
+        self._tokens = self._filled = self._rows = 0.0
+        self._steps = 0
+        self._started = time.monotonic()
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part, for a checkpoint that falls between two flushes."""
+        return {
+            "sums": self._sums.cpu().clone(),
+            "tokens": self._tokens,
+            "filled": self._filled,
+            "rows": self._rows,
+            "steps": self._steps,
+            "elapsed_s": time.monotonic() - self._started,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._sums.copy_(state["sums"])
+        self._tokens, self._filled = state["tokens"], state["filled"]
+        self._rows, self._steps = state["rows"], state["steps"]
+        self._started = time.monotonic() - state["elapsed_s"]
+
+
+class MetricsWriter:
+    """Appends to a run's `metrics.jsonl` and TensorBoard files; used by rank 0 alone.
+
+    An attempt begins with a line of kind "start". Lines after its first step, left by an attempt
+    that died, are dropped, so that each step stands once.
+    """
+
+    def __init__(self, path: Path, step: int, total_steps: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_after(path, step)
+        self._file = path.open("a", encoding="utf-8")
+        self._append({"kind": "start", "step": step, "total_steps": total_steps})
+        board = str(path.parent / "tensorboard")
+        self._board = SummaryWriter(board, purge_step=step + 1, write_to_disk=True)
+
+    def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """One line; `kind` is "train" or "eval"."""
+        self._append({"kind": kind, "step": step, **metrics})
+        for name, value in metrics.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._file.close()
+        self._board.close()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+@dataclass(slots=True)
+class MetricsReader:
+    """Follows a `metrics.jsonl` that another process writes, and may cut back on a restart."""
+
+    path: Path
+    offset: int = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The complete lines that were added since the last call."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self.offset:
+                self.offset = 0
+            file.seek(self.offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self.offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # A line without its end was being written when the process died.
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(kept), encoding="utf-8")
+    os.replace(draft, path)

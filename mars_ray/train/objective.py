@@ -1,0 +1,46 @@
+"""From a batch of tokens to the layout that a stage's objective trains on."""
+
+from dataclasses import dataclass
+
+from mars_ray.config.train import ArObjective, MarsObjective, StageConfig
+from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import Layout, clean_layout, compact_layout, paper_layout
+from mars_ray.core.schedule import ar_weight, block_starts, depth_weights
+
+_LAYOUTS = {"compact": compact_layout, "paper": paper_layout}
+
+
+@dataclass(frozen=True, slots=True)
+class StageObjective:
+    """An objective bound to a seed and to the model's mask token.
+
+    `progress` is the share of the stage that is done, in [0, 1).
+    """
+
+    config: ArObjective | MarsObjective
+    seed: int
+    mask_token_id: int
+
+    @classmethod
+    def of(cls, stage: StageConfig, seed: int, mask_token_id: int) -> "StageObjective":
+        """The objective of a stage."""
+        return cls(stage.objective, seed, mask_token_id)
+
+    def layout(self, batch: TokenBatch, progress: float) -> Layout:
+        """The rows of one forward, on the batch's device."""
+        if isinstance(self.config, ArObjective):
+            return clean_layout(batch)
+        starts_BL = block_starts(batch, self.config, progress, self.seed)
+        lay_out = _LAYOUTS[self.config.layout]
+        return lay_out(batch, starts_BL, depth_weights(self.config), self.mask_token_id)
+
+    def ar_weight(self, progress: float) -> float:
+        """Weight of the clean stream's mean loss."""
+        if isinstance(self.config, ArObjective):
+            return 1.0
+        return ar_weight(self.config, progress)
+
+    @property
+    def depths(self) -> int:
+        """How many tokens ahead the stage trains for; 0 for the AR objective."""
+        return 0 if isinstance(self.config, ArObjective) else self.config.max_block_size

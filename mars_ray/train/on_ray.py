@@ -1,0 +1,230 @@
+"""A stage on Ray Train: the one file of this package that knows Ray.
+
+Workers write checkpoints straight into the run directory, which all nodes share, and only tell Ray
+where they are: the manifest is then truly the last file written, and nothing is copied.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    UserCallback,
+    WorkerGroupError,
+)
+from ray.train.v2.api.config import LoggingConfig
+
+from mars_ray.config.train import ClusterConfig
+from mars_ray.errors import MarsError, NonFiniteLossError, TrainingError
+from mars_ray.train.loop import StageOutcome
+from mars_ray.train.metrics import MetricsReader
+from mars_ray.train.plan import StagePlan
+from mars_ray.train.progress import StageProgress
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.worker import limit_threads, train_stage
+
+# Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and
+# what each stage waits for at its end.
+_POLL_INTERVAL_S = 0.5
+# glibc returns and fetches pages at every step otherwise: seconds of system time per step were seen
+# with large activations. CPU workers only; it keeps memory.
+_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+def fit_stage(plan: StagePlan) -> StageOutcome:
+    """Run a stage to its end, resuming what the run directory holds.
+
+    Ctrl-C (or SIGTERM) asks the workers for a checkpoint and an end; a second one aborts. Raises
+    TrainingError if the stage was stopped or failed for good.
+    """
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
+    plan.stop_file.unlink(missing_ok=True)
+    reader = MetricsReader(plan.metrics_file)
+    reader.new()  # what an earlier attempt logged has been shown
+    with StageProgress(plan.stage, reader) as progress, _stop_on_signal(plan, progress):
+        _say_if_too_small(plan.job.cluster, progress)
+        fit = _Fit(plan)
+        fit.start()
+        while fit.is_alive():
+            fit.join(timeout=0.2)
+            progress.update()
+    return _checked(plan, fit)
+
+
+class _Fit(threading.Thread):
+    """`TorchTrainer.fit` off the main thread, where it would take over Ctrl-C."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        super().__init__(name="ray-train-fit", daemon=True)
+        self._plan = plan
+        self.outcome: StageOutcome | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with _environment(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=str(_POLL_INTERVAL_S)):
+                self.outcome = _trainer(self._plan).fit().return_value
+        except Exception as error:  # noqa: BLE001 - a thread's edge: `_checked` raises it
+            self.error = error
+
+
+def _trainer(plan: StagePlan) -> ray.train.torch.TorchTrainer:
+    job, cluster = plan.job, plan.job.cluster
+    return ray.train.torch.TorchTrainer(
+        _work,
+        train_loop_config={"plan": plan},
+        scaling_config=ScalingConfig(
+            num_workers=cluster.workers,
+            use_gpu=cluster.gpus_per_worker > 0,
+            resources_per_worker=_resources(cluster),
+        ),
+        run_config=RunConfig(
+            name=plan.run_dir.name,
+            storage_path=str(plan.run_dir.parent),
+            failure_config=FailureConfig(max_failures=cluster.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=job.checkpoint.keep),
+            callbacks=[_SayFailures()],
+            worker_runtime_env={"env_vars": _worker_environment(cluster)},
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+    )
+
+
+def _work(config: dict[str, Any]) -> StageOutcome:
+    """The training function: runs in every worker."""
+    plan: StagePlan = config["plan"]
+    limit_threads(_threads(plan.job.cluster))
+    registered = ray.train.get_checkpoint()
+    ranks = Ranks.current(ray.train.torch.get_device())
+    resume_from = Path(registered.path) if registered else None
+    return train_stage(plan, ranks, resume_from, _report)
+
+
+def _report(directory: Path, metrics: dict[str, float]) -> None:
+    # Every rank calls this as often, since all of them save at the same steps. The call returns
+    # once the controller has room: it does not wait for it unless reports come faster than polls.
+    ray.train.report(
+        metrics,
+        checkpoint=Checkpoint.from_directory(directory),
+        checkpoint_dir_name=directory.name,
+        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+    )
+
+
+class _SayFailures(UserCallback):
+    """Prints on the controller, whose output Ray shows to the driver."""
+
+    def after_exception(
+        self, run_context: Any, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        for rank, error in sorted(worker_exceptions.items()):
+            lines = str(error).strip().splitlines()
+            print(f"worker {rank} failed: {lines[-1] if lines else type(error).__name__}")
+
+
+def _checked(plan: StagePlan, fit: _Fit) -> StageOutcome:
+    """The outcome of a finished stage; anything else as an error that says what to do."""
+    again = "run the same command again to resume"
+    if fit.error is not None:
+        raise _explained(plan, fit.error, again) from fit.error
+    assert fit.outcome is not None, "fit returned neither an outcome nor an error"
+    if fit.outcome.status == "failed":
+        raise NonFiniteLossError(fit.outcome.message)
+    if fit.outcome.status == "stopped":
+        raise TrainingError(
+            f"stage {plan.stage!r} {fit.outcome.message}; checkpoint {fit.outcome.checkpoint}; "
+            f"{again}"
+        )
+    return fit.outcome
+
+
+def _explained(plan: StagePlan, error: Exception, again: str) -> MarsError:
+    if isinstance(error, WorkerGroupError):
+        for failure in error.worker_failures.values():
+            cause = getattr(failure, "cause", failure)
+            if isinstance(cause, MarsError):
+                return cause
+    if isinstance(error, TrainingFailedError):
+        return TrainingError(f"stage {plan.stage!r} failed: {error}\nOnce it is mended, {again}")
+    return TrainingError(f"stage {plan.stage!r} could not run on the cluster: {error}")
+
+
+def _say_if_too_small(cluster: ClusterConfig, progress: StageProgress) -> None:
+    """Ray waits for resources without a word; an autoscaler may bring them, so only say it."""
+    have = ray.cluster_resources()
+    for name, each in _resources(cluster).items():
+        wanted, found = each * cluster.workers, have.get(name, 0.0)
+        if found < wanted:
+            progress.say(
+                f"waiting for {wanted:g} {name}: the cluster has {found:g}. Unless it grows by "
+                "itself, stop and lower cluster.workers"
+            )
+
+
+@contextlib.contextmanager
+def _stop_on_signal(plan: StagePlan, progress: StageProgress) -> Iterator[None]:
+    """First signal: the stop file. Second: KeyboardInterrupt. Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if plan.stop_file.exists():
+            raise KeyboardInterrupt
+        plan.stop_file.touch()
+        progress.say("stopping after a checkpoint; once more to abort")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _environment(**defaults: str) -> Iterator[None]:
+    """Environment variables for a while, where the user has not set them: Ray has no argument."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _resources(cluster: ClusterConfig) -> dict[str, float]:
+    resources = {"CPU": cluster.cpus_per_worker}
+    if cluster.gpus_per_worker:
+        resources["GPU"] = cluster.gpus_per_worker
+    return resources
+
+
+def _threads(cluster: ClusterConfig) -> int:
+    return cluster.threads_per_worker or max(1, int(cluster.cpus_per_worker))
+
+
+def _worker_environment(cluster: ClusterConfig) -> dict[str, str]:
+    variables = {"OMP_NUM_THREADS": str(_threads(cluster)), "TOKENIZERS_PARALLELISM": "false"}
+    return variables if cluster.gpus_per_worker else variables | _MALLOC

@@ -1,0 +1,38 @@
+"""AdamW and its learning rate."""
+
+import math
+
+import torch
+from torch import nn
+
+from mars_ray.config.train import OptimizerConfig
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW on all parameters; weight decay on matrices only, not on biases and norms."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of step 0 .. total_steps - 1: linear warm-up, then cosine to `final_share`.
+
+    The first step already moves (1/warm-up of the peak), the last one ends a step short of the
+    final rate.
+    """
+    warmup_steps = math.ceil(config.warmup_share * total_steps)
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * cosine)

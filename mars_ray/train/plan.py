@@ -1,0 +1,128 @@
+"""What a stage is told: plain data that travels from the driver to every worker."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mars_ray.config.data import FilesSource, Source
+from mars_ray.config.model import PretrainedModel
+from mars_ray.config.train import StageConfig, TrainJob
+from mars_ray.data.rows import Conversations, tokenize
+from mars_ray.model.load import load_tokenizer
+
+# What may change between a run and its resumption: where and how fast it runs and how much it says,
+# not what it computes. (Another number of workers moves the order of float additions only.)
+_HARMLESS = frozenset({"output_dir", "cluster", "checkpoint", "log_every_steps", "data.cache_dir"})
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage of a job whose paths are absolute."""
+
+    job: TrainJob
+    stage: str
+    start_model: Path  # the model directory the stage starts from
+    run_dir: Path  # checkpoints, metrics and the stop file of this stage
+    train: Conversations  # travels as the path of its cache
+    eval: Conversations | None
+
+    @property
+    def config(self) -> StageConfig:
+        """The stage's own section."""
+        return self.job.stages[self.stage]
+
+    @property
+    def seed(self) -> int:
+        """Differs between stages, so that the second does not repeat the first's order."""
+        return self.job.seed + 1_000_003 * list(self.job.stages).index(self.stage)
+
+    @property
+    def stop_file(self) -> Path:
+        """While this file exists the workers write a checkpoint and end."""
+        return self.run_dir / "stop"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a line."""
+        return self.run_dir / "metrics.jsonl"
+
+    def micro_batch_size(self, world_size: int) -> int:
+        """Rows of one forward on one worker."""
+        return self.config.micro_batch_size or self.config.global_batch_size // world_size
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Length of the stage in optimizer steps, at least 1."""
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None, "the config demands steps or epochs"
+        return max(1, round(self.config.epochs * steps_per_epoch))
+
+
+def stage_plan(job: TrainJob, stage: str, start_model: Path) -> StagePlan:
+    """A stage of a job with absolute paths; its data is tokenised now if it is not in the cache."""
+    output_dir, data = Path(job.output_dir), job.data
+    cache_dir = Path(data.cache_dir) if data.cache_dir else output_dir / "cache"
+    tokenizer = load_tokenizer(start_model)
+    return StagePlan(
+        job=job,
+        stage=stage,
+        start_model=start_model,
+        run_dir=output_dir / "stages" / stage,
+        train=tokenize(data.train, tokenizer, data, cache_dir),
+        eval=tokenize(data.eval, tokenizer, data, cache_dir) if data.eval else None,
+    )
+
+
+def with_absolute_paths(job: TrainJob) -> TrainJob:
+    """The same job, independent of the working directory: workers run in another one."""
+    data = job.data.model_copy(
+        update={
+            "train": _absolute_source(job.data.train),
+            "eval": _absolute_source(job.data.eval) if job.data.eval else None,
+            "cache_dir": _absolute(job.data.cache_dir) if job.data.cache_dir else None,
+        }
+    )
+    model = job.model
+    if isinstance(model, PretrainedModel) and Path(model.path).is_dir():
+        model = model.model_copy(update={"path": _absolute(model.path)})
+    update = {"data": data, "model": model, "output_dir": _absolute(job.output_dir)}
+    return job.model_copy(update=update)
+
+
+def identity(job: TrainJob) -> dict[str, Any]:
+    """Everything of a job that decides what it computes, as flat `section.key` entries."""
+    flat = _flatten(job.model_dump(mode="json"))
+    return {key: value for key, value in flat.items() if not _is_harmless(key)}
+
+
+def identity_hash(job: TrainJob) -> str:
+    """A short digest of `identity`."""
+    text = json.dumps(identity(job), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_harmless(key: str) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in _HARMLESS for length in range(1, len(parts) + 1))
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _absolute_source(source: Source) -> Source:
+    if not isinstance(source, FilesSource):
+        return source
+    return source.model_copy(update={"paths": tuple(_absolute(path) for path in source.paths)})

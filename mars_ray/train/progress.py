@@ -1,0 +1,87 @@
+"""Progress on the driver's terminal, read from the metrics file that rank 0 writes.
+
+A bar where stderr is a terminal, a plain line per logged step where it is not.
+"""
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mars_ray.train.metrics import MetricsReader
+
+
+class StageProgress:
+    """Shows a stage; use as a context manager and call `update` now and then."""
+
+    def __init__(self, stage: str, reader: MetricsReader) -> None:
+        self._stage = stage
+        self._reader = reader
+        self._total_steps = 0
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(stage, total=None, text="starting workers")
+
+    def __enter__(self) -> "StageProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.update()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """A line of its own, above the bar."""
+        self._console.print(f"{self._stage}: {message}", markup=False, highlight=False)
+
+    def update(self) -> None:
+        """Show what was logged since the last call."""
+        for record in self._reader.new():
+            self._show(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        step, kind = record["step"], record["kind"]
+        if kind == "start":
+            self._total_steps = record["total_steps"]
+            if step:
+                self.say(f"resumed at step {step} of {self._total_steps}")
+        text = _text(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, total=self._total_steps)
+        if kind == "eval":
+            self.say(f"step {step}, held out: {text}")
+        elif self._bar is not None:
+            self._bar.update(self._task, text=text)
+        elif kind == "train":
+            self.say(f"step {step}/{self._total_steps}: {text}")
+
+
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "clean_ce": "clean {:.4f}",
+    "noisy_ce": "noisy {:.4f}",
+    "tokens_per_forward": "expected T/F {:.2f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_s": "{:.0f} tok/s",
+}
+
+
+def _text(record: dict[str, Any]) -> str:
+    return "  ".join(form.format(record[name]) for name, form in _SHOWN.items() if name in record)

@@ -1,0 +1,50 @@
+"""The ranks of a training run, and the few things they have to agree on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the others; every method is a collective, free when there is one rank."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def current(cls, device: torch.device) -> "Ranks":
+        """From the default process group, or a single rank if there is none."""
+        if not dist.is_initialized():
+            return cls(0, 1, device)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, on the CPU; `values` is a small tensor on any device."""
+        if self.world_size == 1:
+            return values.cpu()
+        total = values.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks; for rare occasions."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.world_size > 1:
+            dist.barrier()

@@ -1,0 +1,123 @@
+"""A training job from its configuration to exported models.
+
+    output_dir/
+      job.json              the resolved job, and what ran it
+      initial/              the model before training
+      cache/                tokenised sources
+      stages/<stage>/       checkpoints, metrics.jsonl, tensorboard/
+      models/<stage>/       the trained model, with training.json; there only when complete
+
+Running the same job again skips what is done and resumes what is not.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mars_ray.config.train import TrainJob
+from mars_ray.data.sources import BadRows, read
+from mars_ray.errors import TrainingError
+from mars_ray.model.card import CARD_FILE
+from mars_ray.model.create import create_model
+from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.loop import StageOutcome
+from mars_ray.train.on_ray import fit_stage
+from mars_ray.train.plan import StagePlan, identity, stage_plan, with_absolute_paths
+
+_SUMMARY = "training.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a job left behind, by stage."""
+
+    models: dict[str, Path]
+    metrics: dict[str, dict[str, float]]  # of the last log and the last evaluation
+    seconds: dict[str, float]  # of training, over all attempts
+
+
+def run_training(job: TrainJob) -> TrainResult:
+    """Run all stages on the cluster that `ray.init` has connected to.
+
+    Raises DataError, ModelError, or TrainingError: when output_dir holds another job, when a stage
+    fails for good, and when it was stopped with Ctrl-C (run again to resume).
+    """
+    job = with_absolute_paths(job)
+    output_dir = Path(job.output_dir)
+    _claim(output_dir, job)
+    model = output_dir / "initial"
+    if not (model / CARD_FILE).exists():
+        create_model(job.model, lambda: _texts(job), model, job.seed)
+    models, metrics, seconds = {}, {}, {}
+    for stage in job.stages:
+        exported = output_dir / "models" / stage
+        if not (exported / _SUMMARY).exists():
+            plan = stage_plan(job, stage, model)
+            _export(plan, fit_stage(plan), exported)
+        summary = json.loads((exported / _SUMMARY).read_text())
+        models[stage], metrics[stage] = exported, summary["metrics"]
+        seconds[stage] = summary["seconds"]
+        model = exported
+    return TrainResult(models, metrics, seconds)
+
+
+def _claim(output_dir: Path, job: TrainJob) -> None:
+    """Make the directory this job's. Raises TrainingError if it is another's."""
+    path = output_dir / "job.json"
+    if path.exists():
+        before = identity(_recorded(path))
+        now = identity(job)
+        changed = sorted(key for key in before | now if before.get(key) != now.get(key))
+        if changed:
+            raise TrainingError(
+                f"{output_dir} holds a run of another job: {', '.join(changed)} differ. Choose "
+                "another output_dir, or delete this one to start afresh"
+            )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    content = {"job": job.model_dump(mode="json"), **_provenance()}
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(content, indent=1))
+    os.replace(draft, path)
+
+
+def _recorded(path: Path) -> TrainJob:
+    try:
+        return TrainJob.model_validate(json.loads(path.read_text())["job"])
+    except (ValueError, KeyError) as error:
+        raise TrainingError(
+            f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
+            f"{error}. Choose another output_dir, or delete this one"
+        ) from error
+
+
+def _texts(job: TrainJob) -> Iterator[str]:
+    """Every message of the training data; its bad rows are reported when it is tokenised."""
+    for record in read(job.data.train, BadRows()):
+        for message in record.messages:
+            yield message.content
+
+
+def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
+    """The last checkpoint's model under its final name; appears whole, with its summary."""
+    draft = directory.with_name(f".{directory.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(outcome.checkpoint / MODEL, draft)
+    summary = {
+        "job": plan.job.name,
+        "stage": plan.stage,
+        "steps": outcome.step,
+        "seconds": outcome.seconds,
+        "metrics": outcome.metrics,
+        **_provenance(),
+    }
+    (draft / _SUMMARY).write_text(json.dumps(summary, indent=1))
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(draft, directory)
+
+
+def _provenance() -> dict[str, Any]:
+    return {}

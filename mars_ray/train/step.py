@@ -1,0 +1,94 @@
+"""One forward of a training or evaluation step, as a module that an engine can wrap.
+
+Only rows with a target reach the output head: the vocabulary projection and its float32 logits
+would otherwise bound the batch.
+
+Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, H hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.loss import cross_entropy_rows, loss_counts
+from mars_ray.core.mask import attention_mask
+from mars_ray.model.forward import hidden_states, output_head
+
+# Float32 logits of this many bytes are kept at once; more rows go through the head in chunks.
+_LOGITS_BYTES = 1 << 28
+
+
+class TrainStep(nn.Module):
+    """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.chunk_rows = max(64, _LOGITS_BYTES // (4 * vocabulary))
+
+    def forward(
+        self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Training: (loss, its stream sums). Without coefficients: (stream sums, predictions).
+
+        The loss is `sum(coefficient * CE)`; stream sums are `weight * CE` summed over clean and
+        over noisy rows, float64 (2,); predictions are each target row's argmax, int64 (B, R),
+        -1 elsewhere.
+        """
+        layout = Layout(**layout_BR)
+        wanted_BR = layout.target_BR != NO_TARGET
+        hidden_BRH = hidden_states(
+            self.model, layout.input_ids_BR, layout.position_BR, attention_mask(layout)
+        )
+        hidden_NH, target_N = hidden_BRH[wanted_BR], layout.target_BR[wanted_BR]
+        if coefficient_BR is None:
+            ce_N, predicted_N = self._predict(hidden_NH, target_N)
+            predicted_BR = torch.full_like(layout.target_BR, -1)
+            return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
+                wanted_BR, predicted_N
+            )
+        head = output_head(self.model)
+        ce_N = cross_entropy_rows(head, hidden_NH, target_N, self.chunk_rows)
+        loss = (coefficient_BR[wanted_BR] * ce_N).sum()
+        return loss, _stream_sums(layout, wanted_BR, ce_N.detach())
+
+    def _predict(self, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy and argmax of each row, a chunk at a time."""
+        head = output_head(self.model)
+        ce, predicted = [], []
+        for rows_NH, target in zip(
+            hidden_NH.split(self.chunk_rows), target_N.split(self.chunk_rows), strict=True
+        ):
+            logits_NV = head(rows_NH).float()
+            ce.append(nn.functional.cross_entropy(logits_NV, target, reduction="none"))
+            predicted.append(logits_NV.argmax(dim=-1))
+        return torch.cat(ce), torch.cat(predicted)
+
+
+def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """A layout as the keyword arguments of `TrainStep`, on a device."""
+    return {name: getattr(layout, name).to(device) for name in Layout.__slots__}
+
+
+def step_counts(layouts: list[Layout]) -> Tensor:
+    """What is counted before a step's forwards, float64 (5,); additive over ranks.
+
+    Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
+    rows.
+    """
+    total = torch.zeros(5, dtype=torch.float64)
+    for layout in layouts:
+        filled_BR = layout.document_BR >= 0
+        total[:2] += loss_counts(layout)
+        total[2] += (filled_BR & ~layout.is_noisy_BR).sum()
+        total[3] += filled_BR.sum()
+        total[4] += filled_BR.numel()
+    return total
+
+
+def _stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:
+    weighted_N = (layout.weight_BR[wanted_BR] * ce_N).double()
+    noisy_N = layout.is_noisy_BR[wanted_BR]
+    return torch.stack([weighted_N[~noisy_N].sum(), weighted_N[noisy_N].sum()])

@@ -1,0 +1,183 @@
+import dataclasses
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
+from mars_ray.data import rows
+from mars_ray.data.chat import encode
+from mars_ray.data.rows import tokenize
+from mars_ray.data.sources import BadRows, read
+from mars_ray.errors import DataError
+
+SOURCE = CorpusSource(count=20)
+CONFIG = DataConfig(train=SOURCE)
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+def files(tmp_path, *lines):
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return FilesSource(paths=(str(tmp_path / "d.jsonl"),))
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How often a cache was built."""
+    count = []
+    build = rows._build
+    monkeypatch.setattr(rows, "_build", lambda *args: (count.append(1), build(*args))[1])
+    return count
+
+
+def test_rows_are_the_encoded_conversations(tokenizer, tmp_path):
+    """Nothing is lost or moved between the template and the memory map."""
+    conversations = tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    records = list(read(SOURCE, BadRows()))
+    assert len(conversations) == len(records) == 20
+    for index, record in enumerate(records):
+        expected, found = encode(record.messages, tokenizer), conversations[index]
+        assert np.array_equal(found.input_ids, expected.input_ids)
+        assert np.array_equal(found.response, expected.response)
+        assert conversations.lengths[index] == len(expected.input_ids)
+    with pytest.raises(IndexError):
+        conversations[20]
+
+
+def test_the_cache_is_used_and_travels_as_its_place(tokenizer, tmp_path, builds):
+    """A second run, or a worker that gets the object, does not tokenise or copy anything."""
+    first = tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    again = tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    assert len(builds) == 1
+    moved = pickle.dumps(again)
+    assert len(moved) < 1000
+    assert np.array_equal(pickle.loads(moved)[7].input_ids, first[7].input_ids)
+    assert [path.name for path in tmp_path.iterdir()] == [first.directory.name]
+
+
+def test_whatever_changes_the_tokens_changes_the_place(tokenizer, tmp_path, builds, monkeypatch):
+    """Guards against tokens of another tokenizer: 12% accuracy and no error, once."""
+    import copy
+
+    def run(source=SOURCE, config=CONFIG, tokenizer=tokenizer):
+        return tokenize(source, tokenizer, config, tmp_path / "cache").directory
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = other.chat_template.replace(
+        "message['content']", "' ' + message['content']"
+    )
+    grown = copy.deepcopy(tokenizer)
+    grown.add_tokens(["apples"])
+    source = files(tmp_path, {"prompt": "q", "response": "a"})
+    places = {
+        run(),
+        run(CorpusSource(count=21)),
+        run(CorpusSource(count=20, seed=1)),
+        run(config=CONFIG.model_copy(update={"max_length": 64})),
+        run(config=CONFIG.model_copy(update={"overlong": "drop"})),
+        run(tokenizer=other),
+        run(tokenizer=grown),
+        run(source),
+        run(files(tmp_path, {"prompt": "q", "response": "b"})),
+    }
+    assert len(places) == len(builds) == 9
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "response.bin", "starts.bin", "meta.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_cache_is_rebuilt(tokenizer, tmp_path, builds, name, damage):
+    """A full disk or a killed process must not decide what a model is trained on."""
+    whole = tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    expected = [whole[index].input_ids.tolist() for index in range(20)]
+    path = whole.directory / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(data[:-3])
+    rebuilt = tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    assert len(builds) == 2
+    assert [rebuilt[index].input_ids.tolist() for index in range(20)] == expected
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_several_builders_agree(tokenizer, tmp_path):
+    """All workers of a job may find the cache missing at the same moment."""
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(tokenize, SOURCE, tokenizer, CONFIG, tmp_path) for _ in range(4)]
+        results = [run.result() for run in runs]
+    assert len({run.directory for run in results}) == 1
+    assert [len(run) for run in results] == [20] * 4
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("overlong", "lengths", "dropped", "truncated"),
+    [("truncate", [None, 24], 1, 1), ("drop", [None], 2, 0)],
+)
+def test_overlong_conversations(tokenizer, tmp_path, overlong, lengths, dropped, truncated):
+    """Cut to max_length, or left out; one whose answer is cut off entirely teaches nothing."""
+    source = files(
+        tmp_path,
+        {"prompt": "q", "response": "a"},
+        {"prompt": "q", "response": "1 2 3 4 5 6 7 8 9 " * 5},
+        {"prompt": "1 2 3 4 5 6 7 8 9 " * 5, "response": "a"},
+    )
+    config = DataConfig(train=source, max_length=24, overlong=overlong)
+    conversations = tokenize(source, tokenizer, config, tmp_path / "cache")
+    short = len(conversations[0].input_ids)
+    assert conversations.lengths.tolist() == [length or short for length in lengths]
+    summary = dataclasses.asdict(conversations.summary)
+    assert (summary["dropped"], summary["truncated"]) == (dropped, truncated)
+
+
+def test_too_many_bad_rows_are_fatal(tokenizer, tmp_path):
+    """With file and line; below the share they are counted. Nothing is left behind."""
+    source = files(tmp_path, *[{"prompt": "q", "response": "a"}] * 9, {"prompt": "q"})
+    with pytest.raises(DataError, match=r"1 of 10 rows are bad") as error:
+        tokenize(source, tokenizer, DataConfig(train=source), tmp_path / "cache")
+    assert "d.jsonl:10: has prompt" in str(error.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+    config = DataConfig(train=source, max_bad_share=0.1)
+    conversations = tokenize(source, tokenizer, config, tmp_path / "cache")
+    assert (len(conversations), conversations.summary.bad) == (9, 1)
+
+
+def test_rows_the_template_refuses_are_bad_rows(tokenizer, tmp_path):
+    """And not the end of the job."""
+    source = files(
+        tmp_path, {"prompt": "\ud83d", "response": "a"}, {"prompt": "q", "response": "a"}
+    )
+    config = DataConfig(train=source, max_bad_share=0.5)
+    conversations = tokenize(source, tokenizer, config, tmp_path / "cache")
+    assert (len(conversations), conversations.summary.bad) == (1, 1)
+
+
+def test_no_conversation_left_is_an_error(tokenizer, tmp_path):
+    """With the reasons."""
+    source = files(tmp_path, {"prompt": "1 2 3 4 5 6 7 8 9", "response": "a"})
+    config = DataConfig(train=source, max_length=8)
+    with pytest.raises(DataError, match=r"no conversation is left of 1 rows.*1 do not fit"):
+        tokenize(source, tokenizer, config, tmp_path / "cache")
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not at {GSM8K}")
+def test_gsm8k(tokenizer, tmp_path):
+    """Real data: every problem is read, and its answer survives the round trip."""
+    columns = {"prompt": "question", "response": "answer"}
+    counts = {}
+    for name in ("train.jsonl.gz", "test.jsonl"):
+        source = FilesSource(paths=(str(GSM8K / name),), columns=columns)
+        report = BadRows()
+        counts[name] = len(list(read(source, report)))
+        assert report.bad == 0
+    assert counts == {"train.jsonl.gz": 7473, "test.jsonl": 1319}
+    source = FilesSource(paths=(str(GSM8K / "test.jsonl"),), columns=columns, limit=50)
+    config = DataConfig(train=source, max_length=2048)
+    conversations = tokenize(source, tokenizer, config, tmp_path)
+    for index, record in enumerate(read(source, BadRows())):
+        encoded = conversations[index]
+        answer = tokenizer.decode(encoded.input_ids[encoded.response])
+        assert answer == record.messages[1].content + "<|im_end|>"

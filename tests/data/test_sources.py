@@ -1,0 +1,119 @@
+import logging
+
+import pytest
+
+from mars_ray.config.data import CorpusSource, FilesSource
+from mars_ray.data import sources
+from mars_ray.data.chat import Message
+from mars_ray.data.sources import BadRows, read
+from mars_ray.errors import DataError
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def read_rows(monkeypatch, rows, columns=None, limit=None):
+    """The rows as if they stood in a file, through the public function."""
+    numbered = [(f"f.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
+    monkeypatch.setattr(sources.files, "rows", lambda _: iter(numbered))
+    report = BadRows()
+    source = FilesSource(paths=("f.jsonl",), columns=columns or {}, limit=limit)
+    return list(read(source, report)), report
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        ({"messages": TURNS, "id": 1, "source": "x"}, {}, ["q", "a"]),
+        ({"prompt": "q", "response": "a"}, {}, ["q", "a"]),
+        (
+            {"question": "q", "answer": "a"},
+            {"prompt": "question", "response": "answer"},
+            ["q", "a"],
+        ),
+        ({"instruction": "q", "input": "", "output": "a"}, {}, ["q", "a"]),
+        ({"instruction": "q", "output": "a"}, {}, ["q", "a"]),
+        ({"instruction": "q", "input": "i", "output": "a"}, {}, ["q\n\ni", "a"]),
+        # Whoever renames fields of a form means that form.
+        (
+            {"messages": TURNS, "prompt": "p", "text": "t"},
+            {"response": "text"},
+            ["p", "t"],
+        ),
+    ],
+)
+def test_forms(monkeypatch, row, columns, expected):
+    """The three forms, Dolci's extra fields, and renamed columns."""
+    records, report = read_rows(monkeypatch, [row], columns)
+    assert [message.content for message in records[0].messages] == expected
+    assert [message.role for message in records[0].messages] == ["user", "assistant"]
+    assert records[0].origin == "f.jsonl:1"
+    assert (report.seen, report.bad) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (ValueError("Expecting value"), "not JSON: Expecting value"),
+        (["a"], "not an object but list"),
+        ({}, "has no fields; expected messages or prompt + response or instruction + output"),
+        ({"prompt": "q", "answer": "a"}, "has prompt, answer; expected"),
+        ({"prompt": "q", "response": 3}, "response is not text but int"),
+        ({"prompt": None, "response": "a"}, "prompt is not text"),
+        ({"prompt": "q", "response": " "}, "answer is empty"),
+        ({"instruction": "q", "input": 5, "output": "a"}, "input is not text"),
+        ({"messages": "hi"}, "messages is not a list"),
+        ({"messages": ["hi"]}, "messages is not a list"),
+        ({"messages": []}, "no message is by the assistant"),
+        ({"messages": TURNS[:1]}, "no message is by the assistant"),
+        ({"messages": TURNS[1:]}, "first message is by the assistant"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no role or no content"),
+        ({"messages": [*TURNS, {"role": "tool", "content": "x"}]}, "message 3 has role 'tool'"),
+        ({"messages": [*TURNS, {"role": ["user"], "content": "x"}]}, "message 3 has role"),
+        ({"messages": [TURNS[0], {**TURNS[1], "function_calls": "f()"}]}, "calls functions"),
+        ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "content that is not text"),
+        ({"messages": [TURNS[0], {**TURNS[1], "content": "\n"}]}, "message 2 is an empty answer"),
+    ],
+)
+def test_bad_rows_are_left_out_and_say_why(monkeypatch, row, reason):
+    """Guards against a crash inside the template, or training on half a turn."""
+    good = {"messages": [{**turn, "function_calls": None} for turn in TURNS]}
+    records, report = read_rows(monkeypatch, [row, good])
+    assert [record.origin for record in records] == ["f.jsonl:2"]
+    assert (report.seen, report.bad) == (2, 1)
+    with pytest.raises(DataError, match="1 of 2 rows are bad") as error:
+        report.check(0.49)
+    assert "\n  f.jsonl:1: " in str(error.value)
+    assert reason in str(error.value)
+    report.check(0.5)
+
+
+def test_only_the_first_bad_rows_are_told(monkeypatch, caplog):
+    """A file of another format would fill the log with millions of lines."""
+    with caplog.at_level(logging.WARNING):
+        _, report = read_rows(monkeypatch, [{}] * 50)
+    assert len(caplog.records) == 5
+    with pytest.raises(DataError, match="50 of 50") as error:
+        report.check(0.01)
+    assert str(error.value).count("f.jsonl:") == 5
+
+
+def test_limit_counts_rows_read(monkeypatch):
+    """Bad ones too: the rows of a limited run do not depend on which are bad."""
+    records, report = read_rows(monkeypatch, [{}, {"prompt": "q", "response": "a"}] * 3, limit=3)
+    assert (len(records), report.seen, report.bad) == (1, 3, 2)
+
+
+def test_unknown_columns_are_refused(monkeypatch):
+    """Left and right are easily mistaken."""
+    with pytest.raises(DataError, match="cannot rename question"):
+        read_rows(monkeypatch, [{"question": "q"}], {"question": "prompt"})
+
+
+def test_the_corpus_is_a_source():
+    """With its split, and an origin for each row."""
+    report = BadRows()
+    records = list(read(CorpusSource(split="test", count=3), report))
+    assert [record.origin for record in records] == ["corpus:1", "corpus:2", "corpus:3"]
+    assert "####" in records[0].messages[1].content
+    assert records[0].messages[0] == Message("user", records[0].messages[0].content)
+    assert report.seen == 3

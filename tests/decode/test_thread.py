@@ -1,0 +1,112 @@
+"""The engine's thread, from asyncio."""
+
+import asyncio
+
+import pytest
+from decode.models import CARD, pattern, request
+
+from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
+from mars_ray.decode import reference
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.thread import EngineThread, complete
+from mars_ray.errors import EngineError, RequestError
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, CARD, EngineConfig(max_batch=4, max_context=200))
+
+
+@pytest.fixture
+def thread(engine):
+    thread = EngineThread(engine)
+    thread.start()
+    yield thread
+    thread.stop()
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_many_streams_at_once_give_what_each_gives_alone(model, thread):
+    """Twelve clients on four slots; events of a request arrive in order and add up."""
+    items = [request(str(j), pattern(j, 1 + j % 3, 4 + j), VerifiedMode()) for j in range(12)]
+
+    async def collect(item):
+        events = [event async for event in thread.stream(item)]
+        assert [event.forward for event in events] == list(range(1, len(events) + 1))
+        tokens = tuple(token for event in events for token in event.tokens)
+        assert tokens == events[-1].completion.tokens
+        return events[-1].completion
+
+    async def all_of_them():
+        return await asyncio.gather(*(collect(item) for item in items))
+
+    done = asyncio.run(all_of_them())
+    assert done == [reference.generate(model, CARD, item) for item in items]
+    assert thread.open_requests == 0
+
+
+def test_closing_a_stream_cancels_its_request(engine, thread):
+    """Guards requests that run on after their client is gone."""
+
+    async def leave_early():
+        stream = thread.stream(request("a", [1, 2], ExactMode(), max_new_tokens=190, stop=-1))
+        await anext(stream)
+        await stream.aclose()
+        # The queue is in order: this one's end comes after the cancellation.
+        return await complete(thread, request("b", [1, 2], ExactMode(), max_new_tokens=2))
+
+    assert len(asyncio.run(leave_early()).tokens) == 2
+    assert engine.running == 0
+
+
+def test_a_refused_request_disturbs_nobody(thread):
+    """The refusal reaches its client as the exception it was."""
+
+    async def both():
+        good = asyncio.create_task(complete(thread, request("a", [1], ExactMode())))
+        with pytest.raises(RequestError, match="empty"):
+            await complete(thread, request("b", [], ExactMode()))
+        return await good
+
+    assert asyncio.run(both()).finish_reason in ("stop", "length")
+
+
+def test_a_failing_step_fails_its_requests_and_no_later_one(engine, thread, monkeypatch):
+    """Guards a thread that dies and leaves its clients waiting for ever."""
+    step, calls = engine.step, iter([True])
+
+    def fail_once():
+        if next(calls, False):
+            raise ValueError("broken")
+        return step()
+
+    monkeypatch.setattr(engine, "step", fail_once)
+
+    async def first_then_second():
+        with pytest.raises(EngineError, match="ValueError"):
+            await complete(thread, request("a", [1], ExactMode()))
+        return await complete(thread, request("b", [1], ExactMode()))
+
+    assert asyncio.run(first_then_second()).tokens
+    thread.check_health()
+
+
+def test_after_stop_there_are_errors_not_silence(engine):
+    """Both for a stream that is open and for one that comes later."""
+    thread = EngineThread(engine)
+    thread.start()
+
+    async def stop_in_the_middle():
+        stream = thread.stream(request("a", [1, 2], ExactMode(), max_new_tokens=190, stop=-1))
+        await anext(stream)
+        await asyncio.to_thread(thread.stop)
+        with pytest.raises(EngineError, match="shut down"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineError, match="shut down"):
+            await complete(thread, request("b", [1], ExactMode()))
+
+    asyncio.run(stop_in_the_middle())
+    with pytest.raises(EngineError, match="not running"):
+        thread.check_health()

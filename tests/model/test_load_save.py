@@ -1,0 +1,158 @@
+import json
+
+import pytest
+import torch
+from model.toys import build, write
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from mars_ray.errors import ModelError
+from mars_ray.model import save
+from mars_ray.model.card import ModelCard, read_card, write_card
+from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.mask_token import ensure_mask_token
+from mars_ray.model.save import save_model
+
+TEXT = "Tom has 12 apples<|im_end|>"
+
+
+def logits(model, tokens=(5, 6, 7)):
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_saved_model_is_an_ordinary_one(tmp_path, architecture):
+    """Plain transformers reads it with no code of ours and computes the same."""
+    model, tokenizer = build(architecture, 320)
+    card = ensure_mask_token(model, tokenizer)
+    save_model(tmp_path / "model", model, tokenizer, card)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    ours = load_model(tmp_path / "model", dtype=torch.float32)
+    assert type(plain) is type(ours) is type(model)
+    assert torch.equal(logits(plain), logits(model.eval()))
+    assert torch.equal(logits(ours), logits(model))
+    assert not ours.training
+    for loaded in (
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+        load_tokenizer(tmp_path / "model"),
+    ):
+        assert loaded.mask_token_id == card.mask_token_id
+        assert loaded.chat_template == tokenizer.chat_template
+        assert loaded.decode(loaded(TEXT)["input_ids"]) == TEXT
+    assert read_card(tmp_path / "model") == card
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "mars.json"} <= names
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1, "a server that runs as another user reads all files or none"
+
+
+def test_weights_may_be_given(tmp_path):
+    """Under ZeRO-3 the model's own parameters are empty; the tied head is not repeated."""
+    model, tokenizer = build("qwen2", 320)
+    card = ensure_mask_token(model, tokenizer)
+    state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    save_model(tmp_path / "model", model, tokenizer, card, state)
+    loaded = load_model(tmp_path / "model", dtype=torch.float32)
+    assert all((value == 0.25).all() for value in loaded.state_dict().values())
+
+
+def test_a_loaded_model_has_the_dtype_asked_for(tmp_path):
+    """None keeps the stored one."""
+    directory = write(tmp_path, "qwen2", 320)
+    assert load_model(directory, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load_model(directory, dtype=None).dtype == torch.float32
+
+
+def test_saving_replaces_a_whole_directory(tmp_path):
+    """No file of the older model stays, and nothing is left beside it."""
+    model, tokenizer = build("qwen2", 320)
+    card = ensure_mask_token(model, tokenizer)
+    save_model(tmp_path / "model", model, tokenizer, card)
+    (tmp_path / "model" / "stale.txt").touch()
+    save_model(tmp_path / "model", model, tokenizer, ModelCard("<|mask|>", card.mask_token_id, 4))
+    assert read_card(tmp_path / "model").block_size == 4
+    assert not (tmp_path / "model" / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
+    """A full disk halfway must not cost the last good model."""
+    model, tokenizer = build("qwen2", 320)
+    card = ensure_mask_token(model, tokenizer)
+    save_model(tmp_path / "model", model, tokenizer, card)
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(save, "write_card", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_model(tmp_path / "model", model, tokenizer, card)
+    assert load_model(tmp_path / "model", dtype=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_other_architectures_are_refused(tmp_path):
+    """With the names of those that work."""
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelError, match="type 'gpt2'; supported are Qwen2, Qwen3, Llama"):
+        load_model(tmp_path, dtype=None)
+
+
+def test_incomplete_weights_are_refused(tmp_path):
+    """transformers would fill them with random numbers and only warn."""
+    write(tmp_path, "qwen2", 320)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (tmp_path / "config.json").write_text(json.dumps(config | layers))
+    with pytest.raises(ModelError, match=r"missing keys .*layers\.2"):
+        load_model(tmp_path, dtype=None)
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | layers))
+    with pytest.raises(ModelError, match=r"unexpected keys .*layers\.1"):
+        load_model(tmp_path, dtype=None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(ModelError, match="do not fit"):
+        load_model(tmp_path, dtype=None)
+
+
+def test_only_safetensors_are_read(tmp_path):
+    """A pickle runs code when it is opened."""
+    write(tmp_path, "qwen2", 320)
+    model = load_model(tmp_path, dtype=None)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_model(tmp_path, dtype=None)
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path):
+    """`trust_remote_code` stays off, whatever config.json asks for."""
+    write(tmp_path, "qwen2", 320)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('was run')")
+    with pytest.raises(ModelError):
+        load_model(tmp_path, dtype=None)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, lambda place: load_model(place, dtype=None)])
+def test_a_missing_model_is_an_error(tmp_path, monkeypatch, load):
+    """Neither a directory nor, offline, a hub name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="cannot load"):
+        load(tmp_path / "nothing")
+    with pytest.raises(ModelError, match="cannot load 'no-such/model'"):
+        load("no-such/model")
+
+
+def test_another_models_tokenizer_is_refused(tmp_path):
+    """Guards against 12% accuracy without an error, seen with a tokenizer of other data."""
+    write(tmp_path, "qwen2", 320)
+    load_tokenizer(tmp_path)
+    write_card(tmp_path, ModelCard("<|im_end|>", 3, 0))
+    with pytest.raises(ModelError, match="not the one its model was trained with"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,81 @@
+"""A tiny model with random weights, and the API over an engine that runs it."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from transformers import PreTrainedModel
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.model import PresetModel
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.decode.engine import load_engine
+from mars_ray.model.card import read_card
+from mars_ray.model.create import create_model
+from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.save import save_model
+from mars_ray.serve.app import build_api
+from mars_ray.serve.chat import ChatEngine
+
+NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+WORDS = [*NUMBERS, "Grüße", "你好", "😀"]
+
+
+def _texts() -> list[str]:
+    draw = random.Random(0)
+    return [" ".join(draw.choices(WORDS, k=8)) for _ in range(200)]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not trained at all: its masks draft nonsense, which `verified` has to survive."""
+    directory = tmp_path_factory.mktemp("serve") / "tiny"
+    create_model(PresetModel(preset="tiny", vocab_size=330), _texts, directory, seed=0)
+    model, tokenizer = load_model(directory, dtype=torch.float32), load_tokenizer(directory)
+    _make_talkative(model, tokenizer.all_special_ids)
+    save_model(directory, model, tokenizer, replace(read_card(directory), block_size=4))
+    return directory
+
+
+def _make_talkative(model: PreTrainedModel, special_ids: list[int]) -> None:
+    """Random weights repeat one token for ever, as their head is their embedding; these wander.
+
+    Greedy answers hold no special token, so they never end by themselves.
+    """
+    model.config.tie_word_embeddings = False
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    torch.manual_seed(1)
+    head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
+    with torch.no_grad():
+        head.weight[special_ids] = 0
+        for layer in model.base_model.layers:
+            for weight in layer.parameters():
+                if weight.ndim == 2:
+                    weight.mul_(3)
+
+
+@pytest.fixture(scope="session")
+def job(checkpoint: Path) -> ServeJob:
+    return ServeJob(
+        checkpoint=str(checkpoint),
+        engine=EngineConfig(max_batch=4, max_context=160, device="cpu", threads=1),
+        limits=Limits(body_bytes=4000, new_tokens=100, waiting_requests=2),
+    )
+
+
+@pytest.fixture(scope="session")
+def chat_engine(job: ServeJob) -> Iterator[ChatEngine]:
+    engine = ChatEngine(*load_engine(job.checkpoint, job.engine), job)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="session")
+def client(job: ServeJob, chat_engine: ChatEngine) -> TestClient:
+    return TestClient(build_api(job, "tiny", chat_engine.answer), raise_server_exceptions=False)

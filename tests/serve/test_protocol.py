@@ -1,0 +1,202 @@
+"""Requests are checked field by field, and nothing accepted is ignored."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import Model
+from openai.types.chat import ChatCompletion
+
+from mars_ray.config.decode import ConfidenceMode, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve.messages import Finish, Refusal, Turn
+from mars_ray.serve.protocol import (
+    ApiError,
+    completion,
+    error_body,
+    model_list,
+    parse_chat,
+    to_call,
+)
+
+JOB = ServeJob(checkpoint="x", limits=Limits(new_tokens=50))
+
+
+def body(**fields: Any) -> bytes:
+    request = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    return json.dumps(request | fields).encode()
+
+
+def call(job: ServeJob = JOB, **fields: Any):
+    return to_call(parse_chat(body(**fields)), "id", 7, job)
+
+
+def refusal(job: ServeJob = JOB, **fields: Any) -> Refusal:
+    with pytest.raises(ApiError) as caught:
+        call(job, **fields)
+    return caught.value.refusal
+
+
+def test_defaults_are_those_of_the_api_and_of_the_job():
+    """OpenAI samples at temperature 1 unless told otherwise; the mode is the operator's."""
+    made = call()
+    assert made.sampling == Sampling(temperature=1.0, seed=7)
+    assert made.mode == VerifiedMode()
+    assert made.messages == (Turn("user", "hi"),)
+    assert made.max_new_tokens is None
+    assert made.stop == ()
+
+
+def test_every_field_arrives():
+    """Guards a field that is accepted and then ignored."""
+    made = call(
+        messages=[
+            {
+                "role": "system",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "user", "content": "c"},
+        ],
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        seed=-1,
+        stop="end",
+        mode="confidence",
+        threshold=0.6,
+        window=2,
+    )
+    assert made.messages == (Turn("system", "ab"), Turn("user", "c"))
+    assert made.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=-1)
+    assert made.mode == ConfidenceMode(threshold=0.6, window=2)
+    assert (made.max_new_tokens, made.stop) == (9, ("end",))
+
+
+def test_stop_is_a_string_or_a_list_of_them():
+    """Guards the list: only the other form may have been tried."""
+    assert call(stop="a").stop == ("a",)
+    assert call(stop=["a", "b"]).stop == ("a", "b")
+    assert call(stop=[]).stop == ()
+    assert refusal(stop=3).param == "stop"
+    assert refusal(stop=["a", 3]).param == "stop.1"
+
+
+def test_null_is_a_field_not_given():
+    """Clients write null for their own defaults."""
+    nulls = ("temperature", "top_p", "max_tokens", "stop", "seed", "stream", "n", "mode", "window")
+    assert call(**dict.fromkeys(nulls)) == call()
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["logprobs", "tools", "response_format", "presence_penalty", "logit_bias", "user", "treshold"],
+)
+def test_an_unsupported_field_is_named(field):
+    """Known to OpenAI or misspelt: both would otherwise be silently ignored."""
+    refused = refusal(**{field: 1})
+    assert (refused.status, refused.param, refused.code) == (400, field, "unsupported_parameter")
+    assert field in refused.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+        ({"model": 3}, "model"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 51}, "max_tokens"),
+        ({"max_completion_tokens": 51}, "max_completion_tokens"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"n": 2}, "n"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop.0"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"mode": "block_cached"}, "mode"),
+        ({"threshold": 1.5}, "threshold"),
+        ({"mode": "exact", "threshold": 0.9}, "threshold"),
+        ({"mode": "exact", "window": 2}, "window"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_a_wrong_value_is_a_400_that_names_its_field(fields, param):
+    """Guards errors that leave the client guessing."""
+    refused = refusal(**fields)
+    assert (refused.status, refused.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"\xff\xfe", b"[]", b'"x"', b"null", b'{"model":"\\ud800"}', b"[" * 100_000],
+)
+def test_a_body_that_is_no_request_is_a_400(raw):
+    """Guards a 500 for bytes that are no JSON object: cut, not UTF-8, or nested without end."""
+    with pytest.raises(ApiError) as caught:
+        parse_chat(raw)
+    assert caught.value.refusal.status == 400
+    assert caught.value.refusal.code == "invalid_json"
+
+
+def test_a_missing_field_is_named():
+    """Guards a KeyError turned into a 500."""
+    with pytest.raises(ApiError) as caught:
+        parse_chat(b'{"model": "m"}')
+    assert caught.value.refusal.param == "messages"
+
+
+def test_a_request_changes_only_what_it_names_of_the_default_mode():
+    """The operator's threshold holds for the operator's mode, not for another one."""
+    job = JOB.model_copy(update={"default_mode": ConfidenceMode(threshold=0.8, measure="margin")})
+    assert call(job, window=2).mode == ConfidenceMode(threshold=0.8, measure="margin", window=2)
+    assert call(job, mode="confidence").mode == ConfidenceMode(threshold=0.8, measure="margin")
+    assert call(job, mode="verified").mode == VerifiedMode()
+    assert call(job, mode="exact").mode == ExactMode()
+
+
+def test_a_threshold_without_effect_is_refused_under_an_exact_default():
+    """The request does not name the mode, but the setting would still do nothing."""
+    job = JOB.model_copy(update={"default_mode": ExactMode()})
+    assert refusal(job, threshold=0.5).param == "threshold"
+
+
+def test_replies_have_the_shapes_of_the_official_client():
+    """Held to the `openai` package's own types, which the client parses with."""
+    finish = Finish("length", prompt_tokens=5, completion_tokens=6, forwards=4)
+    reply = completion(call(threshold=0.5), "m", 1, "text", finish)
+    parsed = ChatCompletion.model_validate(reply, strict=True)
+    assert parsed.choices[0].message.content == "text"
+    assert reply["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "mars": {"forwards": 4, "tokens_per_forward": 1.5, "mode": "verified", "threshold": 0.5},
+    }
+    assert Model.model_validate(model_list("m", 1)["data"][0], strict=True).id == "m"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error")],
+)
+def test_errors_have_openai_types(status, kind):
+    """Clients decide by the type whether to try again."""
+    error = error_body(Refusal(status, "m", "p", "c"))["error"]
+    assert error == {"message": "m", "type": kind, "param": "p", "code": "c"}

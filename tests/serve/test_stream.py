@@ -1,0 +1,107 @@
+"""Server-sent events: one per engine step, in OpenAI's chunks."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+
+from openai.types.chat import ChatCompletionChunk
+
+from mars_ray.config.decode import Sampling, VerifiedMode
+from mars_ray.serve.messages import ChatCall, Finish, Message, Piece, Refusal, Turn
+from mars_ray.serve.stream import DONE, Chunks, events
+
+CALL = ChatCall("id", (Turn("user", "hi"),), VerifiedMode(), Sampling(), None, ())
+FINISH = Finish("stop", prompt_tokens=3, completion_tokens=4, forwards=2)
+
+
+class Source:
+    """Gives messages, raises what is an exception, and remembers that it was closed."""
+
+    def __init__(self, *messages: Message | Exception) -> None:
+        self.messages = messages
+        self.closed = False
+
+    async def rest(self) -> AsyncGenerator[Message, None]:
+        try:
+            for message in self.messages:
+                if isinstance(message, Exception):
+                    raise message
+                yield message
+        finally:
+            self.closed = True
+
+
+async def collect(source: Source, include_usage: bool, take: int | None = None) -> list[str]:
+    rest = source.rest()
+    first = await anext(rest)
+    written = events(Chunks(CALL, "m", 1, include_usage), first, rest)
+    got = []
+    async for event in written:
+        got.append(event)
+        if len(got) == take:
+            await written.aclose()
+    return got
+
+
+def data(event: str) -> dict:
+    assert event.startswith("data: ")
+    assert event.endswith("\n\n")
+    return json.loads(event.removeprefix("data: "))
+
+
+def test_one_event_per_step_then_the_finish_the_usage_and_done():
+    """The whole stream, each chunk held to the `openai` package's type."""
+    source = Source(Piece("He"), Piece(""), Piece("llo\n\n"), Piece("!", FINISH))
+    got = asyncio.run(collect(source, include_usage=True))
+    assert got.pop() == DONE
+    chunks = [ChatCompletionChunk.model_validate(data(event), strict=True) for event in got]
+    *texts, end, usage = chunks
+    assert [chunk.choices[0].delta.content for chunk in texts] == ["He", "llo\n\n", "!"]
+    assert texts[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].finish_reason is None for chunk in texts)
+    assert end.choices[0].finish_reason == "stop"
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.total_tokens == 7
+    assert data(got[-1])["usage"]["mars"]["tokens_per_forward"] == 2
+    assert all(data(event)["usage"] is None for event in got[:-1])
+    assert source.closed
+
+
+def test_without_usage_no_chunk_speaks_of_it():
+    """Clients that did not ask may not expect a chunk without choices."""
+    got = asyncio.run(collect(Source(Piece("x", FINISH)), include_usage=False))
+    assert len(got) == 3
+    assert all("usage" not in data(event) for event in got[:-1])
+
+
+def test_a_late_refusal_is_the_last_event():
+    """After the status line an error can only be an event; [DONE] would tell of success."""
+    source = Source(Piece("x"), Refusal(503, "gone", code="engine_error"))
+    got = asyncio.run(collect(source, include_usage=True))
+    assert data(got[-1])["error"]["message"] == "gone"
+    assert DONE not in got
+
+
+def test_a_fault_is_an_event_without_its_details(caplog):
+    """Guards a stack trace sent to the client, and a stream that just breaks off."""
+    caplog.set_level(logging.CRITICAL)
+    got = asyncio.run(collect(Source(Piece("x"), RuntimeError("secret")), include_usage=False))
+    error = data(got[-1])["error"]
+    assert error["code"] == "internal_error"
+    assert "id" in error["message"]
+    assert "secret" not in got[-1]
+
+
+def test_a_stream_that_ends_without_a_finish_is_a_fault():
+    """Guards a truncated answer that looks complete."""
+    got = asyncio.run(collect(Source(Piece("x")), include_usage=False))
+    assert data(got[-1])["error"]["code"] == "internal_error"
+
+
+def test_closing_the_events_closes_their_source():
+    """A client that goes away must free its place in the engine."""
+    source = Source(Piece("a"), Piece("b"), Piece("c", FINISH))
+    assert len(asyncio.run(collect(source, include_usage=False, take=2))) == 2
+    assert source.closed

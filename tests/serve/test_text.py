@@ -1,0 +1,108 @@
+"""Detokenisation piece by piece, and stop strings."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_ray.serve.text import REPLACEMENT, Detokenizer, StopFilter, Writer
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """A byte-level tokenizer of 256 tokens."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def pieces(tokens: Sequence[int]) -> list[str]:
+    detokenizer = Detokenizer(decode_bytes)
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
+
+
+@given(st.text())
+def test_pieces_join_to_the_text_and_never_break_a_character(text):
+    """Guards U+FFFD in the middle of an emoji that spans several tokens."""
+    parts = pieces(text.encode())
+    assert "".join(parts) == text or REPLACEMENT in text
+    if REPLACEMENT not in text:
+        assert not any(REPLACEMENT in part for part in parts)
+
+
+def test_a_character_waits_for_its_last_token():
+    """Hand-worked: é is two bytes, 😀 four."""
+    assert pieces("é😀a".encode()) == ["", "é", "", "", "", "😀", "a", ""]
+
+
+def test_an_answer_cut_inside_a_character_loses_that_character():
+    """Guards a replacement character at the end of an answer that reached its limit."""
+    assert pieces("ok😀".encode()[:-1]) == ["o", "k", "", "", "", ""]
+
+
+def test_bytes_that_are_no_text_do_not_wait_forever():
+    """Guards a held tail that grows, and is decoded again at each token, without end."""
+    parts = pieces([0xFF] * 200)
+    assert len("".join(parts)) > 100
+
+
+def test_a_leading_space_that_depends_on_the_place_is_kept():
+    """SentencePiece drops the first token's space: decoded alone, every word would lose its own."""
+    words = {1: " one", 2: " two"}
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens).removeprefix(" ")
+
+    detokenizer = Detokenizer(decode)
+    assert [detokenizer.push(token) for token in (1, 2, 1)] == ["one", " two", " one"]
+
+
+@given(
+    st.lists(st.text(alphabet="abc", max_size=5), max_size=12),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=3),
+)
+def test_the_text_ends_before_the_first_stop_string(parts, stops):
+    """Whatever the pieces: what is passed on is the text up to the earliest stop string."""
+    text = "".join(parts)
+    places = [text.find(stop) for stop in stops if stop in text]
+    stop_filter = StopFilter(stops)
+    passed, stopped = "", False
+    for part in parts:
+        new, stopped = stop_filter.push(part)
+        passed += new
+        if stopped:
+            break
+    if not stopped:
+        passed += stop_filter.flush()
+    assert stopped == bool(places)
+    if not places:
+        assert passed == text
+        return
+    # A longer stop string may begin earlier, but end later, than the one that was met first.
+    assert text.startswith(passed)
+    assert len(passed) in {place for stop in stops for place in _places(text, stop)}
+
+
+def _places(text: str, stop: str) -> list[int]:
+    return [place for place in range(len(text)) if text.startswith(stop, place)]
+
+
+def test_text_is_held_back_only_while_it_may_become_a_stop_string():
+    """Guards a stream that lags behind, and one that shows half of a stop string."""
+    stop_filter = StopFilter(["END"])
+    assert stop_filter.push("the E") == ("the ", False)
+    assert stop_filter.push("N") == ("", False)
+    assert stop_filter.push("d.") == ("ENd.", False)
+    assert stop_filter.push("..END of") == ("..", True)
+
+
+@pytest.mark.parametrize(("stop", "text", "used"), [("c", "ab", 3), ("bc", "a", 3), ("a", "", 1)])
+def test_tokens_after_a_stop_string_are_not_counted(stop, text, used):
+    """Several tokens come at once: the ones behind the stop string are not part of the answer."""
+    written = Writer(decode_bytes, [stop]).push(b"abcdef")
+    assert (written.text, written.tokens, written.stopped) == (text, used, True)
+
+
+def test_held_text_may_still_end_in_a_stop_string():
+    """Guards a stop string met only when the last held-back tokens are flushed."""
+    broken = Writer(lambda tokens: bytes(tokens).decode(errors="replace"), ["x"])
+    assert broken.push([0x61, 0xC3]).text == "a"
+    assert not broken.flush().stopped
