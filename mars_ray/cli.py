@@ -117,13 +117,16 @@ def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
 @bench.command("train-step")
 def bench_train_step(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    preset: Annotated[list[str] | None, typer.Option(help="Default: tiny and 0.5B.")] = None,
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    case: Annotated[list[str] | None, typer.Option(help="tiny, qwen2.5-0.5b.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 9,
 ) -> None:
     """Time and peak memory of a MARS step over an SFT step on the same tokens."""
-    from mars_ray.evaluate.bench_train_step import run_bench
+    from mars_ray.evaluate.bench_train_step import CASES, run_bench
 
-    result = run_bench(preset or ["tiny", "qwen2.5-0.5b"], repeats, _console())
+    unknown = set(case or ()) - set(CASES)
+    if unknown:
+        raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
+    result = run_bench(case or list(CASES), repeats, _console())
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     _print_result(result)
@@ -153,7 +156,8 @@ def _job(
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True)
+    # Piped output has no width of its own, and 80 columns would cut the tables.
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -58,6 +58,7 @@ def _ask(url: str, console: Console) -> str:
         "model": _first_model(url),
         "messages": [{"role": "user", "content": _QUESTION}],
         "max_tokens": 128,
+        "temperature": 0,
     }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",

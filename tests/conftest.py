@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One Ray cluster of this session's own, started by the first test that asks for it."""
+def ray_cluster() -> Iterator[Any]:
+    """One Ray cluster of this session's own, started by the first test that asks for it; its
+    dashboard is the job server."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=True)
-    yield
+    yield ray.init(address="local", num_cpus=4, include_dashboard=True, log_to_driver=True)
     ray.shutdown()

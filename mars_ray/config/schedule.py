@@ -75,7 +75,8 @@ class MaskSchedule(Config):
         default=1.0, gt=0, le=1, description="share of the response's blocks that get a noisy copy"
     )
     grid: Literal["zero", "response", "random"] = Field(
-        "zero", description="where the block grid starts: position 0, the response, or anywhere"
+        default="zero",
+        description="where the block grid starts: position 0, the response, or anywhere",
     )
     depth_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
         default=None,

@@ -14,7 +14,8 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
     centre = share + square / 2
     half = z * sqrt(share * (1 - share) / trials + square / (4 * trials))
     low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
-    return max(0.0, low), min(1.0, high)
+    # At 0 and at 1 rounding could put the share itself outside.
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ def counted(items: Iterable[T], label: str) -> Iterator[Iterator[T]]:
         TextColumn("{task.description} {task.completed}"),
         TimeElapsedColumn(),
     )
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    hidden = not sys.stderr.isatty()
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, disable=hidden)
     try:
         yield _counting(items, progress, label)
     finally:
@@ -35,7 +37,7 @@ def _counting(items: Iterable[T], progress: Progress, label: str) -> Iterator[T]
     task = progress.add_task(label, total=None)
     for count, item in enumerate(items, start=1):
         yield item
-        if count % _UPDATE_EVERY == 0 and sys.stderr.isatty():
+        if count % _UPDATE_EVERY == 0:
             progress.update(task, completed=count)
             if time.monotonic() - begin > _QUIET_S:
                 progress.start()

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Completion, Request, TokenEvent
@@ -52,7 +52,7 @@ class EngineThread:
         if self._listeners and idle_s > limit_s:
             raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
 
-    async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Events of a request, one per forward; closing the iterator cancels the request.
 
         Raises RequestError if the engine refuses it, EngineError if the engine fails.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -107,7 +108,8 @@ def _open(directory: str | Path, load: Callable[[], T]) -> T:
     quiet_unless_watched()
     try:
         return load()
-    except (OSError, ValueError) as error:
+    # RuntimeError: weights of other shapes than config.json says.
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"cannot load {str(directory)!r}, which must be a local directory with safetensors "
             f"weights or a reachable Hugging Face hub name: {error}"

@@ -71,12 +71,14 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert isinstance(text, str)
     tail = text[text.rindex(answer) + len(answer) :]
-    found = {token: tail.find(token) for token in tokenizer.all_special_tokens if token in tail}
+    found = {
+        tail.index(token.content): index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.content in tail
+    }
     if not found:
         raise ModelError(
             "the chat template ends an assistant's turn without a special token, so decoding could "
             "not know where to stop; add the end-of-sequence token to the template"
         )
-    index = tokenizer.convert_tokens_to_ids(min(found, key=lambda token: found[token]))
-    assert isinstance(index, int)
-    return index
+    return found[min(found)]

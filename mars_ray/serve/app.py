@@ -67,8 +67,11 @@ class _Routes:
         try:
             body = parse_chat(await _read(request, self._job.limits.body_bytes))
             return await self._answer(body, request_id)
-        except (ApiError, ClientDisconnect):
+        except ApiError:
             raise
+        except ClientDisconnect:
+            # Nobody reads the answer to half a request; this is nginx's number for it.
+            return Response(status_code=499)
         except Exception as error:
             logger.exception("request %s failed", request_id)
             raise ApiError(internal_error(request_id)) from error

@@ -33,6 +33,8 @@ def build_app(job: ServeJob) -> serve.Application:
     places = job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
     replica = serve.deployment(
         num_replicas=job.replicas,
+        # The ingress logs every request already.
+        logging_config={"enable_access_log": False},
         max_ongoing_requests=places,
         ray_actor_options={"num_cpus": job.cpus_per_replica, "num_gpus": job.gpus_per_replica},
     )(Replica)
@@ -68,7 +70,7 @@ def start(job: ServeJob) -> str:
 
 
 def wait_until_stopped() -> None:
-    """Blocks until SIGINT or SIGTERM, then lets requests finish and stops Serve.
+    """Blocks until SIGINT or SIGTERM, then stops Serve.
 
     Only for the main thread, which receives the signals.
     """

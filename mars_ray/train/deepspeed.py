@@ -4,6 +4,8 @@ The update is torch's own AdamW, handed in ready-made: DeepSpeed's CPU optimizer
 shared-memory collectives would be compiled on first use, which takes minutes and a toolchain.
 """
 
+import os
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -93,13 +95,17 @@ class DeepSpeedEngine:
         if self._zero_stage < 3:
             return model.state_dict() if self._ranks.is_main else None
         # Parameter by parameter: rank 0 alone ever holds the whole model.
-        whole: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        whole: dict[int, Tensor] = {}
+        for parameter in model.parameters():
             with self._gathered_parameters([parameter]):
                 if self._ranks.is_main:
-                    whole[name] = parameter.detach().cpu().clone()
-        whole |= {name: buffer for name, buffer in model.state_dict().items() if name not in whole}
-        return whole if self._ranks.is_main else None
+                    whole[id(parameter)] = parameter.detach().cpu().clone()
+        if not self._ranks.is_main:
+            return None
+        # Tied parameters stay one tensor, or the second would be written as a weight of its own.
+        named = model.named_parameters(remove_duplicate=False)
+        weights = {name: whole[id(parameter)] for name, parameter in named}
+        return model.state_dict() | weights
 
     def optimizer_state(self) -> dict[str, Any]:
         state = self._engine.optimizer.state_dict()
@@ -115,6 +121,10 @@ class DeepSpeedEngine:
 
 def _import_deepspeed(device: torch.device) -> ModuleType:
     """Late, because it takes three seconds; without the extension that wants a C++ compiler."""
+    # Found out by trial, with a warning, otherwise.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    # It calls collectives by names that torch 2.13 replaces; one line per call else.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     import deepspeed
     import deepspeed.ops
 

@@ -5,6 +5,7 @@ where they are: the manifest is then truly the last file written, and nothing is
 """
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -82,7 +83,7 @@ class _Fit(threading.Thread):
 
     def run(self) -> None:
         try:
-            with _environment(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=str(_POLL_INTERVAL_S)):
+            with _environment(_controller_settings()):
                 self.outcome = _trainer(self._plan).fit().return_value
         except Exception as error:  # noqa: BLE001 - a thread's edge: `_checked` raises it
             self.error = error
@@ -113,6 +114,8 @@ def _trainer(plan: StagePlan) -> ray.train.torch.TorchTrainer:
 def _work(config: dict[str, Any]) -> StageOutcome:
     """The training function: runs in every worker."""
     plan: StagePlan = config["plan"]
+    # Ray tells of every report in a line of its own, on every rank.
+    logging.disable(logging.INFO)
     limit_threads(_threads(plan.job.cluster))
     registered = ray.train.get_checkpoint()
     ranks = Ranks.current(ray.train.torch.get_device())
@@ -203,7 +206,7 @@ def _stop_on_signal(plan: StagePlan, progress: StageProgress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(**defaults: str) -> Iterator[None]:
+def _environment(defaults: dict[str, str]) -> Iterator[None]:
     """Environment variables for a while, where the user has not set them: Ray has no argument."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
@@ -212,6 +215,14 @@ def _environment(**defaults: str) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+def _controller_settings() -> dict[str, str]:
+    settings = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_POLL_INTERVAL_S)}
+    if len(ray.nodes()) == 1:
+        # Whatever pre-empts the only node takes the driver with it; the watcher only logs then.
+        settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    return settings
 
 
 def _resources(cluster: ClusterConfig) -> dict[str, float]:

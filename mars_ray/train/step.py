@@ -25,8 +25,7 @@ class TrainStep(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.chunk_rows = max(64, _LOGITS_BYTES // (4 * vocabulary))
+        self.chunk_rows: int = max(64, _LOGITS_BYTES // (4 * model.config.vocab_size))
 
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model.toys import llama_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -114,6 +115,17 @@ def test_no_text_can_forge_a_special_token(tokenizer, question, answer):
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert special == [start, end, start, end]
     assert responses(tokenizer, encoded) == [messages[1].content + "<|im_end|>"]
+
+
+def test_a_template_may_trim_and_begin_with_a_token():
+    """Llama 3's form: a token begins the text, and spaces around a message are dropped."""
+    tokenizer = llama_tokenizer()
+    messages = [Message("user", " hi\n"), Message("assistant", " <|eot_id|> 12 \n")]
+    encoded = encode(messages, tokenizer)
+    special = [token for token in encoded.input_ids.tolist() if token < 6]
+    assert special == [0, 1, 2, 3, 1, 2, 3]
+    assert responses(tokenizer, encoded) == ["<|eot_id|> 12<|eot_id|>"]
+    assert encode(messages[:1], tokenizer).input_ids.tolist() == reference(tokenizer, messages[:1])
 
 
 THINKING = """

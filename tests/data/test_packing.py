@@ -15,7 +15,7 @@ def test_every_conversation_is_in_one_row_that_holds_it(lengths, seed):
 
 
 def test_rows_are_well_filled():
-    """First fit wastes little: less than 10% here, where one conversation a row would waste half."""
+    """First fit wastes less than 10% here; one conversation a row would waste half."""
     lengths = np.random.default_rng(0).integers(10, 90, 5000)
     rows = pack(lengths, 100, 0)
     assert lengths.sum() / (len(rows) * 100) > 0.9

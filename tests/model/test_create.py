@@ -75,9 +75,10 @@ def test_a_pretrained_model_gets_a_mask_and_a_stop(tmp_path, architecture):
     card = read_card(tmp_path / "initial")
     tokenizer = load_tokenizer(tmp_path / "initial")
     assert card == ModelCard(tokenizer.mask_token, tokenizer.mask_token_id, 0)
-    stops = {"llama": 3}
-    expected = stops[architecture] if architecture in stops else 2
-    assert after.generation_config.eos_token_id == expected
+    turn_end = tokenizer.convert_tokens_to_ids(
+        "<|eot_id|>" if architecture == "llama" else "<|im_end|>"
+    )
+    assert after.generation_config.eos_token_id == turn_end
 
 
 def test_stops_of_the_model_are_kept(tmp_path):

@@ -32,10 +32,8 @@ def test_a_saved_model_is_an_ordinary_one(tmp_path, architecture):
     assert torch.equal(logits(plain), logits(model.eval()))
     assert torch.equal(logits(ours), logits(model))
     assert not ours.training
-    for loaded in (
-        AutoTokenizer.from_pretrained(tmp_path / "model"),
-        load_tokenizer(tmp_path / "model"),
-    ):
+    for read in (AutoTokenizer.from_pretrained, load_tokenizer):
+        loaded = read(tmp_path / "model")
         assert loaded.mask_token_id == card.mask_token_id
         assert loaded.chat_template == tokenizer.chat_template
         assert loaded.decode(loaded(TEXT)["input_ids"]) == TEXT
@@ -94,9 +92,8 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
 
 def test_other_architectures_are_refused(tmp_path):
     """With the names of those that work."""
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(
-        tmp_path
-    )
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+    model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="type 'gpt2'; supported are Qwen2, Qwen3, Llama"):
         load_model(tmp_path, dtype=None)
 
@@ -114,7 +111,15 @@ def test_incomplete_weights_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"unexpected keys .*layers\.1"):
         load_model(tmp_path, dtype=None)
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(ModelError, match="do not fit"):
+    with pytest.raises(ModelError, match="cannot load"):
+        load_model(tmp_path, dtype=None)
+
+
+def test_a_damaged_file_is_an_error(tmp_path):
+    """A download that broke off, with the model's name."""
+    weights = write(tmp_path, "qwen2", 320) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot load"):
         load_model(tmp_path, dtype=None)
 
 

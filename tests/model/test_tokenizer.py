@@ -15,14 +15,14 @@ FINGERPRINT = """
 import hashlib
 from mars_ray.model.tokenizer import train_tokenizer
 texts = ["Tom has 12 apples and gives 5 away to Ann.", "How many apples are left? 12 - 5 = 7."] * 9
-text = train_tokenizer(texts, 320).backend_tokenizer.to_str()
+text = train_tokenizer(texts, 290).backend_tokenizer.to_str()
 print(hashlib.sha256(text.encode()).hexdigest())
 """
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(TEXTS, 320)
+    return train_tokenizer(TEXTS, 290)
 
 
 @pytest.mark.parametrize("text", ["Tom's 3405 apples.\n\n  x", "é🙂 \t\r\nß", "<|im_end|>", ""])
@@ -39,7 +39,7 @@ def test_digits_are_tokens_of_their_own(tokenizer):
 
 def test_special_tokens(tokenizer):
     """Their ids are the first four; a turn's end is the end of the text."""
-    assert len(tokenizer) == 320
+    assert len(tokenizer) == 290
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     assert tokenizer.convert_tokens_to_ids(names) == [0, 1, 2, 3]
     assert set(tokenizer.all_special_ids) == {0, 1, 2, 3}

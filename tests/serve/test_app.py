@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -298,34 +299,46 @@ def test_an_engine_that_fails_on_a_step_answers_so(checkpoint, job, monkeypatch,
     assert error_of(ask(TestClient(build_api(job, "tiny", chat.answer))), 503)
 
 
+async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:
+    """What the API sends to a client that says `request` and leaves after so many messages."""
+    sent, gone = [], asyncio.Event()
+
+    async def receive() -> dict:
+        if request:
+            return request.pop(0)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message) -> None:
+        sent.append(message)
+        if len(sent) == hang_up_after:
+            gone.set()
+
+    if hang_up_after == 0:
+        gone.set()
+    path = "/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    await api(scope, receive, send)
+    return sent
+
+
 def test_a_client_that_goes_away_frees_its_place(job, chat_engine):
     """The disconnect reaches the engine through Starlette, the events and the generator."""
     api = build_api(job, "tiny", chat_engine.answer)
     body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": ASK}]}
-    sent = []
-
-    async def talk() -> None:
-        gone = asyncio.Event()
-        request = [{"type": "http.request", "body": json.dumps(body).encode()}]
-
-        async def receive() -> dict:
-            if request:
-                return request.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message) -> None:
-            sent.append(message)
-            if len(sent) == 3:
-                gone.set()
-
-        path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-        await api(scope, receive, send)
-
-    asyncio.run(talk())
+    request = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent = asyncio.run(talk(api, request, hang_up_after=3))
     assert 3 <= len(sent) < 50
     assert chat_engine.open_calls == 0
+
+
+def test_half_a_request_is_no_fault_of_ours(job, chat_engine, caplog):
+    """Guards an error and its trace in the log for every client that gives up early."""
+    api = build_api(job, "tiny", chat_engine.answer)
+    half = [{"type": "http.request", "body": b'{"mod', "more_body": True}]
+    sent = asyncio.run(talk(api, half, hang_up_after=0))
+    assert sent[0]["status"] == 499
+    assert not caplog.records
 
 
 def test_closing_an_answer_cancels_it_in_the_engine(checkpoint, job):

@@ -1,0 +1,209 @@
+"""What a MARS step costs over an SFT step on the same tokens: time and peak memory.
+
+Times: all objectives in one process, interleaved step by step on the same batches, medians. Memory:
+each objective in a process of its own, peak resident size over what the process held before the
+model. Every objective sends only rows with a loss through the head, SFT too.
+"""
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mars_ray.config.data import CorpusSource, DataConfig
+from mars_ray.config.model import PresetModel, PresetName
+from mars_ray.config.schedule import ConstantBlockSize
+from mars_ray.config.train import ArObjective, MarsObjective, Objective, OptimizerConfig
+from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.loss import loss_counts, row_coefficients
+from mars_ray.data.corpus import problems
+from mars_ray.data.loader import Loader
+from mars_ray.data.rows import tokenize
+from mars_ray.errors import MarsError
+from mars_ray.model.card import read_card
+from mars_ray.model.create import create_model
+from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.provenance import provenance
+from mars_ray.train.engine import PlainEngine
+from mars_ray.train.objective import StageObjective
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.step import TrainStep
+
+_FOUR = ConstantBlockSize(size=4)
+OBJECTIVES: dict[str, Objective] = {
+    "sft": ArObjective(),
+    "compact": MarsObjective(block_size=_FOUR),
+    "compact, 3/4 noisy": MarsObjective(block_size=_FOUR, noisy_share=0.75),
+    "paper": MarsObjective(block_size=_FOUR, layout="paper"),
+}
+# As training sets it: without, glibc's giving back and asking again would be measured.
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "268435456"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape and the batches it is measured on."""
+
+    preset: PresetName
+    bfloat16: bool
+    rows: int
+    max_length: int
+    packing: bool
+    warmup_steps: int
+
+
+CASES = {
+    # The demo's batch of one worker: conversations of similar length, padded.
+    "tiny": Case("tiny", False, rows=16, max_length=256, packing=False, warmup_steps=5),
+    "qwen2.5-0.5b": Case(
+        "qwen2.5-0.5b", True, rows=2, max_length=256, packing=True, warmup_steps=1
+    ),
+}
+
+
+def run_bench(cases: Sequence[str], repeats: int, console: Console) -> dict[str, Any]:
+    """Measure the cases, print a table each, and return everything with ratios to SFT."""
+    os.environ.update(_MALLOC)
+    results = {}
+    for name in cases:
+        with tempfile.TemporaryDirectory() as scratch:
+            results[name] = _measure_case(CASES[name], repeats, Path(scratch))
+        _print(name, results[name], console)
+    return {"repeats": repeats, "cases": results, "provenance": provenance()}
+
+
+def _measure_case(case: Case, repeats: int, scratch: Path) -> dict[str, Any]:
+    _prepare(case, scratch)
+    seconds, rows = _in_new_process(_time_all, case, scratch, repeats)
+    memory = {name: _in_new_process(_peak_bytes, case, scratch, name) for name in OBJECTIVES}
+    base_s, base_bytes = statistics.median(seconds["sft"]), memory["sft"]
+    return {
+        name: {
+            "step_s": statistics.median(seconds[name]),
+            "time_ratio": statistics.median(seconds[name]) / base_s,
+            "peak_bytes": memory[name],
+            "memory_ratio": memory[name] / base_bytes,
+            **rows[name],
+        }
+        for name in OBJECTIVES
+    }
+
+
+def _in_new_process(function: Any, *arguments: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _prepare(case: Case, scratch: Path) -> None:
+    solved = problems("train", 2000, 0)
+    create_model(
+        PresetModel(preset=case.preset),
+        lambda: (text for item in solved for text in (item.question, item.solution)),
+        scratch / "model",
+        seed=0,
+    )
+
+
+def _time_all(
+    case: Case, scratch: Path, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Seconds of each step, and what a step holds, by objective."""
+    bench = _Bench(case, scratch)
+    steps = case.warmup_steps + repeats
+    seconds: dict[str, list[float]] = {name: [] for name in OBJECTIVES}
+    rows: dict[str, dict[str, float]] = {name: {"rows": 0, "loss_rows": 0} for name in OBJECTIVES}
+    for index, batch in enumerate(bench.batches(steps)):
+        for name in OBJECTIVES:
+            started = time.perf_counter()
+            layout = bench.step(name, batch)
+            if index >= case.warmup_steps:
+                seconds[name].append(time.perf_counter() - started)
+                rows[name]["rows"] += layout.document_BR.numel() / repeats
+                rows[name]["loss_rows"] += int((layout.target_BR != NO_TARGET).sum()) / repeats
+    return seconds, rows
+
+
+def _peak_bytes(case: Case, scratch: Path, name: str) -> int:
+    before = _resident_bytes("VmRSS")
+    bench = _Bench(case, scratch)
+    for batch in bench.batches(2):
+        bench.step(name, batch)
+    return _resident_bytes("VmHWM") - before
+
+
+def _resident_bytes(field: str) -> int:
+    """From /proc: getrusage's peak would include what the parent held before this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise MarsError(f"/proc/self/status has no {field}: this benchmark needs Linux")
+
+
+class _Bench:
+    """A model with its optimizer, on one rank."""
+
+    def __init__(self, case: Case, scratch: Path) -> None:
+        directory = scratch / "model"
+        self._case, self._scratch = case, scratch
+        self._tokenizer = load_tokenizer(directory)
+        self._mask_token_id = read_card(directory).mask_token_id
+        ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        model = load_model(directory, dtype=torch.float32)
+        optimizer = OptimizerConfig(learning_rate=1e-4)
+        self._engine = PlainEngine(TrainStep(model), optimizer, ranks, bfloat16=case.bfloat16)
+
+    def batches(self, count: int) -> list[TokenBatch]:
+        """The same ones for every objective."""
+        source = CorpusSource(count=400)
+        config = DataConfig(
+            train=source, max_length=self._case.max_length, packing=self._case.packing
+        )
+        loader = Loader(
+            tokenize(source, self._tokenizer, config, self._scratch / "cache"),
+            global_batch_size=self._case.rows,
+            micro_batch_size=self._case.rows,
+            rank=0,
+            world_size=1,
+            seed=0,
+            packing=config.packing,
+            max_length=config.max_length,
+        )
+        return [micro_batches[0] for micro_batches in islice(iter(loader), count)]
+
+    def step(self, name: str, batch: TokenBatch) -> Layout:
+        """Layout, forward, backward, update."""
+        objective = StageObjective(OBJECTIVES[name], 0, self._mask_token_id)
+        layout = objective.layout(batch, 0.5)
+        coefficient = row_coefficients(layout, loss_counts(layout), objective.ar_weight(0.5))
+        self._engine.accumulate(layout, coefficient, last=True)
+        self._engine.step(1e-4)
+        return layout
+
+
+def _print(name: str, result: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{name}: a training step")
+    for column in ("objective", "rows", "loss rows", "s", "x SFT", "peak GB", "x SFT"):
+        table.add_column(column, justify="left" if column == "objective" else "right")
+    for objective, row in result.items():
+        table.add_row(
+            objective,
+            f"{row['rows']:.0f}",
+            f"{row['loss_rows']:.0f}",
+            f"{row['step_s']:.4f}",
+            f"{row['time_ratio']:.2f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+            f"{row['memory_ratio']:.2f}",
+        )
+    console.print(table)

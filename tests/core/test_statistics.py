@@ -1,0 +1,32 @@
+"""Intervals and tests, against published values and hand counts."""
+
+import pytest
+
+from mars_ray.core.statistics import mcnemar_exact, paired_difference, wilson_interval
+
+
+def test_wilson_by_hand():
+    """8 of 10: (0.4901, 0.9433), as in any table; and the ends do not leave [0, 1]."""
+    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson_interval(0, 10)[0] == 0
+    assert wilson_interval(10, 10)[1] == pytest.approx(1)
+
+
+def test_mcnemar_by_hand():
+    """One-sided tail of 1 in 8 changes: (1 + 8) / 256; doubled."""
+    assert mcnemar_exact(1, 7) == pytest.approx(2 * 9 / 256)
+    assert mcnemar_exact(3, 3) == 1.0
+    assert mcnemar_exact(0, 0) == 1.0
+
+
+def test_paired_difference_counts_changes_not_totals():
+    """Guards an unpaired comparison: equal systems have no difference and a narrow interval."""
+    first = [True] * 90 + [False] * 10
+    same = paired_difference(first, list(first))
+    assert same.difference == 0
+    assert same.p_value == 1
+    assert same.high - same.low < 0.06
+    worse = paired_difference(first, [False] * 10 + [True] * 80 + [False] * 10)
+    assert worse.difference == pytest.approx(-0.1)
+    assert worse.high < 0
+    assert worse.p_value == pytest.approx(2 / 2**10)

@@ -1,0 +1,116 @@
+"""Tasks, the sweep, its files; the rendered tables."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mars_ray.config.decode import ConfidenceMode, EngineConfig, VerifiedMode
+from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask
+from mars_ray.config.model import PresetModel
+from mars_ray.core.frontier import read_frontier
+from mars_ray.data.corpus import problems
+from mars_ray.errors import DataError, ModelError
+from mars_ray.evaluate.report import print_table, summary
+from mars_ray.evaluate.run import run_evaluation
+from mars_ray.evaluate.tasks.base import Problem, is_correct
+from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.model.card import ModelCard, read_card, write_card
+from mars_ray.model.create import create_model
+
+ROOT = Path(__file__).parents[2]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Random weights that claim to be MARS-trained: nothing is right, everything runs."""
+    directory = tmp_path_factory.mktemp("evaluate") / "tiny"
+    solved = problems("train", 300, 0)
+    create_model(
+        PresetModel(preset="tiny", vocab_size=400),
+        lambda: (text for item in solved for text in (item.question, item.solution)),
+        directory,
+        seed=0,
+    )
+    card = read_card(directory)
+    write_card(directory, ModelCard(card.mask_token, card.mask_token_id, block_size=4))
+    return directory
+
+
+def job(checkpoint: Path, **changes) -> EvaluateJob:
+    settings = {
+        "checkpoint": str(checkpoint),
+        "task": CorpusTask(count=6),
+        "modes": (VerifiedMode(), ConfidenceMode(threshold=0.0)),
+        "max_new_tokens": 12,
+        "engine": EngineConfig(max_batch=4, max_context=256),
+    }
+    return EvaluateJob(**(settings | changes))
+
+
+def test_a_sweep_writes_what_it_found(checkpoint, tmp_path):
+    """`exact` comes first and unasked; `verified` is identical to it; T/F at threshold 0 is
+    all the window allows: 12 tokens in 5 + 5 + 2, or less where a stop token comes by chance."""
+    evaluation = run_evaluation(job(checkpoint, output_dir=str(tmp_path)), Console(quiet=True))
+    frontier = read_frontier(tmp_path)
+    assert frontier == evaluation.frontier
+    assert [point.label for point in frontier.points] == ["exact", "verified 1", "confidence 0"]
+    exact, verified, confidence = frontier.points
+    assert exact.tokens_per_forward == 1
+    assert verified.identical == 1
+    assert verified.tokens == exact.tokens
+    assert 3 < confidence.tokens_per_forward <= 4
+    assert evaluation.plot.read_bytes().startswith(b"\x89PNG")
+    assert evaluation.plot.stat().st_size > 10_000
+    answers = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert len(answers) == 3 * 6
+    assert json.loads(json.dumps(summary(evaluation)))["points"]["exact"]["accuracy"] == 0
+    print_table(evaluation, Console(quiet=True))
+
+
+def test_clear_errors(checkpoint, tmp_path):
+    """A wrong path, and a problem that does not fit."""
+    with pytest.raises(ModelError, match=r"mars\.json"):
+        run_evaluation(job(tmp_path / "missing"), Console(quiet=True))
+    with pytest.raises(DataError, match="no such file"):
+        gsm8k_problems(Gsm8kTask(path=str(tmp_path / "missing.jsonl")))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n')
+    with pytest.raises(DataError, match=r"broken\.jsonl:2"):
+        gsm8k_problems(Gsm8kTask(path=str(broken)))
+
+
+@pytest.mark.parametrize(
+    ("text", "correct"),
+    [
+        ("so 3 + 4 = 7.\n#### 7", True),
+        ("#### 6 no: #### 7.0", True),
+        ("#### 1,007", False),
+        ("the answer is 7", False),
+        ("", False),
+    ],
+)
+def test_grading_reads_the_last_final_answer(text, correct):
+    """GSM8K's rule: the number after ####, commas aside."""
+    assert is_correct(Problem("q", "7"), text) is correct
+    assert is_correct(Problem("q", "1007"), "#### 1,007")
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs the GSM8K test file beside the checkout")
+def test_gsm8k_reads_every_problem():
+    """The published file: 1,319 problems, whose own solutions are all graded correct."""
+    items = gsm8k_problems(Gsm8kTask(path=str(GSM8K)))
+    assert len(items) == 1319
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    assert all(is_correct(i, row["answer"]) for i, row in zip(items, rows, strict=True))
+
+
+def test_tables_are_what_the_committed_results_say():
+    """No number in README or docs is typed by hand."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,55 @@
+"""What is checked before a service starts, and how it stops; without a cluster."""
+
+import os
+import signal
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+from ray import serve
+
+from mars_ray.config.decode import BlockCachedMode, ExactMode
+from mars_ray.errors import ConfigError, ModelError
+from mars_ray.model.card import read_card, write_card
+from mars_ray.serve.build import _check_port, build_app, wait_until_stopped
+
+
+def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
+    """Guards a replica that fails to start, again and again, in another process's log."""
+    with pytest.raises(ModelError, match=r"mars\.json"):
+        build_app(job.model_copy(update={"checkpoint": str(tmp_path)}))
+
+
+def test_a_default_mode_that_every_request_would_fail_on_is_refused(job, tmp_path):
+    """A model without MARS training can serve `exact` only; `block_cached` is for evaluation."""
+    write_card(tmp_path, replace(read_card(job.checkpoint), block_size=0))
+    untrained = job.model_copy(update={"checkpoint": str(tmp_path)})
+    with pytest.raises(ConfigError, match="exact"):
+        build_app(untrained)
+    build_app(untrained.model_copy(update={"default_mode": ExactMode()}))
+    with pytest.raises(ConfigError, match="block_cached"):
+        build_app(job.model_copy(update={"default_mode": BlockCachedMode()}))
+
+
+def test_a_taken_port_is_named():
+    """Serve shares its port, so without the check two services would answer in turns."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*port="):
+            _check_port("127.0.0.1", port)
+    _check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_service_and_nothing_else(number, monkeypatch):
+    """Guards a Ctrl-C that leaves the service running, and handlers that stay behind."""
+    stopped = []
+    monkeypatch.setattr(serve, "shutdown", lambda: stopped.append(True))
+    before = signal.getsignal(number)
+    threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+    wait_until_stopped()
+    assert stopped == [True]
+    assert signal.getsignal(number) is before

@@ -1,0 +1,83 @@
+"""A job file through Ray's real job server, as a platform team submits it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_job_submit_trains_and_reports_its_exit_code(ray_cluster, tmp_path):
+    """Guards jobs that only run on the machine they were written on: the working directory is
+    uploaded, the driver runs on the cluster, a failure fails the submission."""
+    output = tmp_path / "run"
+    command = [
+        str(Path(sys.executable).parent / "ray"),
+        "job",
+        "submit",
+        "--address",
+        f"http://{ray_cluster.dashboard_url}",
+        "--working-dir",
+        str(_working_dir(tmp_path)),
+        "--",
+        sys.executable,
+        "-m",
+        "mars_ray",
+        "train",
+        "jobs/demo-train.toml",
+        f"output_dir={output}",
+    ]
+    small = ["stages.ar.steps=3", "data.train.count=200", "data.eval.count=16"]
+    done = _run([*command, *small])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (output / "models" / "ar" / "model.safetensors").exists()
+    failed = _run([*command, "no_such_key=1"])
+    assert failed.returncode != 0
+    assert "unknown key 'no_such_key'" in failed.stdout + failed.stderr
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for _ in range(20):
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, timeout=240
+        )
+        # The cluster's job agent starts a few seconds after the cluster.
+        if "No available agent" not in done.stdout + done.stderr:
+            return done
+        time.sleep(1)
+    return done
+
+
+def _working_dir(tmp_path: Path) -> Path:
+    """What a checkout holds, without environments and runs."""
+    directory = tmp_path / "checkout"
+    (directory / "jobs").mkdir(parents=True)
+    (directory / "mars_ray").symlink_to(ROOT / "mars_ray")
+    job = """
+        kind = "train"
+        name = "submitted"
+        output_dir = "runs/submitted"
+        precision = "float32"
+        [model]
+        type = "preset"
+        preset = "tiny"
+        vocab_size = 400
+        [data]
+        max_length = 256
+        train = { type = "corpus", count = 200 }
+        eval = { type = "corpus", split = "test", count = 16 }
+        [stages.ar]
+        objective = { type = "ar" }
+        steps = 3
+        global_batch_size = 4
+        optimizer = { learning_rate = 1e-3 }
+    """
+    (directory / "jobs" / "demo-train.toml").write_text(job)
+    return directory

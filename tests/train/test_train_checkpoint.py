@@ -1,0 +1,135 @@
+"""Checkpoint directories and metrics files: what counts, and what a death leaves behind."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from mars_ray.data.loader import LoaderState
+from mars_ray.errors import CheckpointError
+from mars_ray.train import checkpoint
+from mars_ray.train.checkpoint import TrainState
+from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
+from mars_ray.train.ranks import Ranks
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
+STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5})
+
+
+def write(directory):
+    def write_model(path):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"12345678")
+
+    checkpoint.write(directory, RANKS, STATE, {"values": torch.arange(3)}, write_model)
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path):
+    """Guards the round trip, nested dataclasses included."""
+    directory = checkpoint.directory_of(tmp_path, 7)
+    write(directory)
+    checkpoint.verify(directory)
+    assert checkpoint.read_state(directory) == STATE
+    assert checkpoint.read_rank_state(directory, 0)["values"].tolist() == [0, 1, 2]
+
+
+def test_without_a_manifest_it_is_no_checkpoint(tmp_path):
+    """Guards resuming from a directory whose writer was killed."""
+    write(tmp_path / "step")
+    (tmp_path / "step" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        checkpoint.verify(tmp_path / "step")
+
+
+def test_missing_and_truncated_files_are_named(tmp_path):
+    """Guards a full disk: files that are there but short."""
+    directory = tmp_path / "step"
+    write(directory)
+    (directory / "model" / "model.safetensors").write_bytes(b"123")
+    (directory / "trainer" / "rank_0.pt").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(directory)
+    assert "model/model.safetensors has 3 bytes, not 8" in str(caught.value)
+    assert "trainer/rank_0.pt is missing" in str(caught.value)
+
+
+def test_leftovers_of_a_dead_attempt_are_replaced(tmp_path):
+    """Guards mixing: the dead attempt's manifest vouching for files of the new one."""
+    directory = tmp_path / "step"
+    write(directory)
+    (directory / "trainer" / "rank_5.pt").write_bytes(b"old")
+    write(directory)
+    checkpoint.verify(directory)
+    assert not (directory / "trainer" / "rank_5.pt").exists()
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """Guards pickled code in a checkpoint from elsewhere."""
+
+    class Malice:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    write(tmp_path / "step")
+    torch.save(Malice(), tmp_path / "step" / "trainer" / "rank_0.pt")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.read_rank_state(tmp_path / "step", 0)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_rank_without_state_is_told_why(tmp_path):
+    """Guards resuming ZeRO on more workers than wrote the checkpoint."""
+    write(tmp_path / "step")
+    with pytest.raises(CheckpointError, match="as many workers as before"):
+        checkpoint.read_rank_state(tmp_path / "step", 1)
+
+
+def test_metrics_after_the_restored_step_are_dropped(tmp_path):
+    """Guards steps that stand twice in the curve, and the half line of a killed process."""
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, 0, 9)
+    for step in (1, 2, 3):
+        writer.write("train", step, {"loss": float(step)})
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    writer = MetricsWriter(path, 2, 9)
+    writer.write("train", 3, {"loss": 30.0})
+    writer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("start", 0),
+        ("train", 1),
+        ("train", 2),
+        ("start", 2),
+        ("train", 3),
+    ]
+    assert lines[-1]["loss"] == 30.0
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_the_reader_follows_and_survives_a_cut(tmp_path):
+    """Guards the progress display when workers restart and rank 0 cuts the file back."""
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    assert reader.new() == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [line["step"] for line in reader.new()] == [1, 2]
+    assert reader.new() == []
+    path.write_text('{"step": 1}\n')
+    assert [line["step"] for line in reader.new()] == [1]
+
+
+def test_means_by_hand_and_across_a_checkpoint():
+    """Guards a logged mean that starts anew where a checkpoint fell between two log lines."""
+    meter, resumed = Meter(RANKS.device), Meter(RANKS.device)
+    counts = torch.tensor([4.0, 2.0, 10.0, 15.0, 20.0], dtype=torch.float64)
+    meter.add(torch.tensor([1.0, 8.0, 3.0], dtype=torch.float64), counts)
+    resumed.load(meter.state())
+    resumed.add(torch.tensor([3.0, 16.0, 5.0], dtype=torch.float64), counts)
+    metrics = resumed.flush(RANKS, has_noisy=True)
+    assert (metrics["loss"], metrics["clean_ce"], metrics["noisy_ce"]) == (2.0, 3.0, 2.0)
+    assert metrics["padding_share"] == 0.25
+    assert metrics["tokens_per_s"] > 0
+    assert resumed.flush(RANKS, has_noisy=False)["loss"] == 0

@@ -1,0 +1,225 @@
+"""The loop on one rank, in this process: it learns, resumes to the bit, stops, and refuses NaN."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from train.small_jobs import (
+    ignore_report,
+    losses,
+    make_job,
+    make_model,
+    make_plan,
+    records,
+    run_alone,
+)
+from transformers import AutoModelForCausalLM
+
+from mars_ray.config.train import TrainJob
+from mars_ray.errors import CheckpointError, TrainingError
+from mars_ray.model.card import read_card
+from mars_ray.model.load import load_tokenizer
+from mars_ray.train.checkpoint import directory_of
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.run import run_training
+from mars_ray.train.worker import train_stage
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "initial")
+
+
+@pytest.fixture(scope="module")
+def straight(model, tmp_path_factory):
+    """A MARS stage of 20 steps without interruption: (plan, outcome)."""
+    plan = make_plan(make_job(model, tmp_path_factory.mktemp("straight")), model)
+    return plan, run_alone(plan)
+
+
+def changed(job: TrainJob, stage: str = "mars", **changes) -> TrainJob:
+    """The job with fields of one stage replaced."""
+    content = job.model_dump()
+    content["stages"][stage] |= changes
+    return TrainJob.model_validate(content)
+
+
+def test_both_objectives_learn(model, tmp_path, straight):
+    """Guards the sign and scale of everything: the loss must fall in 20 steps."""
+    ar = make_plan(make_job(model, tmp_path), model, "ar")
+    assert run_alone(ar).status == "finished"
+    for plan in (ar, straight[0]):
+        curve = losses(plan)
+        assert len(curve) == 20
+        assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
+
+
+def test_resumed_equals_uninterrupted_to_the_bit(model, tmp_path, straight):
+    """Guards optimizer, schedule, loader position and masks on resume: any of them lost moves the
+    curve."""
+    plan, outcome = straight
+    again = make_plan(make_job(model, tmp_path), model)
+    resumed = run_alone(again, directory_of(plan.run_dir, 10))
+    assert losses(again) == losses(plan)[10:]
+    assert resumed.metrics["eval_loss"] == outcome.metrics["eval_loss"]
+    mine, theirs = (load_file(o.checkpoint / "model/model.safetensors") for o in (resumed, outcome))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_between_two_log_lines_does_not_show(model, tmp_path, straight):
+    """Guards the running mean: at step 12 it must cover steps 9 to 12, not 11 and 12."""
+    job = make_job(model, tmp_path, log_every_steps=4)
+    plan = make_plan(job, model)
+    run_alone(plan)
+    before = {line["step"]: line["loss"] for line in records(plan)}
+    run_alone(plan, directory_of(plan.run_dir, 10))
+    after = {line["step"]: line["loss"] for line in records(plan)}
+    assert list(after) == [4, 8, 12, 16, 20]
+    assert after == before
+    assert after[12] == pytest.approx(sum(losses(straight[0])[8:12]) / 4)
+
+
+def test_evaluation_reports_acceptance_and_expected_tokens(straight):
+    """Guards the teacher-forced estimate: survivals fall with depth, T/F is one plus their sum."""
+    metrics = straight[1].metrics
+    shares = [metrics[f"eval_acceptance_{depth}"] for depth in (1, 2, 3, 4)]
+    assert shares == sorted(shares, reverse=True)
+    assert metrics["eval_tokens_per_forward"] == pytest.approx(1 + sum(shares))
+    expected = metrics["eval_noisy_ce"] + 2.0 * metrics["eval_clean_ce"]
+    assert metrics["eval_loss"] == pytest.approx(expected)
+    assert [line["step"] for line in records(straight[0], "eval")] == [20]
+
+
+def test_evaluations_come_at_their_steps_and_do_not_disturb(model, tmp_path, straight):
+    """Guards evaluation against touching training: no draw, no gradient, no batch may be lost."""
+    job = changed(make_job(model, tmp_path), eval_every_steps=8)
+    plan = make_plan(job, model)
+    run_alone(plan)
+    assert [line["step"] for line in records(plan, "eval")] == [8, 16, 20]
+    assert losses(plan) == losses(straight[0])
+
+
+def test_the_exported_model_is_an_ordinary_one_with_its_depth(straight):
+    """Guards the checkpoint's model directory: plain transformers must load it."""
+    directory = straight[1].checkpoint / "model"
+    assert read_card(directory).block_size == 4
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert loaded.config.vocab_size == len(load_tokenizer(directory))
+
+
+def test_the_ar_stage_keeps_the_trained_depth(model, tmp_path):
+    """Guards the card: fine-tuning a MARS model with the AR objective must not forget its depth."""
+    trained = tmp_path / "trained"
+    shutil.copytree(model, trained)
+    card = json.loads((trained / "mars.json").read_text())
+    (trained / "mars.json").write_text(json.dumps(card | {"block_size": 8}))
+    job = changed(make_job(trained, tmp_path / "out"), "ar", steps=1)
+    outcome = run_alone(make_plan(job, trained, "ar"))
+    assert read_card(outcome.checkpoint / "model").block_size == 8
+
+
+def test_the_stop_file_ends_in_a_checkpoint_that_goes_on(model, tmp_path, straight):
+    """Guards Ctrl-C: no step may be lost or done twice."""
+    plan = make_plan(make_job(model, tmp_path), model)
+    plan.run_dir.mkdir(parents=True)
+
+    def stop(directory, metrics):
+        plan.stop_file.touch()
+
+    alone = Ranks.current(torch.device("cpu"))
+    outcome = train_stage(plan, alone, None, stop)
+    # Asked for after the checkpoint of step 10, seen in the next step.
+    assert (outcome.status, outcome.step) == ("stopped", 11)
+    plan.stop_file.unlink()
+    assert train_stage(plan, alone, outcome.checkpoint, ignore_report).status == "finished"
+    assert losses(plan) == losses(straight[0])
+
+
+def test_resuming_a_finished_stage_does_nothing(straight):
+    """Guards a crash between the last checkpoint and the export: nothing may be trained twice."""
+    plan, outcome = straight
+    again = run_alone(plan, outcome.checkpoint)
+    assert again.status == "finished"
+    assert again.metrics == outcome.metrics
+
+
+def test_nan_names_the_step_and_the_conversations(model, tmp_path):
+    """Guards silent NaN training. One token's embedding is NaN, so the batch is at fault that first
+    holds it; every batch of 4 does, hence the first step."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = load_file(broken / "model.safetensors")
+    token = load_tokenizer(broken).encode("####")[-1]
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    outcome = run_alone(make_plan(make_job(broken, tmp_path / "out"), broken))
+    assert outcome.status == "failed"
+    assert "step 1:" in outcome.message
+    indices = outcome.message.split("conversations ")[1].split(".")[0].split(", ")
+    assert len({int(index) for index in indices}) == 4
+
+
+def test_another_jobs_checkpoint_is_refused(model, tmp_path, straight):
+    """Guards resuming with other settings: the curve would be neither job's."""
+    plan = make_plan(make_job(model, tmp_path, seed=5), model)
+    with pytest.raises(CheckpointError, match="another job"):
+        run_alone(plan, directory_of(straight[0].run_dir, 10))
+
+
+def test_an_output_directory_of_another_job_is_refused(model, tmp_path):
+    """Guards a run directory against being overwritten by a changed job file."""
+    job = make_job(model, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    content = {"job": job.model_dump(mode="json")}
+    (tmp_path / "out" / "job.json").write_text(json.dumps(content))
+    other = changed(job, "mars", steps=21)
+    with pytest.raises(TrainingError, match=r"stages\.mars\.steps differ"):
+        run_training(other)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"gradient_checkpointing": True},
+        {"data": {"max_length": 128, "packing": False, "train": {"type": "corpus", "count": 64}}},
+    ],
+    ids=["gradient checkpointing", "no evaluation"],
+)
+def test_settings_that_must_not_change_the_loss(sections, model, tmp_path, straight):
+    """Guards recomputation and evaluation against changing what is trained."""
+    job = changed(make_job(model, tmp_path, **sections), steps=20)
+    plan = make_plan(job, model)
+    run_alone(plan)
+    assert losses(plan)[:5] == pytest.approx(losses(straight[0])[:5], rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_size": 1}, {"layout": "paper"}])
+def test_micro_batches_and_layouts_give_the_same_curve(changes, model, tmp_path, straight):
+    """Guards the global division, and the paper's layout against the compact one."""
+    job = make_job(model, tmp_path)
+    if "layout" in changes:
+        changes = {"objective": {"type": "mars"} | changes}
+    plan = make_plan(changed(job, **changes), model)
+    run_alone(plan)
+    assert losses(plan) == pytest.approx(losses(straight[0]), rel=1e-4)
+
+
+def test_bfloat16_stays_close_to_float32(model, tmp_path, straight):
+    """Guards autocast over float32 weights: updates rounded to bfloat16 would stall."""
+    plan = make_plan(make_job(model, tmp_path, precision="bfloat16"), model)
+    outcome = run_alone(plan)
+    assert losses(plan) == pytest.approx(losses(straight[0]), rel=0.02)
+    weights = load_file(outcome.checkpoint / "model/model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+def test_packed_rows_train(model, tmp_path):
+    """Guards packing end to end: several conversations in one row, and a falling loss."""
+    job = make_job(model, tmp_path)
+    data = job.data.model_dump() | {"packing": True, "max_length": 256}
+    job = changed(job.model_copy(update={"data": job.data.model_validate(data)}))
+    plan = make_plan(changed(job, global_batch_size=2), model)
+    assert run_alone(plan).status == "finished"
+    assert losses(plan)[-1] < losses(plan)[0]

@@ -1,0 +1,103 @@
+"""Two ranks as real processes with gloo: plain torch and ZeRO give one rank's loss curve."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train.small_jobs import (
+    ignore_report,
+    losses,
+    make_job,
+    make_model,
+    make_plan,
+    records,
+    run_alone,
+    spawn,
+)
+
+from mars_ray.train.checkpoint import directory_of
+from mars_ray.train.plan import StagePlan
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.worker import train_stage
+
+STEPS = 20
+
+
+def train_all(plans: list[tuple[StagePlan, Path | None]], results: Path) -> None:
+    """Stages one after another on the ranks of one group: imports are paid for once."""
+    ranks = Ranks.current(torch.device("cpu"))
+    outcomes = [train_stage(plan, ranks, resume, ignore_report) for plan, resume in plans]
+    if ranks.is_main:
+        found = [(outcome.status, outcome.message) for outcome in outcomes]
+        results.write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "initial")
+
+
+@pytest.fixture(scope="module")
+def one_rank(model, tmp_path_factory):
+    plan = make_plan(make_job(model, tmp_path_factory.mktemp("one")), model)
+    run_alone(plan)
+    return plan
+
+
+def two_ranks(model: Path, output_dir: Path, **sections) -> StagePlan:
+    """Micro-batches of one row, so that each rank accumulates two."""
+    job = make_job(model, output_dir, **sections).model_dump()
+    job["cluster"]["workers"] = 2
+    job["stages"]["mars"]["micro_batch_size"] = 1
+    return make_plan(type(make_job(model, output_dir)).model_validate(job), model)
+
+
+def test_two_ranks_equal_one(model, one_rank, tmp_path):
+    """Guards the global division: a mean per rank, or DDP's average, would move the curve.
+
+    Also: a checkpoint of two ranks resumes on two to the bit, and NaN is found on both at once.
+    """
+    plan, resumed = two_ranks(model, tmp_path / "a"), two_ranks(model, tmp_path / "b")
+    diverging = two_ranks(model, tmp_path / "c")
+    content = diverging.job.model_dump()
+    content["stages"]["mars"]["optimizer"] |= {"learning_rate": 1e30, "warmup_share": 0}
+    diverging = make_plan(type(diverging.job).model_validate(content), model)
+    halfway = directory_of(plan.run_dir, 10)
+    todo = [(plan, None), (resumed, halfway), (diverging, None)]
+    spawn(train_all, 2, todo, tmp_path / "results.json")
+    (first, _), (second, _), (third, message) = json.loads((tmp_path / "results.json").read_text())
+    assert (first, second, third) == ("finished", "finished", "failed")
+    assert losses(plan) == pytest.approx(losses(one_rank), rel=1e-5)
+    one, two = (records(p, "eval")[-1] for p in (one_rank, plan))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["tokens_per_forward"] == pytest.approx(one["tokens_per_forward"])
+    assert losses(resumed) == losses(plan)[10:]
+    assert len(message.split("conversations ")[1].split(".")[0].split(", ")) == 4
+
+
+@pytest.mark.slow
+def test_zero_stages_equal_plain_torch(model, one_rank, tmp_path):
+    """Guards DeepSpeed's own averaging and accumulation, which the engine must cancel; and its
+    state, which must resume to the bit."""
+    todo: list[tuple[StagePlan, Path | None]] = []
+    for stage in (1, 2, 3):
+        engine = {"type": "deepspeed", "zero_stage": stage}
+        plan = two_ranks(model, tmp_path / f"zero{stage}", engine=engine)
+        resumed = two_ranks(model, tmp_path / f"resumed{stage}", engine=engine)
+        todo += [(plan, None), (resumed, directory_of(plan.run_dir, 10))]
+    spawn(train_all, 2, todo, tmp_path / "results.json")
+    assert len(losses(one_rank)) == STEPS
+    for (plan, _), (resumed, _) in zip(todo[::2], todo[1::2], strict=True):
+        assert losses(plan) == pytest.approx(losses(one_rank), abs=1e-4)
+        evaluated, expected = (records(p, "eval")[-1]["loss"] for p in (plan, one_rank))
+        assert evaluated == pytest.approx(expected, abs=1e-4)
+        assert losses(resumed) == losses(plan)[10:]
+        # The consolidated weights are whole, and one rank's.
+        mine, expected = (load_file(_last_model(p)) for p in (plan, one_rank))
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-3)
+
+
+def _last_model(plan: StagePlan) -> Path:
+    return directory_of(plan.run_dir, STEPS) / "model" / "model.safetensors"
