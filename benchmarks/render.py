@@ -34,24 +34,6 @@ def demo(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{result['points'][0]['problems']} held-out problems, {_machine(facts)}."]
 
 
-def gsm8k(result: dict[str, Any]) -> list[str]:
-    """Both stages on GSM8K."""
-    lines = [
-        "| stage | steps | seconds | clean CE, test | noisy CE, test | acceptance by depth | "
-        "expected T/F |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, stage in result["stages"].items():
-        acceptance = " ".join(f"{share:.2f}" for share in stage["acceptance"]) or "-"
-        noisy = f"{stage['noisy_ce']:.3f}" if stage["noisy_ce"] is not None else "-"
-        expected = stage["expected_tokens_per_forward"]
-        lines.append(
-            f"| {name} | {stage['steps']} | {stage['seconds']:.0f} | {stage['clean_ce']:.3f} | "
-            f"{noisy} | {acceptance} | {f'{expected:.2f}' if expected else '-'} |"
-        )
-    return [*lines, "", f"{result['eval_rows']} test problems, {_machine(result['provenance'])}."]
-
-
 def train_step(result: dict[str, Any]) -> list[str]:
     """A step's cost over SFT."""
     lines = [
@@ -75,7 +57,6 @@ def _machine(facts: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
-    "gsm8k": gsm8k,
     "train_step": train_step,
 }
 

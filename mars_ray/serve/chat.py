@@ -3,7 +3,6 @@
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,7 +10,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Message as ChatTurn
 from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.request import Request, TokenEvent
+from mars_ray.decode.request import Request
 from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import DataError, EngineError, ModelError, PromptTooLongError, RequestError
 from mars_ray.serve.messages import ChatCall, Finish, Message, Piece, Refusal
@@ -99,7 +98,7 @@ class ChatEngine:
     async def _pieces(self, call: ChatCall, request: Request) -> AsyncGenerator[Piece, None]:
         writer = Writer(self._decode, call.stop)
         tokens = 0
-        stream = cast(AsyncGenerator[TokenEvent, None], self._thread.stream(request))
+        stream = self._thread.stream(request)
         async with aclosing(stream) as events:
             async for event in events:
                 # Only the last token can be a stop token; it ends the text and is not part of it.

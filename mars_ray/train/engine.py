@@ -108,9 +108,7 @@ class PlainEngine:
         self._optimizer.load_state_dict(state)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self._ranks.device.type, dtype=torch.bfloat16, enabled=self._bfloat16
-        )
+        return torch.autocast(self._ranks.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
 
     @contextlib.contextmanager
     def _without_reduction(self, last: bool) -> Iterator[None]:

@@ -137,9 +137,7 @@ def _report(directory: Path, metrics: dict[str, float]) -> None:
 class _SayFailures(UserCallback):
     """Prints on the controller, whose output Ray shows to the driver."""
 
-    def after_exception(
-        self, run_context: Any, worker_exceptions: dict[int, Exception]
-    ) -> None:
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for rank, error in sorted(worker_exceptions.items()):
             lines = str(error).strip().splitlines()
             print(f"worker {rank} failed: {lines[-1] if lines else type(error).__name__}")

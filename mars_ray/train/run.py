@@ -16,13 +16,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mars_ray.config.train import TrainJob
 from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import TrainingError
 from mars_ray.model.card import CARD_FILE
 from mars_ray.model.create import create_model
+from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MODEL
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
@@ -78,7 +78,7 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 "another output_dir, or delete this one to start afresh"
             )
     output_dir.mkdir(parents=True, exist_ok=True)
-    content = {"job": job.model_dump(mode="json"), **_provenance()}
+    content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(content, indent=1))
     os.replace(draft, path)
@@ -112,12 +112,8 @@ def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
         "steps": outcome.step,
         "seconds": outcome.seconds,
         "metrics": outcome.metrics,
-        **_provenance(),
+        "provenance": provenance(),
     }
     (draft / _SUMMARY).write_text(json.dumps(summary, indent=1))
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(draft, directory)
-
-
-def _provenance() -> dict[str, Any]:
-    return {}

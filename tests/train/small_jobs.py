@@ -1,4 +1,4 @@
-"""A model of 2 layers, jobs that train it in seconds, and ranks that are processes of this machine."""
+"""A model of 2 layers, jobs that train it in seconds, and ranks that are local processes."""
 
 import os
 import socket
@@ -113,7 +113,9 @@ def ignore_report(directory: Path, metrics: dict[str, float]) -> None:
     """Stands for Ray, which is told of every checkpoint."""
 
 
-def _start_rank(rank: int, world_size: int, port: int, work: Callable[..., None], args: Any) -> None:
+def _start_rank(
+    rank: int, world_size: int, port: int, work: Callable[..., None], args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -13,7 +13,7 @@ from mars_ray.train.plan import identity, identity_hash, with_absolute_paths
 
 
 def test_learning_rate_by_hand():
-    """Guards an off-by-one: a first step at rate 0 is wasted, a warm-up that overshoots diverges."""
+    """Guards an off-by-one: a first step at rate 0 is wasted, a higher one than given diverges."""
     config = OptimizerConfig(learning_rate=1.0, warmup_share=0.2, final_share=0.1)
     rates = [learning_rate(config, step, 10) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0]
@@ -34,7 +34,9 @@ def test_weight_decay_is_for_matrices_only():
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     config = OptimizerConfig(learning_rate=1.0, weight_decay=0.1)
     optimizer = make_optimizer(module, config)
-    decay = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert decay == {2: 0.1, 1: 0.0}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
