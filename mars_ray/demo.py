@@ -11,15 +11,14 @@ from rich.console import Console
 from mars_ray.config.decode import ExactMode
 from mars_ray.config.demo import DemoJob
 from mars_ray.core.frontier import Frontier
+from mars_ray.data.corpus import problems
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.serve.build import start
 from mars_ray.train.run import run_training
 
-_QUESTION = (
-    "Anna has 7 apples. She buys 5 more apples and gives 4 of them to Ben. "
-    "How many apples does Anna have now?"
-)
+# Another seed than the evaluation's.
+_QUESTION_SEED = 20_260
 
 
 def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
@@ -54,9 +53,11 @@ def _exact_only(job: DemoJob, checkpoint: Path) -> Any:
 
 
 def _ask(url: str, console: Console) -> str:
+    """Ask a held-out question over HTTP; the answer's text."""
+    question = problems("test", 1, _QUESTION_SEED)[0].question
     body = {
         "model": _first_model(url),
-        "messages": [{"role": "user", "content": _QUESTION}],
+        "messages": [{"role": "user", "content": question}],
         "max_tokens": 128,
         "temperature": 0,
     }
@@ -68,7 +69,7 @@ def _ask(url: str, console: Console) -> str:
     with urllib.request.urlopen(request, timeout=60) as reply:
         answer = json.load(reply)
     text = answer["choices"][0]["message"]["content"]
-    console.print(f"[bold]question[/] {_QUESTION}\n[bold]answer[/]   {text}")
+    console.print(f"[bold]question[/] {question}\n[bold]answer[/]   {text}")
     console.print(f"[bold]usage[/]    {json.dumps(answer['usage'])}")
     return text
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 import ray.train
-import ray.train.torch
 from ray.train import (
     Checkpoint,
     CheckpointConfig,
@@ -28,6 +27,8 @@ from ray.train import (
     UserCallback,
     WorkerGroupError,
 )
+from ray.train.torch import TorchTrainer, get_device
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.config import LoggingConfig
 
 from mars_ray.config.train import ClusterConfig
@@ -89,9 +90,22 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _trainer(plan: StagePlan) -> ray.train.torch.TorchTrainer:
+class _Trainer(TorchTrainer):
+    """Without the actor that removes the workers' resources once the controller looks dead.
+
+    It asks "the" cluster of its machine. Where there are two it may ask the other one, find no
+    controller there, and kill a healthy run: seen. Without it, what a dead controller held is
+    freed when the driver ends.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()
+        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+
+
+def _trainer(plan: StagePlan) -> TorchTrainer:
     job, cluster = plan.job, plan.job.cluster
-    return ray.train.torch.TorchTrainer(
+    return _Trainer(
         _work,
         train_loop_config={"plan": plan},
         scaling_config=ScalingConfig(
@@ -118,7 +132,7 @@ def _work(config: dict[str, Any]) -> StageOutcome:
     logging.disable(logging.INFO)
     limit_threads(_threads(plan.job.cluster))
     registered = ray.train.get_checkpoint()
-    ranks = Ranks.current(ray.train.torch.get_device())
+    ranks = Ranks.current(get_device())
     resume_from = Path(registered.path) if registered else None
     return train_stage(plan, ranks, resume_from, _report)
 

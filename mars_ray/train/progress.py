@@ -49,7 +49,8 @@ class StageProgress:
 
     def say(self, message: str) -> None:
         """A line of its own, above the bar."""
-        self._console.print(f"{self._stage}: {message}", markup=False, highlight=False)
+        text = f"{self._stage}: {message}"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self) -> None:
         """Show what was logged since the last call."""
