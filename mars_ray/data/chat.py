@@ -175,7 +175,10 @@ class ChatEncoder:
         _check_characters(contents)
         if not any(self._special.search(message.content) for message in messages):
             return chat, ""
-        sentinel = next(char for char in map(chr, _PRIVATE_USE) if char not in contents)
+        free = (char for char in map(chr, _PRIVATE_USE) if char not in contents)
+        sentinel = next(free, None)
+        if sentinel is None:
+            raise DataError("a conversation with every private-use character of Unicode is refused")
         for message in chat:
             # More than once: a special token may contain another one.
             while self._special.search(message["content"]):

@@ -24,6 +24,7 @@ from mars_ray.evaluate.plots import plot_frontier
 from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.corpus import corpus_problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
 
 PLOT_FILE = "frontier.png"
@@ -73,7 +74,7 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
     with Progress(console=console, disable=not console.is_terminal) as progress:
         for mode in modes:
             task = progress.add_task(_label(mode), total=len(problems))
-            requests = _requests(prompts, mode, job.max_new_tokens, tokenizer)
+            requests = _requests(prompts, mode, job.max_new_tokens, stop_ids(engine.model))
             advance = partial(progress.advance, task)
             results.append(_measure(engine, tokenizer, mode, problems, requests, advance))
             _write(directory, _frontier(job, results), problems, results)
@@ -93,11 +94,10 @@ def _requests(
     prompts: Sequence[list[int]],
     mode: Mode,
     max_new_tokens: int,
-    tokenizer: PreTrainedTokenizerBase,
+    stops: frozenset[int],
 ) -> list[Request]:
-    stop_ids = frozenset({int(str(tokenizer.eos_token_id))})
     return [
-        Request(str(index), tuple(prompt), mode, Sampling(), max_new_tokens, stop_ids)
+        Request(str(index), tuple(prompt), mode, Sampling(), max_new_tokens, stops)
         for index, prompt in enumerate(prompts)
     ]
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Message as ChatTurn
@@ -12,7 +12,8 @@ from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.decode.thread import EngineThread
-from mars_ray.errors import DataError, EngineError, ModelError, PromptTooLongError, RequestError
+from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
+from mars_ray.model.stop import stop_ids
 from mars_ray.serve.messages import ChatCall, Finish, Message, Piece, Refusal
 from mars_ray.serve.stream import internal_error
 from mars_ray.serve.text import Writer
@@ -33,7 +34,7 @@ class ChatEngine:
         self._thread = EngineThread(engine)
         self._tokenizer = tokenizer
         self._limits = job.limits
-        self._stop_ids = _stop_ids(engine.model)
+        self._stop_ids = stop_ids(engine.model)
         self._open = 0
 
     def start(self) -> None:
@@ -124,14 +125,3 @@ class ChatEngine:
         )
         assert isinstance(text, str)
         return text
-
-
-def _stop_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens at which `transformers` too would stop."""
-    generation = model.generation_config
-    eos = None if generation is None else generation.eos_token_id
-    if eos is None:
-        raise ModelError(
-            "the model's generation_config.json names no eos_token_id, so answers would never end"
-        )
-    return frozenset(eos if isinstance(eos, list) else [eos])
