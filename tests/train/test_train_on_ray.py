@@ -103,7 +103,7 @@ def test_both_stages_end_to_end(undisturbed, capfd):
 def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path):
     """Guards recovery: after kill -9 of a worker the run goes on by itself, to the same loss."""
     job = job_of(model, tmp_path / "run", "ar")
-    killer = when_at_step(tmp_path / "run", 110, kill_one_worker)
+    killer = when_at_step(tmp_path / "run", 210, kill_one_worker)
     run_training(job)
     killer.join(timeout=5)
     records = MetricsReader(tmp_path / "run/stages/ar/metrics.jsonl").new()
