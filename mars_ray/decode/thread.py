@@ -27,6 +27,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
         self._stopping = False
+        self._closed = False
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.last_step_s = time.monotonic()
 
@@ -41,7 +43,8 @@ class EngineThread:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; requests under way get an EngineError."""
-        self._commands.put(self._stop)
+        with contextlib.suppress(EngineError):
+            self._command(self._stop)
         self._thread.join(timeout_s)
 
     def check_health(self, limit_s: float = 30.0) -> None:
@@ -65,9 +68,7 @@ class EngineThread:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        if not self._thread.is_alive():
-            raise EngineError("the engine was shut down")
-        self._commands.put(lambda: self._submit(request, deliver))
+        self._command(lambda: self._submit(request, deliver))
         try:
             while True:
                 event = await events.get()
@@ -77,16 +78,36 @@ class EngineThread:
                 if event.completion:
                     return
         finally:
-            self._commands.put(lambda: self._cancel(request.id))
+            with contextlib.suppress(EngineError):
+                self._command(lambda: self._cancel(request.id, deliver))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have the thread do this between two steps. Raises EngineError once it has ended."""
+        with self._closing:
+            if self._closed:
+                raise EngineError("the engine was shut down")
+            self._commands.put(command)
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._obey()
-            if self._engine.has_work and not self._stopping:
-                self._step()
-        for deliver in self._listeners.values():
-            deliver(EngineError("the engine was shut down"))
-        self._listeners.clear()
+        try:
+            while not self._stopping:
+                self._obey()
+                if self._engine.has_work and not self._stopping:
+                    self._step()
+        except Exception:  # noqa: BLE001 - the edge of the thread; `check_health` tells
+            _log.exception("the engine's thread has ended")
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Whatever ended the thread, nobody may be left waiting for it."""
+        with self._closing:
+            self._closed = True
+        # What was asked before that is done, so that it can be undone like the rest.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
+        self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
         """All commands there are; without work, wait for one."""
@@ -102,7 +123,7 @@ class EngineThread:
             events = self._engine.step()
         except Exception as error:  # noqa: BLE001 - the thread's edge: every request is told
             _log.exception("a step of the engine failed")
-            self._fail_all(error)
+            self._fail_all(EngineError(f"the engine failed on a step: {type(error).__name__}"))
             return
         self.last_step_s = time.monotonic()
         for event in events:
@@ -116,18 +137,24 @@ class EngineThread:
         except RequestError as error:
             deliver(error)
             return
+        except Exception as error:  # noqa: BLE001 - one request must not end the thread
+            _log.exception("request %s could not be submitted", request.id)
+            deliver(EngineError(f"the engine failed on the request: {type(error).__name__}"))
+            return
         if not self._listeners:
             self.last_step_s = time.monotonic()
         self._listeners[request.id] = deliver
 
-    def _cancel(self, request_id: str) -> None:
-        if self._listeners.pop(request_id, None):
+    def _cancel(self, request_id: str, deliver: _Deliver) -> None:
+        # Another request may have this id: the one that was refused must not end the first.
+        if self._listeners.get(request_id) is deliver:
+            del self._listeners[request_id]
             self._engine.cancel(request_id)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: EngineError) -> None:
         for request_id, deliver in self._listeners.items():
             self._engine.cancel(request_id)
-            deliver(EngineError(f"the engine failed on a step: {type(error).__name__}"))
+            deliver(error)
         self._listeners.clear()
 
     def _stop(self) -> None:

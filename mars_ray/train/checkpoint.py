@@ -46,6 +46,15 @@ def directory_of(run_dir: Path, step: int) -> Path:
     return run_dir / f"step_{step:08d}"
 
 
+def newest(run_dir: Path) -> Path | None:
+    """The last complete checkpoint of a run, if there is one.
+
+    What lies there counts, not what Ray has heard of: a run that was ended right after writing a
+    checkpoint has not told it.
+    """
+    return max((path.parent for path in run_dir.glob(f"step_*/{_MANIFEST}")), default=None)
+
+
 def write(
     directory: Path,
     ranks: Ranks,

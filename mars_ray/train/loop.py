@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -40,14 +40,18 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
-    """How a stage ended, the same on every rank; `message` explains anything but "finished"."""
+    """How a stage ended, the same on every rank: finished, or stopped before its last step."""
 
-    status: Literal["finished", "stopped", "failed"]
     step: int
+    total_steps: int
     checkpoint: Path
     metrics: dict[str, float]
     seconds: float
-    message: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.step == self.total_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +95,12 @@ class TrainLoop:
         finally:
             if self._writer is not None:
                 self._writer.close()
-        finished = self._step == self._parts.total_steps
         return StageOutcome(
-            status="finished" if finished else "stopped",
             step=self._step,
+            total_steps=self._parts.total_steps,
             checkpoint=checkpoint.directory_of(self._parts.plan.run_dir, self._step),
             metrics=self._metrics,
             seconds=self._seconds(),
-            message="" if finished else f"stopped at step {self._step}/{self._parts.total_steps}",
         )
 
     def _train(self) -> None:

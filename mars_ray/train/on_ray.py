@@ -32,7 +32,8 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2.api.config import LoggingConfig
 
 from mars_ray.config.train import ClusterConfig
-from mars_ray.errors import MarsError, NonFiniteLossError, TrainingError
+from mars_ray.errors import MarsError, TrainingError
+from mars_ray.train import checkpoint
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.plan import StagePlan
@@ -43,6 +44,7 @@ from mars_ray.train.worker import limit_threads, train_stage
 # Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and
 # what each stage waits for at its end.
 _POLL_INTERVAL_S = 0.5
+_AGAIN = "run the same command again to resume"
 # glibc returns and fetches pages at every step otherwise: seconds of system time per step were seen
 # with large activations. CPU workers only; it keeps memory.
 _MALLOC = {
@@ -79,7 +81,7 @@ class _Fit(threading.Thread):
     def __init__(self, plan: StagePlan) -> None:
         super().__init__(name="ray-train-fit", daemon=True)
         self._plan = plan
-        self.outcome: StageOutcome | None = None
+        self.outcome: StageOutcome | MarsError | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
@@ -125,16 +127,14 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
     )
 
 
-def _work(config: dict[str, Any]) -> StageOutcome:
+def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
     """The training function: runs in every worker."""
     plan: StagePlan = config["plan"]
     # Ray tells of every report in a line of its own, on every rank.
     logging.disable(logging.INFO)
     limit_threads(_threads(plan.job.cluster))
-    registered = ray.train.get_checkpoint()
     ranks = Ranks.current(get_device())
-    resume_from = Path(registered.path) if registered else None
-    return train_stage(plan, ranks, resume_from, _report)
+    return train_stage(plan, ranks, checkpoint.newest(plan.run_dir), _report)
 
 
 def _report(directory: Path, metrics: dict[str, float]) -> None:
@@ -159,28 +159,27 @@ class _SayFailures(UserCallback):
 
 def _checked(plan: StagePlan, fit: _Fit) -> StageOutcome:
     """The outcome of a finished stage; anything else as an error that says what to do."""
-    again = "run the same command again to resume"
     if fit.error is not None:
-        raise _explained(plan, fit.error, again) from fit.error
-    assert fit.outcome is not None, "fit returned neither an outcome nor an error"
-    if fit.outcome.status == "failed":
-        raise NonFiniteLossError(fit.outcome.message)
-    if fit.outcome.status == "stopped":
+        raise _explained(plan, fit.error) from fit.error
+    outcome = fit.outcome
+    assert outcome is not None, "fit returned neither an outcome nor an error"
+    if isinstance(outcome, MarsError):
+        raise outcome
+    if not outcome.finished:
         raise TrainingError(
-            f"stage {plan.stage!r} {fit.outcome.message}; checkpoint {fit.outcome.checkpoint}; "
-            f"{again}"
+            f"stage {plan.stage!r} was stopped at step {outcome.step} of {outcome.total_steps}, "
+            f"with a checkpoint; {_AGAIN}"
         )
-    return fit.outcome
+    return outcome
 
 
-def _explained(plan: StagePlan, error: Exception, again: str) -> MarsError:
+def _explained(plan: StagePlan, error: Exception) -> MarsError:
     if isinstance(error, WorkerGroupError):
         for failure in error.worker_failures.values():
-            cause = getattr(failure, "cause", failure)
-            if isinstance(cause, MarsError):
-                return cause
+            if isinstance(failure, MarsError):
+                return failure
     if isinstance(error, TrainingFailedError):
-        return TrainingError(f"stage {plan.stage!r} failed: {error}\nOnce it is mended, {again}")
+        return TrainingError(f"stage {plan.stage!r} failed: {error}\nOnce it is mended, {_AGAIN}")
     return TrainingError(f"stage {plan.stage!r} could not run on the cluster: {error}")
 
 

@@ -74,8 +74,8 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
         changed = sorted(key for key in before | now if before.get(key) != now.get(key))
         if changed:
             raise TrainingError(
-                f"{output_dir} holds a run of another job: {', '.join(changed)} differ. Choose "
-                "another output_dir, or delete this one to start afresh"
+                f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
+                "Choose another output_dir, or delete this one to start afresh"
             )
     output_dir.mkdir(parents=True, exist_ok=True)
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}

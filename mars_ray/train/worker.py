@@ -4,16 +4,15 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
 from mars_ray.core.batch import TokenBatch
 from mars_ray.data.loader import Loader, eval_batches
-from mars_ray.errors import CheckpointError, NonFiniteLossError
-from mars_ray.model.card import ModelCard, read_card
+from mars_ray.errors import CheckpointError, MarsError, NonFiniteLossError
+from mars_ray.model.card import read_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 from mars_ray.train import checkpoint
@@ -35,42 +34,44 @@ from mars_ray.train.step import TrainStep
 
 def train_stage(
     plan: StagePlan, ranks: Ranks, resume_from: Path | None, report: Report
-) -> StageOutcome:
+) -> StageOutcome | MarsError:
     """Run a stage, or the rest of it, on this rank; collective.
 
-    Raises CheckpointError if `resume_from` cannot be used. A loss that is not finite is an outcome
-    ("failed"), because trying again would give the same.
+    An error that every rank meets alike is returned, not raised: a worker that raises is started
+    again, and would meet it again. (All ranks read the same files; all see the same gradient norm.)
     """
     torch.manual_seed(plan.seed + ranks.rank)
-    restored = _read_checkpoint(plan, resume_from) if resume_from else None
-    model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
-    model, tokenizer = _load_model(plan, model_dir, ranks), load_tokenizer(model_dir)
-    parts = _assemble(plan, ranks, model, tokenizer, read_card(model_dir), report, restored)
+    try:
+        restored = _read_checkpoint(plan, ranks, resume_from) if resume_from else None
+        parts = _assemble(plan, ranks, resume_from, restored, report)
+    except MarsError as error:
+        return error
     loop = TrainLoop(parts, restored)
     if resume_from and restored:
         _restore_rank(parts, loop, resume_from, restored)
     try:
         return loop.run()
     except NonFiniteLossError as error:
-        return StageOutcome("failed", 0, plan.run_dir, {}, 0.0, message=str(error))
+        return error
 
 
 def _assemble(
     plan: StagePlan,
     ranks: Ranks,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    card: ModelCard,
-    report: Report,
+    resume_from: Path | None,
     restored: TrainState | None,
+    report: Report,
 ) -> StageParts:
+    model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
+    model, tokenizer = _load_model(plan, model_dir, ranks), load_tokenizer(model_dir)
+    card = read_card(model_dir)
     objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id)
-    engine = make_engine(plan, TrainStep(model), ranks)
+    if objective.depths:
+        card = replace(card, block_size=objective.depths)
     loader = _loader(plan, ranks)
     if restored:
         loader.restore(restored.loader)
-    if objective.depths:
-        card = replace(card, block_size=objective.depths)
+    engine = make_engine(plan, TrainStep(model), ranks)
 
     def write_model(directory: Path) -> None:
         weights = engine.weights()
@@ -146,13 +147,18 @@ def _evaluation(plan: StagePlan, ranks: Ranks) -> Callable[[], Iterable[TokenBat
     return batches
 
 
-def _read_checkpoint(plan: StagePlan, directory: Path) -> TrainState:
+def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainState:
     checkpoint.verify(directory)
     state = checkpoint.read_state(directory)
     if state.identity != identity_hash(plan.job):
         raise CheckpointError(
             f"{directory} was written by another job (its resolved configuration differs). "
             "Choose another output_dir, or delete this one"
+        )
+    if isinstance(plan.job.engine, DeepSpeedConfig) and state.world_size != ranks.world_size:
+        raise CheckpointError(
+            f"{directory} was written by {state.world_size} workers, and ZeRO splits its state "
+            f"among them: resume with cluster.workers={state.world_size}"
         )
     return state
 
@@ -161,23 +167,15 @@ def _restore_rank(
     parts: StageParts, loop: TrainLoop, directory: Path, restored: TrainState
 ) -> None:
     """Optimizer, random state and running means of this rank."""
-    plan, ranks = parts.plan, parts.ranks
-    same_ranks = restored.world_size == ranks.world_size
-    if isinstance(plan.job.engine, DeepSpeedConfig):
-        if not same_ranks:
-            raise CheckpointError(
-                f"{directory} was written by {restored.world_size} workers and ZeRO splits its "
-                f"state among them: resume with cluster.workers={restored.world_size}"
-            )
-        owner = ranks.rank
-    else:
-        owner = 0
-    state = checkpoint.read_rank_state(directory, owner)
-    parts.engine.load_optimizer_state(state["optimizer"])
-    if same_ranks:
-        own: dict[str, Any] = checkpoint.read_rank_state(directory, ranks.rank)
-        load_random_state(own["random"], ranks.device)
-        loop.meter.load(own["meter"])
+    ranks = parts.ranks
+    sharded = isinstance(parts.plan.job.engine, DeepSpeedConfig)
+    # Without ZeRO every rank has the same optimizer state, and only rank 0 has written it.
+    owner = checkpoint.read_rank_state(directory, ranks.rank if sharded else 0)
+    parts.engine.load_optimizer_state(owner["optimizer"])
+    if restored.world_size == ranks.world_size:
+        mine = checkpoint.read_rank_state(directory, ranks.rank)
+        load_random_state(mine["random"], ranks.device)
+        loop.meter.load(mine["meter"])
 
 
 def limit_threads(threads: int) -> None:

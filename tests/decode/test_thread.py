@@ -72,6 +72,52 @@ def test_a_refused_request_disturbs_nobody(thread):
     assert asyncio.run(both()).finish_reason in ("stop", "length")
 
 
+def test_a_second_request_with_the_same_id_is_refused_and_the_first_goes_on(thread):
+    """Guards a refusal that cancels the request it was compared with."""
+
+    async def twice():
+        first = thread.stream(request("a", [1, 2], ExactMode(), max_new_tokens=100, stop=-1))
+        await anext(first)
+        with pytest.raises(RequestError, match="in use"):
+            await complete(thread, request("a", [1, 2], ExactMode()))
+        return [event async for event in first][-1].completion
+
+    assert len(asyncio.run(twice()).tokens) == 100
+
+
+def test_a_request_that_breaks_the_engine_is_the_only_one_to_fail(engine, thread, monkeypatch):
+    """Guards a thread that ends in silence on an exception nobody foresaw."""
+    submit = engine.submit
+
+    def break_on_b(item):
+        if item.id == "b":
+            raise ValueError("broken")
+        submit(item)
+
+    monkeypatch.setattr(engine, "submit", break_on_b)
+
+    async def both():
+        good = asyncio.create_task(complete(thread, request("a", [1], ExactMode())))
+        with pytest.raises(EngineError, match="ValueError"):
+            await complete(thread, request("b", [1], ExactMode()))
+        return await good
+
+    assert asyncio.run(both()).tokens
+
+
+def test_when_the_thread_itself_breaks_nobody_waits(model, monkeypatch):
+    """An integrity check that fails ends the thread: later requests get an error at once."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=1, max_context=64))
+    thread = EngineThread(engine)
+    monkeypatch.setattr(engine, "check_integrity", lambda: 1 / 0)
+    thread.start()
+    with pytest.raises(EngineError, match="shut down"):
+        asyncio.run(complete(thread, request("a", [1], ExactMode())))
+    thread.stop()
+    with pytest.raises(EngineError, match="not running"):
+        thread.check_health()
+
+
 def test_a_failing_step_fails_its_requests_and_no_later_one(engine, thread, monkeypatch):
     """Guards a thread that dies and leaves its clients waiting for ever."""
     step, calls = engine.step, iter([True])

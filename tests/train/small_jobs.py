@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_ray.config.train import TrainJob
 from mars_ray.data.corpus import problems
+from mars_ray.errors import MarsError
 from mars_ray.model.mask_token import ensure_mask_token
 from mars_ray.model.save import save_model
 from mars_ray.model.tokenizer import train_tokenizer
@@ -81,12 +82,14 @@ def make_plan(job: TrainJob, model: Path, stage: str = "mars") -> StagePlan:
 
 def run_alone(plan: StagePlan, resume_from: Path | None = None) -> StageOutcome:
     """The stage on one rank, in this process."""
+    outcome = try_alone(plan, resume_from)
+    assert isinstance(outcome, StageOutcome), outcome
+    return outcome
+
+
+def try_alone(plan: StagePlan, resume_from: Path | None = None) -> StageOutcome | MarsError:
+    """The same, if it may fail."""
     return train_stage(plan, Ranks.current(torch.device("cpu")), resume_from, ignore_report)
-
-
-def run_ranks(plan: StagePlan, resume_from: Path | None = None, world_size: int = 2) -> None:
-    """The stage on ranks that are processes, connected by gloo."""
-    spawn(_train_rank, world_size, plan, resume_from)
 
 
 def spawn(work: Callable[..., None], world_size: int, *args: Any) -> None:
@@ -122,8 +125,3 @@ def _start_rank(
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     work(*args)
     dist.destroy_process_group()
-
-
-def _train_rank(plan: StagePlan, resume_from: Path | None) -> None:
-    outcome = train_stage(plan, Ranks.current(torch.device("cpu")), resume_from, ignore_report)
-    assert outcome.status == "finished", outcome.message

@@ -42,6 +42,15 @@ def test_without_a_manifest_it_is_no_checkpoint(tmp_path):
         checkpoint.verify(tmp_path / "step")
 
 
+def test_a_run_goes_on_from_its_newest_complete_checkpoint(tmp_path):
+    """Guards lost steps, and a half-written directory taken for a checkpoint."""
+    assert checkpoint.newest(tmp_path / "nothing yet") is None
+    for step in (7, 100, 93):
+        write(checkpoint.directory_of(tmp_path, step))
+    (checkpoint.directory_of(tmp_path, 100) / "manifest.json").unlink()
+    assert checkpoint.newest(tmp_path) == checkpoint.directory_of(tmp_path, 93)
+
+
 def test_missing_and_truncated_files_are_named(tmp_path):
     """Guards a full disk: files that are there but short."""
     directory = tmp_path / "step"

@@ -7,21 +7,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from train.small_jobs import (
-    ignore_report,
     losses,
     make_job,
     make_model,
     make_plan,
     records,
     run_alone,
+    try_alone,
 )
 from transformers import AutoModelForCausalLM
 
 from mars_ray.config.train import TrainJob
-from mars_ray.errors import CheckpointError, TrainingError
+from mars_ray.errors import CheckpointError, NonFiniteLossError, TrainingError
 from mars_ray.model.card import read_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.train.checkpoint import directory_of
+from mars_ray.train.loop import StageOutcome
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.run import run_training
 from mars_ray.train.worker import train_stage
@@ -49,7 +50,7 @@ def changed(job: TrainJob, stage: str = "mars", **changes) -> TrainJob:
 def test_both_objectives_learn(model, tmp_path, straight):
     """Guards the sign and scale of everything: the loss must fall in 20 steps."""
     ar = make_plan(make_job(model, tmp_path), model, "ar")
-    assert run_alone(ar).status == "finished"
+    assert run_alone(ar).finished
     for plan in (ar, straight[0]):
         curve = losses(plan)
         assert len(curve) == 20
@@ -131,9 +132,11 @@ def test_the_stop_file_ends_in_a_checkpoint_that_goes_on(model, tmp_path, straig
     alone = Ranks.current(torch.device("cpu"))
     outcome = train_stage(plan, alone, None, stop)
     # Asked for after the checkpoint of step 10, seen in the next step.
-    assert (outcome.status, outcome.step) == ("stopped", 11)
+    assert isinstance(outcome, StageOutcome)
+    assert not outcome.finished
+    assert outcome.step == 11
     plan.stop_file.unlink()
-    assert train_stage(plan, alone, outcome.checkpoint, ignore_report).status == "finished"
+    assert run_alone(plan, outcome.checkpoint).finished
     assert losses(plan) == losses(straight[0])
 
 
@@ -141,7 +144,7 @@ def test_resuming_a_finished_stage_does_nothing(straight):
     """Guards a crash between the last checkpoint and the export: nothing may be trained twice."""
     plan, outcome = straight
     again = run_alone(plan, outcome.checkpoint)
-    assert again.status == "finished"
+    assert again.finished
     assert again.metrics == outcome.metrics
 
 
@@ -154,18 +157,19 @@ def test_nan_names_the_step_and_the_conversations(model, tmp_path):
     token = load_tokenizer(broken).encode("####")[-1]
     weights["model.embed_tokens.weight"][token] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    outcome = run_alone(make_plan(make_job(broken, tmp_path / "out"), broken))
-    assert outcome.status == "failed"
-    assert "step 1:" in outcome.message
-    indices = outcome.message.split("conversations ")[1].split(".")[0].split(", ")
+    error = try_alone(make_plan(make_job(broken, tmp_path / "out"), broken))
+    assert isinstance(error, NonFiniteLossError)
+    assert "step 1:" in str(error)
+    indices = str(error).split("conversations ")[1].split(".")[0].split(", ")
     assert len({int(index) for index in indices}) == 4
 
 
 def test_another_jobs_checkpoint_is_refused(model, tmp_path, straight):
     """Guards resuming with other settings: the curve would be neither job's."""
     plan = make_plan(make_job(model, tmp_path, seed=5), model)
-    with pytest.raises(CheckpointError, match="another job"):
-        run_alone(plan, directory_of(straight[0].run_dir, 10))
+    error = try_alone(plan, directory_of(straight[0].run_dir, 10))
+    assert isinstance(error, CheckpointError)
+    assert "another job" in str(error)
 
 
 def test_an_output_directory_of_another_job_is_refused(model, tmp_path):
@@ -175,7 +179,7 @@ def test_an_output_directory_of_another_job_is_refused(model, tmp_path):
     content = {"job": job.model_dump(mode="json")}
     (tmp_path / "out" / "job.json").write_text(json.dumps(content))
     other = changed(job, "mars", steps=21)
-    with pytest.raises(TrainingError, match=r"stages\.mars\.steps differ"):
+    with pytest.raises(TrainingError, match=r"another stages\.mars\.steps\."):
         run_training(other)
 
 
@@ -221,5 +225,5 @@ def test_packed_rows_train(model, tmp_path):
     data = job.data.model_dump() | {"packing": True, "max_length": 256}
     job = changed(job.model_copy(update={"data": job.data.model_validate(data)}))
     plan = make_plan(changed(job, global_batch_size=2), model)
-    assert run_alone(plan).status == "finished"
+    assert run_alone(plan).finished
     assert losses(plan)[-1] < losses(plan)[0]

@@ -108,8 +108,7 @@ def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path
     killer.join(timeout=5)
     records = MetricsReader(tmp_path / "run/stages/ar/metrics.jsonl").new()
     starts = [record["step"] for record in records if record["kind"] == "start"]
-    # Which checkpoint is the last one registered depends on how fast the machine is.
-    assert starts in ([0, 100], [0, 200]), "the run was not disturbed where it should have been"
+    assert starts == [0, 200], "the run was not disturbed where it should have been"
     assert curve(job.output_dir) == curve(undisturbed[0].output_dir)
 
 
@@ -118,7 +117,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(model, undistur
     job = job_of(model, tmp_path / "run", "ar")
     when_at_step(tmp_path / "run", 130, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(
-        TrainingError, match=r"stopped at step 1\d\d/300.*run the same command again"
+        TrainingError, match=r"stopped at step 1\d\d of 300.*run the same command again"
     ):
         run_training(job)
     assert not (tmp_path / "run/models").exists()

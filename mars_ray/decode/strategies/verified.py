@@ -19,9 +19,10 @@ class Verified:
     """One trailing group of masks: a rejection costs one step without drafts."""
 
     def plan(self, sequence: Sequence) -> Plan:
-        # The forward commits one token more than it accepts drafts.
-        drafts = sequence.drafts[: sequence.remaining - 1]
-        masks = min(sequence.window, max(0, sequence.remaining - len(drafts) - 2))
+        # Drafts up to the limit, even the one that this forward could commit without: so a shorter
+        # limit gives the beginning of what a longer one gives, also when sampling.
+        drafts = sequence.drafts[: sequence.remaining]
+        masks = min(sequence.window, max(0, sequence.remaining - len(drafts) - 1))
         return Plan(drafts, masks, "ratio" if _mode(sequence).threshold < 1 else None)
 
     def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
