@@ -34,6 +34,23 @@ def demo(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{result['points'][0]['problems']} held-out problems, {_machine(facts)}."]
 
 
+def gsm8k(result: dict[str, Any]) -> list[str]:
+    """Both stages on GSM8K: losses and teacher-forced acceptance on the test split."""
+    lines = [
+        "| stage | steps | minutes | clean CE | noisy CE | survival at depth 1, 2, ... | expected T/F |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stage, metrics in result["metrics"].items():
+        depths = [v for k, v in metrics.items() if k.startswith("eval_acceptance_")]
+        noisy, expected = metrics.get("eval_noisy_ce"), metrics.get("eval_tokens_per_forward", 1.0)
+        lines.append(
+            f"| `{stage}` | {result['steps'][stage]} | {result['seconds'][stage] / 60:.1f} | "
+            f"{metrics['eval_clean_ce']:.3f} | {f'{noisy:.3f}' if noisy else '-'} | "
+            f"{', '.join(f'{share:.3f}' for share in depths) or '-'} | {expected:.2f} |"
+        )
+    return [*lines, "", f"Held-out: the 1,319 test problems. {_machine(result['provenance'])}."]
+
+
 def train_step(result: dict[str, Any]) -> list[str]:
     """A step's cost over SFT."""
     lines = [
@@ -57,6 +74,7 @@ def _machine(facts: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
+    "gsm8k": gsm8k,
     "train_step": train_step,
 }
 

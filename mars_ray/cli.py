@@ -7,6 +7,7 @@ stdout: the last line is one JSON object.
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -64,12 +65,13 @@ def _options(
 def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Fine-tune in stages on Ray Train; run again to resume."""
     job = _job(TrainJob, job_file, overrides, dry_run)
+    from mars_ray.provenance import provenance
     from mars_ray.train.run import run_training
 
     with _Cluster():
         result = run_training(job)
     models = {stage: str(path) for stage, path in result.models.items()}
-    _print_result({"models": models, "metrics": result.metrics, "seconds": result.seconds})
+    _print_result(asdict(result) | {"models": models, "provenance": provenance()})
 
 
 @app.command()

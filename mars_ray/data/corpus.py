@@ -1,6 +1,6 @@
 """The built-in corpus: grade-school word problems, made from a seed.
 
-Every step keeps to small numbers: a result of at most 80, and one operand of a sum or difference
+Every step keeps to small numbers: a result of at most 50, and one operand of a sum or difference
 with a single digit. Two-digit plus two-digit addition is what models of this size fail to learn.
 """
 
@@ -24,8 +24,8 @@ Numbers = dict[str, int]
 _EXPRESSION = re.compile(r"\[(\w) ([-+x]) (\w)\]")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "x": operator.mul}
 _RESULTS = "xyz"
-_LARGEST_RESULT = 80
-_RANGES = {"a": range(2, 31), "b": range(2, 10), "c": range(2, 10), "d": range(2, 10)}
+_LARGEST_RESULT = 50
+_RANGES = {"a": range(2, 21), "b": range(2, 10), "c": range(2, 10), "d": range(2, 10)}
 # One question in eight is held out.
 _HELD_OUT_OF = 8
 # So many draws in a row without a new question mean that the corpus is nearly exhausted.

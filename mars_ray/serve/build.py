@@ -1,5 +1,6 @@
 """The service as a Serve application, and its start and stop."""
 
+import logging
 import signal
 import socket
 import threading
@@ -59,7 +60,13 @@ def start(job: ServeJob) -> str:
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
     _check_port(job.host, job.port)
-    serve.start(http_options={"host": job.host, "port": job.port}, proxy_location="HeadOnly")
+    # What Serve says of itself while it starts would bury what the command says.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        http_options={"host": job.host, "port": job.port},
+        proxy_location="HeadOnly",
+        logging_config={"log_level": "WARNING"},
+    )
     try:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:

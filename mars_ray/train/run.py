@@ -36,6 +36,7 @@ class TrainResult:
     """What a job left behind, by stage."""
 
     models: dict[str, Path]
+    steps: dict[str, int]
     metrics: dict[str, dict[str, float]]  # of the last log and the last evaluation
     seconds: dict[str, float]  # of training, over all attempts
 
@@ -52,17 +53,18 @@ def run_training(job: TrainJob) -> TrainResult:
     model = output_dir / "initial"
     if not (model / CARD_FILE).exists():
         create_model(job.model, lambda: _texts(job), model, job.seed)
-    models, metrics, seconds = {}, {}, {}
+    result = TrainResult({}, {}, {}, {})
     for stage in job.stages:
         exported = output_dir / "models" / stage
         if not (exported / _SUMMARY).exists():
             plan = stage_plan(job, stage, model)
             _export(plan, fit_stage(plan), exported)
         summary = json.loads((exported / _SUMMARY).read_text())
-        models[stage], metrics[stage] = exported, summary["metrics"]
-        seconds[stage] = summary["seconds"]
-        model = exported
-    return TrainResult(models, metrics, seconds)
+        result.models[stage] = model = exported
+        result.steps[stage] = summary["steps"]
+        result.metrics[stage] = summary["metrics"]
+        result.seconds[stage] = summary["seconds"]
+    return result
 
 
 def _claim(output_dir: Path, job: TrainJob) -> None:

@@ -43,7 +43,7 @@ def test_arithmetic_stays_within_reach_of_small_models(sample):
         for left, operation, right, result in STEP.findall(problem.solution):
             assert min(int(left), int(right)) < 10
             assert operation != "x" or max(int(left), int(right)) < 10
-            assert 1 <= int(result) <= 80
+            assert 1 <= int(result) <= 50
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.question[:40])
@@ -51,7 +51,7 @@ def test_answers_are_independent_of_the_steps_and_agree(template):
     """For all numbers a template can get: the formula, which no solution uses, is its last step."""
     expressions, sentences = corpus._plan(template)
     choices = corpus.admissible_numbers(expressions)
-    assert len(choices) >= 40, "too few numbers, the template would be learned by heart"
+    assert len(choices) >= 30, "too few numbers, the template would be learned by heart"
     assert len(sentences) == len(template.steps)
     for numbers in choices:
         results = corpus.evaluate(expressions, numbers)
