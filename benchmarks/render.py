@@ -37,7 +37,7 @@ def demo(result: dict[str, Any]) -> list[str]:
 def gsm8k(result: dict[str, Any]) -> list[str]:
     """Both stages on GSM8K: losses and teacher-forced acceptance on the test split."""
     lines = [
-        "| stage | steps | minutes | clean CE | noisy CE | survival at depth 1, 2, ... | expected T/F |",
+        "| stage | steps | minutes | clean CE | noisy CE | survival by depth | expected T/F |",
         "|---|---|---|---|---|---|---|",
     ]
     for stage, metrics in result["metrics"].items():
