@@ -32,7 +32,7 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
     before_dir, after_dir = list(trained.models.values())[-2:]
     console.rule("measuring: exact before MARS, all modes after")
     before = run_evaluation(_exact_only(job, before_dir), console)
-    evaluate = job.evaluate.model_copy(update={"checkpoint": str(after_dir)})
+    evaluate = job.evaluate.model_copy(update={"checkpoint": _short(after_dir)})
     after = run_evaluation(evaluate, console)
     print_table(after, console)
     console.rule("serving and asking")
@@ -48,7 +48,7 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
 
 
 def _exact_only(job: DemoJob, checkpoint: Path) -> Any:
-    changes = {"checkpoint": str(checkpoint), "modes": (ExactMode(),)}
+    changes = {"checkpoint": _short(checkpoint), "modes": (ExactMode(),)}
     return job.evaluate.model_copy(update=changes)
 
 
