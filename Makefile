@@ -52,7 +52,7 @@ test-gpu: setup                ## only what needs a CUDA device
 	$(TESTS) -m gpu $(ARGS)
 
 bench: setup                   ## writes benchmarks/results/, then the tables of the README
-	$(BIN)/mars-ray bench train-step --output benchmarks/results/train_step.json
+	OMP_NUM_THREADS=2 $(BIN)/mars-ray bench train-step --output benchmarks/results/train_step.json
 	$(BIN)/python benchmarks/render.py
 
 clean:

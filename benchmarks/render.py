@@ -54,17 +54,23 @@ def gsm8k(result: dict[str, Any]) -> list[str]:
 def train_step(result: dict[str, Any]) -> list[str]:
     """A step's cost over SFT."""
     lines = [
-        "| shape | objective | rows | time / SFT | peak memory / SFT |",
-        "|---|---|---|---|---|",
+        "| shape | objective | rows | s | time / SFT | peak memory / SFT |",
+        "|---|---|---|---|---|---|",
     ]
     for case, objectives in result["cases"].items():
         for name, row in objectives.items():
             lines.append(
-                f"| {case} | {name} | {row['rows']:.0f} | {row['time_ratio']:.2f} | "
+                f"| {case} | {name} | {row['rows']:.0f} | {row['step_s']:.2f} | "
+                f"{row['time_ratio']:.2f} | "
                 f"{row['memory_ratio']:.2f} |"
             )
+    steps = " and ".join(str(case["sft"]["steps"]) for case in result["cases"].values())
     facts = _machine(result["provenance"])
-    return [*lines, "", f"Medians of {result['repeats']} interleaved steps, {facts}."]
+    return [
+        *lines,
+        "",
+        f"Medians of {steps} interleaved steps, float32, {result['threads']} threads, {facts}.",
+    ]
 
 
 def _machine(facts: dict[str, Any]) -> str:

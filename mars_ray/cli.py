@@ -120,7 +120,6 @@ def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
 def bench_train_step(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
     case: Annotated[list[str] | None, typer.Option(help="tiny, qwen2.5-0.5b.")] = None,
-    repeats: Annotated[int, typer.Option(min=1)] = 9,
 ) -> None:
     """Time and peak memory of a MARS step over an SFT step on the same tokens."""
     from mars_ray.evaluate.bench_train_step import CASES, run_bench
@@ -128,7 +127,7 @@ def bench_train_step(
     unknown = set(case or ()) - set(CASES)
     if unknown:
         raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
-    result = run_bench(case or list(CASES), repeats, _console())
+    result = run_bench(case or list(CASES), _console())
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     _print_result(result)

@@ -61,35 +61,39 @@ class Case:
     max_length: int
     packing: bool
     warmup_steps: int
+    repeats: int
 
 
 CASES = {
     # The demo's batch of one worker: conversations of similar length, padded.
-    "tiny": Case("tiny", False, rows=16, max_length=256, packing=False, warmup_steps=5),
+    "tiny": Case("tiny", False, rows=16, max_length=256, packing=False, warmup_steps=5, repeats=15),
+    # Not bfloat16: torch's attention backward is 5 times slower in it on a CPU (docs/log.md).
     "qwen2.5-0.5b": Case(
-        "qwen2.5-0.5b", True, rows=2, max_length=256, packing=True, warmup_steps=1
+        "qwen2.5-0.5b", False, rows=2, max_length=256, packing=True, warmup_steps=1, repeats=3
     ),
 }
 
 
-def run_bench(cases: Sequence[str], repeats: int, console: Console) -> dict[str, Any]:
+def run_bench(cases: Sequence[str], console: Console) -> dict[str, Any]:
     """Measure the cases, print a table each, and return everything with ratios to SFT."""
     os.environ.update(_MALLOC)
     results = {}
     for name in cases:
         with tempfile.TemporaryDirectory() as scratch:
-            results[name] = _measure_case(CASES[name], repeats, Path(scratch))
+            results[name] = _measure_case(CASES[name], Path(scratch))
         _print(name, results[name], console)
-    return {"repeats": repeats, "cases": results, "provenance": provenance()}
+    threads = torch.get_num_threads()
+    return {"cases": results, "threads": threads, "provenance": provenance()}
 
 
-def _measure_case(case: Case, repeats: int, scratch: Path) -> dict[str, Any]:
+def _measure_case(case: Case, scratch: Path) -> dict[str, Any]:
     _prepare(case, scratch)
-    seconds, rows = _in_new_process(_time_all, case, scratch, repeats)
+    seconds, rows = _in_new_process(_time_all, case, scratch)
     memory = {name: _in_new_process(_peak_bytes, case, scratch, name) for name in OBJECTIVES}
     base_s, base_bytes = statistics.median(seconds["sft"]), memory["sft"]
     return {
         name: {
+            "steps": case.repeats,
             "step_s": statistics.median(seconds[name]),
             "time_ratio": statistics.median(seconds[name]) / base_s,
             "peak_bytes": memory[name],
@@ -117,11 +121,11 @@ def _prepare(case: Case, scratch: Path) -> None:
 
 
 def _time_all(
-    case: Case, scratch: Path, repeats: int
+    case: Case, scratch: Path
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """Seconds of each step, and what a step holds, by objective."""
     bench = _Bench(case, scratch)
-    steps = case.warmup_steps + repeats
+    steps = case.warmup_steps + case.repeats
     seconds: dict[str, list[float]] = {name: [] for name in OBJECTIVES}
     rows: dict[str, dict[str, float]] = {name: {"rows": 0, "loss_rows": 0} for name in OBJECTIVES}
     for index, batch in enumerate(bench.batches(steps)):
@@ -130,8 +134,8 @@ def _time_all(
             layout = bench.step(name, batch)
             if index >= case.warmup_steps:
                 seconds[name].append(time.perf_counter() - started)
-                rows[name]["rows"] += layout.document_BR.numel() / repeats
-                rows[name]["loss_rows"] += int((layout.target_BR != NO_TARGET).sum()) / repeats
+                rows[name]["rows"] += layout.document_BR.numel() / case.repeats
+                rows[name]["loss_rows"] += int((layout.target_BR != NO_TARGET).sum()) / case.repeats
     return seconds, rows
 
 
