@@ -24,6 +24,9 @@ class VerifiedMode(Config):
     type: Literal["verified"] = "verified"
     threshold: Threshold = 1.0
     window: Window = None
+    groups: int = Field(
+        default=1, ge=1, le=65, description="outcomes of a step that get masks, likeliest first"
+    )
 
 
 class ConfidenceMode(Config):
@@ -44,8 +47,16 @@ class BlockCachedMode(Config):
     cache_block: int = Field(default=4, ge=1, le=64, description="tokens per cache block")
 
 
+class JacobiMode(Config):
+    """Fixed-point decoding without masks (Santilli et al., 2023): the output is that of `exact`."""
+
+    type: Literal["jacobi"] = "jacobi"
+    guesses: int = Field(default=4, ge=1, le=64, description="tokens guessed ahead")
+
+
 Mode = Annotated[
-    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode, Field(discriminator="type")
+    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode,
+    Field(discriminator="type"),
 ]
 
 
@@ -55,7 +66,24 @@ class Sampling(Config):
     temperature: float = Field(default=0.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, description="0: no limit")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="share of the likeliest token's p")
     seed: int = 0
+    repetition_penalty: float = Field(default=1.0, gt=0, description="on prompt and answer")
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="on the answer")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="on the answer")
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
+    min_new_tokens: int = Field(default=0, ge=0, description="no stop token before so many")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is done to the logits before a token is taken from them."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_new_tokens
+        )
 
 
 class EngineConfig(Config):
@@ -63,6 +91,14 @@ class EngineConfig(Config):
 
     max_batch: int = Field(default=16, ge=1, description="sequences decoded together")
     max_context: int = Field(default=1024, ge=8, description="prompt and answer, tokens")
+    max_step_tokens: int = Field(
+        default=512, ge=8, description="rows of one forward: long prompts are cut into chunks"
+    )
+    page_size: int = Field(default=16, ge=1, description="tokens of a page of the KV cache")
+    cache_bytes: int | None = Field(
+        default=None, ge=1, description="KV cache; default: max_batch sequences of max_context"
+    )
+    prefix_cache: bool = Field(default=True, description="prompts share pages of equal beginnings")
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: int | None = Field(

@@ -1,4 +1,11 @@
-"""From logits to a distribution to a token.
+"""From logits to scores whose argmax is the token: noise that is fixed before anything is drawn.
+
+The Gumbel-max trick: the argmax of log p plus independent Gumbel noise is a draw from p. Here the
+noise of a token at a position is a pure function of the request's seed. So a draft and the row that
+verifies it are perturbed alike, a draft is right exactly if it is what the row would have drawn by
+itself, and a sampled text depends neither on drafts, nor on windows, nor on the batch ("drafter
+invariance": Daliri, Musco, Suresh, 2024, arXiv 2408.07978; they show that drafts agree with
+probability at least (1 - d) / (1 + d) at total variation distance d).
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -7,39 +14,49 @@ import torch
 from torch import Tensor
 
 from mars_ray.config.decode import Sampling
+from mars_ray.core.randomness import uniform
+
+_NOISE = 11  # keeps these random numbers apart from those of other purposes
 
 
-def probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution a token is drawn from, float32 (N, V): temperature, then top-k, then top-p.
+def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities, float32 (N, V): temperature, then top-k, top-p and min-p.
 
-    Temperature 0 gives all mass to the largest logit. Top-k keeps ties with the k-th logit; top-p
-    keeps the smallest set of tokens whose mass reaches `top_p`, as in `transformers`.
+    What is cut off is -inf; the rest need not sum to 1, which moves no argmax. Top-k keeps
+    ties with the k-th logit; top-p keeps the smallest set of tokens whose mass reaches `top_p`;
+    min-p cuts tokens below that share of the largest probability. As in `transformers`.
     """
-    if sampling.temperature == 0:
-        best_N = logits_NV.argmax(dim=-1)
-        return torch.nn.functional.one_hot(best_N, logits_NV.shape[-1]).float()
     logits_NV = logits_NV.float() / sampling.temperature
     if 0 < sampling.top_k < logits_NV.shape[-1]:
         kth_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, -torch.inf)
-    p_NV = logits_NV.softmax(dim=-1)
+    log_p_NV = logits_NV.log_softmax(dim=-1)
     if sampling.top_p < 1:
-        sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
-        mass_before_NV = sorted_NV.cumsum(dim=-1) - sorted_NV
-        drop_NV = torch.zeros_like(p_NV, dtype=torch.bool).scatter(
+        sorted_NV, order_NV = log_p_NV.sort(dim=-1, descending=True, stable=True)
+        # Of the tokens before: subtracting a token's own mass again would not give a round number.
+        mass_before_NV = sorted_NV.exp().cumsum(dim=-1).roll(1, dims=-1)
+        mass_before_NV[..., 0] = 0
+        drop_NV = torch.zeros_like(log_p_NV, dtype=torch.bool).scatter(
             -1, order_NV, mass_before_NV >= sampling.top_p
         )
-        p_NV = p_NV.masked_fill(drop_NV, 0)
-        p_NV = p_NV / p_NV.sum(dim=-1, keepdim=True)
-    return p_NV
+        log_p_NV = log_p_NV.masked_fill(drop_NV, -torch.inf)
+    if sampling.min_p > 0:
+        best_N1 = log_p_NV.amax(dim=-1, keepdim=True)
+        low_NV = log_p_NV < best_N1 + torch.tensor(sampling.min_p).log().to(log_p_NV.device)
+        log_p_NV = log_p_NV.masked_fill(low_NV, -torch.inf)
+    return log_p_NV
 
 
-def choose(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """Draw a token of each row by inverting its distribution function, int64 (N,)."""
-    # In float64: 150,000 float32 terms would move the edges by more than a draw's resolution.
-    edges_NV = p_NV.double().cumsum(dim=-1)
-    point_N1 = (uniform_N.to(p_NV.device) * edges_NV[..., -1]).unsqueeze(-1)
-    token_N = torch.searchsorted(edges_NV, point_N1, right=True).squeeze(-1)
-    # Rounding can put the point on the last edge; the last token with any mass is meant then.
-    last_N = p_NV.shape[-1] - 1 - (p_NV > 0).flip(-1).int().argmax(dim=-1)
-    return torch.minimum(token_N, last_N)
+def scores(logits_NV: Tensor, sampling: Sampling, position_N: Tensor) -> Tensor:
+    """Float32 (N, V), whose argmax is the token for each row's position.
+
+    At temperature 0 they are the logits. Otherwise log-probabilities plus noise.
+    """
+    if sampling.temperature == 0:
+        return logits_NV.float()
+    token_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    key_N1 = position_N.to(logits_NV.device)[:, None]
+    uniform_NV = uniform(sampling.seed, _NOISE, key_N1, token_V)
+    # In float64 the noise reaches far enough for one draw in 10^15; 0 itself would be -inf.
+    noise_NV = -(-uniform_NV.clamp_min(2.0**-54).log()).log()
+    return truncated(logits_NV, sampling) + noise_NV.float()

@@ -1,133 +1,177 @@
 """The batched engine: admit, plan, forward, absorb; sequences come and go at any step."""
 
-from collections import deque
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Mode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.batch import forward
-from mars_ray.decode.kv_cache import SlotCache
-from mars_ray.decode.request import Completion, Request, TokenEvent, check_request, window_of
+from mars_ray.decode.kv_cache import ATTENTION, PagedCache, page_bytes
+from mars_ray.decode.measures import LiveMeasures
+from mars_ray.decode.pages import PagePool
+from mars_ray.decode.request import (
+    Completion,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+    check_request,
+    most_rows,
+    window_of,
+)
+from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Strategy
-from mars_ray.decode.strategies.confidence import Confidence
-from mars_ray.decode.strategies.exact import Exact
-from mars_ray.decode.strategies.verified import Verified
-from mars_ray.errors import RequestError
+from mars_ray.decode.strategies import strategy_of
+from mars_ray.errors import ConfigError, RequestError
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.load import load_model, load_tokenizer
 
-_STRATEGIES: dict[type[Mode], Strategy] = {
-    ExactMode: Exact(),
-    ConfidenceMode: Confidence(),
-    VerifiedMode: Verified(),
-}
 # Above this, bfloat16 is faster on a CPU; below it, float32 (docs/log.md).
 _FLOAT32_PARAMETERS = 100_000_000
 
 
 class Engine:
-    """Not thread-safe: one thread owns it (`decode.thread`).
-
-    Active sequences hold slots 0, 1, ... in their order, so that a forward's view of the cache is a
-    slice and not a copy.
-    """
+    """Not thread-safe: one thread owns it (`decode.thread`)."""
 
     def __init__(self, model: PreTrainedModel, card: ModelCard, config: EngineConfig) -> None:
+        """Raises ConfigError if the cache cannot hold a single sequence."""
         self.model = model
         self.card = card
         self.config = config
-        self._cache = SlotCache(
-            model.config, config.max_batch, config.max_context, model.device, model.dtype
-        )
-        self._waiting: deque[Sequence] = deque()
-        self._active: list[Sequence] = []
+        model.set_attn_implementation(ATTENTION)
+        pages = _page_count(model, card, config)
+        self.pool = PagePool(pages)
+        self._cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
+        self._scheduler = Scheduler(config, self.pool)
+        self._sequences: dict[str, Sequence] = {}
+        self.measures = LiveMeasures()
+        self.last_rows = 0  # positions of the last forward
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._active or self._waiting)
+        return bool(self._sequences)
 
     @property
     def running(self) -> int:
         """Sequences in the batch."""
-        return len(self._active)
+        return self._scheduler.running
 
     @property
     def waiting(self) -> int:
-        """Sequences not admitted yet."""
-        return len(self._waiting)
+        """Sequences that are not admitted yet, or were sent back for want of pages."""
+        return self._scheduler.waiting
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence was sent back."""
+        return self._scheduler.preemptions
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache."""
+        return self._cache.bytes
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError or PromptTooLongError."""
-        if type(request.mode) not in _STRATEGIES:
-            known = ", ".join(mode.model_fields["type"].default for mode in _STRATEGIES)
-            raise RequestError(
-                f"mode {request.mode.type!r} is not served by this engine, which knows {known}",
-                field="mode",
-            )
         check_request(request, self.model, self.card, self.config.max_context)
-        if any(s.request.id == request.id for s in [*self._active, *self._waiting]):
+        if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is in use")
         window = window_of(request.mode, self.card)
-        self._waiting.append(Sequence(request, window, list(request.prompt)))
+        rows = most_rows(request.mode, window)
+        if rows > self.config.max_step_tokens:
+            raise RequestError(
+                f"mode {request.mode.type!r} needs forwards of {rows} rows, more than "
+                f"max_step_tokens={self.config.max_step_tokens}",
+                field="mode",
+            )
+        sequence = Sequence(request, window, list(request.prompt))
+        self._sequences[request.id] = sequence
+        self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request and free its slot; an id that is not here is none of our business."""
-        self._waiting = deque(s for s in self._waiting if s.request.id != request_id)
-        for slot, sequence in enumerate(self._active):
-            if sequence.request.id == request_id:
-                self._free([slot])
-                return
+        """Forget a request and free its pages; an id that is not here is none of our business."""
+        if sequence := self._sequences.pop(request_id, None):
+            self._scheduler.remove(sequence)
 
     def step(self) -> list[TokenEvent]:
-        """One forward for every sequence: of new ones the prompt, of the others their next rows."""
-        decoding = len(self._active)
-        while self._waiting and len(self._active) < self.config.max_batch:
-            self._active.append(self._waiting.popleft())
-        events = []
-        # Prompts in a forward of their own, or every decoding row would be padded to their length.
-        for first, last in ((0, decoding), (decoding, len(self._active))):
-            if first < last:
-                events += self._forward(first, last)
-        self._free([slot for slot, event in enumerate(events) if event.completion])
+        """One forward; what it committed, and which requests are over."""
+        events = self._expire()
+        work = self._scheduler.schedule()
+        self.last_rows = sum(item.rows for item in work)
+        if not work:
+            return events
+        rows = forward(self.model, self._cache, work, self.card.mask_token_id)
+        for item, own in zip(work, rows, strict=True):
+            sequence = item.sequence
+            if item.plan is None or own is None:
+                sequence.cached += item.count
+                self._scheduler.publish(sequence)
+                continue
+            tokens = strategy_of(sequence).absorb(sequence, item.plan, own)
+            self.measures.observe(sequence, item.plan, own, tokens)
+            event = sequence.commit(tokens)
+            if own.log_p_NV is not None:
+                event = replace(event, logprobs=_logprobs(event, own.log_p_NV, sequence.request))
+            if event.completion:
+                self.cancel(event.request_id)
+            else:
+                self._scheduler.publish(sequence)
+            events.append(event)
         return events
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps."""
-        assert len(self._active) <= self.config.max_batch
-        ids = [s.request.id for s in [*self._active, *self._waiting]]
-        assert len(ids) == len(set(ids)), "a request is here twice"
-        for sequence in [*self._active, *self._waiting]:
-            sequence.check()
+        self._scheduler.check()
+        here = {sequence.request.id for sequence in self._scheduler.all()}
+        assert here == set(self._sequences), "a request is lost or left over"
 
-    def _forward(self, first: int, last: int) -> list[TokenEvent]:
-        sequences = self._active[first:last]
-        strategies = [_STRATEGIES[type(sequence.request.mode)] for sequence in sequences]
-        plans = [
-            strategy.plan(sequence)
-            for strategy, sequence in zip(strategies, sequences, strict=True)
+    def _expire(self) -> list[TokenEvent]:
+        """End the requests whose deadline has passed, with what they have."""
+        late = [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.request.deadline is not None
+            and sequence.request.deadline <= time.monotonic()
         ]
-        mask_token_id = self.card.mask_token_id
-        rows = forward(self.model, self._cache, first, sequences, plans, mask_token_id)
-        return [
-            sequence.commit(strategy.absorb(sequence, plan, own))
-            for sequence, strategy, plan, own in zip(
-                sequences, strategies, plans, rows, strict=True
-            )
-        ]
+        for sequence in late:
+            self.cancel(sequence.request.id)
+        return [TokenEvent(s.request.id, (), s.forwards, s.completion("deadline")) for s in late]
 
-    def _free(self, slots: list[int]) -> None:
-        """The last active sequence moves into a freed slot."""
-        for slot in sorted(slots, reverse=True):
-            last = len(self._active) - 1
-            if slot != last:
-                self._cache.move(last, slot, self._active[last].cached)
-                self._active[slot] = self._active[last]
-            self._active.pop()
+
+def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[TokenLogprobs, ...]:
+    """Row i has predicted the i-th token of the event, whatever the strategy."""
+    count = len(event.tokens)
+    chosen = log_p_NV[:count].gather(
+        -1, torch.tensor(event.tokens, device=log_p_NV.device)[:, None]
+    )
+    top = log_p_NV[:count].topk(min(request.logprobs or 0, log_p_NV.shape[-1]), dim=-1)
+    return tuple(
+        TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True)))
+        for (logprob,), tokens, values in zip(
+            chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    )
+
+
+def _page_count(model: PreTrainedModel, card: ModelCard, config: EngineConfig) -> int:
+    """Pages of the cache. Raises ConfigError if they cannot hold a single sequence."""
+    # For the last step's drafts and groups of masks, one for each outcome, beyond the limit.
+    spare = card.block_size * (card.block_size + 2)
+    longest = -(-(config.max_context + spare) // config.page_size)
+    if config.cache_bytes is None:
+        return longest * config.max_batch
+    each = page_bytes(model.config, config.page_size, model.dtype)
+    if config.cache_bytes < longest * each:
+        raise ConfigError(
+            f"cache_bytes={config.cache_bytes} is too small: one sequence of "
+            f"max_context={config.max_context} needs {longest * each}"
+        )
+    return config.cache_bytes // each
 
 
 def load_engine(

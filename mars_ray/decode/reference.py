@@ -4,7 +4,7 @@ Each mode is a function from what is committed to what one forward commits. The 
 predicts token t+1; W masks after the last real token c-1 stand at c .. c+W-1 and predict
 c+1 .. c+W.
 
-Shape suffixes: N rows of one forward, V vocabulary, K drafts.
+Shape suffixes: N rows of one forward, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,16 @@ from mars_ray.config.decode import (
     BlockCachedMode,
     ConfidenceMode,
     ExactMode,
+    JacobiMode,
     Mode,
     Sampling,
     VerifiedMode,
 )
 from mars_ray.core.accept import accepted_prefix, confidence, passes
-from mars_ray.core.sampling import probabilities
-from mars_ray.core.verify import greedy_accepts, residual, sampled_accepts
-from mars_ray.decode.draws import (
-    acceptance_draws,
-    ban_token,
-    draw_drafts,
-    draw_from,
-    draw_tokens,
-)
+from mars_ray.core.outcomes import likeliest_outcomes
+from mars_ray.core.penalties import adjust
+from mars_ray.core.sampling import scores
+from mars_ray.core.verify import accepts
 from mars_ray.decode.request import Completion, Request, check_request, window_of
 from mars_ray.model.card import ModelCard
 from mars_ray.model.forward import hidden_states, output_head
@@ -45,26 +41,61 @@ class _Run:
     card: ModelCard
     sampling: Sampling
     window: int
-    prompt_length: int
+    prompt: tuple[int, ...]
+    stop_ids: frozenset[int]
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
-    draft_q_KV: Tensor | None = None
+    draft_probabilities: list[float] = field(default_factory=list)
 
-    def rows(self, drafts: list[int], masks: int) -> Tensor:
-        """Logits from the last committed token's row on: (1 + drafts + masks, V), float32."""
-        ids = self.tokens + drafts + [self.card.mask_token_id] * masks
-        ids_1N = torch.tensor([ids], device=self.model.device)
-        length = len(ids)
-        position_1N = torch.arange(length, device=self.model.device).unsqueeze(0)
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.model.device).tril()
-        hidden = hidden_states(self.model, ids_1N, position_1N, causal[None, None])
-        logits = output_head(self.model)(hidden[0, len(self.tokens) - 1 :]).float()
-        return ban_token(logits, self.card.mask_token_id)
+    def rows(self, drafts: list[int], groups: list[tuple[int, int]]) -> "_Rows":
+        """The rows from that of the last committed token on, for [tokens | drafts | masks].
 
-    def positions(self, count: int, ahead: int = 0) -> Tensor:
-        """Positions of the `count` tokens that start `ahead` places after the last committed."""
-        start = len(self.tokens) + ahead
-        return torch.arange(start, start + count)
+        A group (after, masks) of masks stands behind so many drafts and sees nothing of the others.
+        """
+        real, device = self.tokens + drafts, self.model.device
+        total = len(real) + sum(masks for _, masks in groups)
+        ids = real + [self.card.mask_token_id] * (total - len(real))
+        position = list(range(len(real)))
+        sees_NN = torch.ones(total, total, dtype=torch.bool).tril()
+        for after, masks in groups:
+            row, start = len(position), len(self.tokens) + after
+            sees_NN[row : row + masks, start:row] = False
+            position += range(start, start + masks)
+        hidden = hidden_states(
+            self.model,
+            torch.tensor([ids], device=device),
+            torch.tensor([position], device=device),
+            sees_NN[None, None].to(device),
+        )
+        first = len(self.tokens) - 1
+        logits_NV = output_head(self.model)(hidden[0, first:]).float()
+        # Never emitted, in any mode.
+        logits_NV[:, self.card.mask_token_id] = -torch.inf
+        # The row at position t predicts the token of position t + 1.
+        position_N = torch.tensor(position[first:]) + 1
+        before = [drafts[:count] for count in range(len(drafts) + 1)]
+        before += [drafts[:after] for after, masks in groups for _ in range(masks)]
+        return self._scored(logits_NV, position_N, before)
+
+    def _scored(self, logits_NV: Tensor, position_N: Tensor, before: list[list[int]]) -> "_Rows":
+        adjusted_NV = logits_NV.clone()
+        if self.sampling.changes_logits:
+            answer = self.tokens[len(self.prompt) :]
+            answers = [answer + drafts for drafts in before]
+            adjust(adjusted_NV, self.sampling, self.prompt, answers, self.stop_ids)
+        return _Rows(logits_NV, scores(adjusted_NV, self.sampling, position_N))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one forward: logits, and the scores whose argmax is the row's token."""
+
+    logits_NV: Tensor
+    scores_NV: Tensor
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.scores_NV.argmax(dim=-1).tolist()
 
 
 @torch.no_grad()
@@ -77,7 +108,8 @@ def generate(model: PreTrainedModel, card: ModelCard, request: Request) -> Compl
         card,
         request.sampling,
         window_of(request.mode, card),
-        len(request.prompt),
+        request.prompt,
+        request.stop_ids,
         list(request.prompt),
     )
     committed: list[int] = []
@@ -101,7 +133,7 @@ def _finish(request: Request, tokens: list[int], token_forward: list[int], reaso
 
 
 def _exact(run: _Run, mode: ExactMode) -> list[int]:
-    return draw_tokens(run.rows([], 0), run.sampling, run.positions(1))
+    return run.rows([], []).tokens
 
 
 def _confidence(run: _Run, mode: ConfidenceMode) -> list[int]:
@@ -114,52 +146,48 @@ def _confidence(run: _Run, mode: ConfidenceMode) -> list[int]:
 
 def _block_cached(run: _Run, mode: BlockCachedMode) -> list[int]:
     """As `confidence`, but no step reaches over the end of its cache block."""
-    done = len(run.tokens) - run.prompt_length
+    done = len(run.tokens) - len(run.prompt)
     left_in_block = mode.cache_block - done % mode.cache_block
     return _confident(run, mode, min(run.window, left_in_block - 1))
 
 
 def _confident(run: _Run, mode: ConfidenceMode | BlockCachedMode, masks: int) -> list[int]:
-    logits_NV = run.rows([], masks)
-    tokens = draw_tokens(logits_NV, run.sampling, run.positions(1 + masks))
-    passed = passes(confidence(logits_NV[1:], mode.measure), mode.threshold, mode.measure)
-    return tokens[: 1 + accepted_prefix(passed)]
+    rows = run.rows([], [(0, masks)])
+    passed = passes(confidence(rows.logits_NV[1:], mode.measure), mode.threshold, mode.measure)
+    return rows.tokens[: 1 + accepted_prefix(passed)]
 
 
 def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
-    """Drafts are checked by the causal rows before them; the first rejection is corrected, and
-    only if there is none do the masks behind the drafts mean anything."""
+    """Drafts are checked by the causal rows before them, the first rejection is corrected, and the
+    masks that stand behind just so many drafts say the next drafts."""
     drafts = run.drafts
-    count = len(drafts)
-    logits_NV = run.rows(drafts, run.window)
-    accepted = _accepted(run, mode, logits_NV[:count])
-    last = accepted  # the row that predicts the token after the accepted drafts
-    if accepted < count and run.sampling.temperature > 0:
-        assert run.draft_q_KV is not None
-        p_1V = probabilities(logits_NV[last : last + 1], run.sampling)
-        rest_1V = residual(p_1V, run.draft_q_KV[last : last + 1])
-        token = draw_from(rest_1V, run.sampling, run.positions(1, accepted))
-    else:
-        token = draw_tokens(logits_NV[last : last + 1], run.sampling, run.positions(1, accepted))
-    run.drafts, run.draft_q_KV = [], None
-    if accepted == count:
-        run.drafts, run.draft_q_KV = draw_drafts(
-            logits_NV[count + 1 :], run.sampling, run.positions(run.window, count + 1)
-        )
-    return drafts[:accepted] + token
+    outcomes = [len(drafts)]  # one group stands behind all drafts, whatever their probabilities
+    if mode.groups > 1:
+        outcomes = likeliest_outcomes(run.draft_probabilities, mode.groups)
+    rows = run.rows(drafts, [(after, run.window) for after in outcomes])
+    count, tokens = len(drafts), rows.tokens
+    draft_K = torch.tensor(drafts, dtype=torch.long, device=rows.scores_NV.device)
+    accepted = accepted_prefix(accepts(rows.scores_NV[:count], draft_K, mode.threshold))
+    run.drafts, run.draft_probabilities = [], []
+    if accepted in outcomes:
+        start = count + 1 + outcomes.index(accepted) * run.window
+        masks = slice(start, start + run.window)
+        run.drafts = tokens[masks]
+        run.draft_probabilities = confidence(rows.logits_NV[masks], "probability").tolist()
+    return [*drafts[:accepted], tokens[accepted]]
 
 
-def _accepted(run: _Run, mode: VerifiedMode, logits_KV: Tensor) -> int:
-    if not run.drafts:
-        return 0
-    draft_K = torch.tensor(run.drafts, device=logits_KV.device)
-    if run.sampling.temperature == 0:
-        return accepted_prefix(greedy_accepts(logits_KV, draft_K, mode.threshold))
-    assert run.draft_q_KV is not None
-    p_KV = probabilities(logits_KV, run.sampling)
-    draws_K = acceptance_draws(run.sampling, run.positions(len(run.drafts)))
-    accepts = sampled_accepts(p_KV, run.draft_q_KV, draft_K, mode.threshold, draws_K)
-    return accepted_prefix(accepts)
+def _jacobi(run: _Run, mode: JacobiMode) -> list[int]:
+    """Guesses are accepted while they are what the rows before them say; the rest are replaced by
+    what their rows say, and the last one is repeated where nothing is known yet."""
+    drafts = run.drafts
+    tokens = run.rows(drafts, []).tokens
+    agree = [token == draft for token, draft in zip(tokens, drafts, strict=False)]
+    accepted = [*agree, False].index(False)
+    known = tokens[accepted + 1 :]
+    filler = known[-1] if known else tokens[accepted]
+    run.drafts = known + [filler] * (mode.guesses - len(known))
+    return [*drafts[:accepted], tokens[accepted]]
 
 
 _STEPS: dict[type[Mode], Callable[..., list[int]]] = {
@@ -167,4 +195,5 @@ _STEPS: dict[type[Mode], Callable[..., list[int]]] = {
     ConfidenceMode: _confidence,
     BlockCachedMode: _block_cached,
     VerifiedMode: _verified,
+    JacobiMode: _jacobi,
 }

@@ -5,11 +5,20 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from mars_ray.config.decode import ConfidenceMode, ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import (
+    BlockCachedMode,
+    ConfidenceMode,
+    ExactMode,
+    JacobiMode,
+    Mode,
+    Sampling,
+    VerifiedMode,
+)
 from mars_ray.errors import PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+_MOST_LOGPROBS = 20  # OpenAI's limit
+FinishReason = Literal["stop", "length", "deadline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,9 @@ class Request:
     sampling: Sampling
     max_new_tokens: int
     stop_ids: frozenset[int]
+    priority: int = 0  # smaller goes first
+    deadline: float | None = None  # on the clock of `time.monotonic`
+    logprobs: int | None = None  # how many of the likeliest tokens to report beside each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +43,21 @@ class Completion:
     request_id: str
     tokens: tuple[int, ...]
     token_forward: tuple[int, ...]  # number of the forward, from 1, that committed each token
-    forwards: int  # the prompt's forward included
+    forwards: int  # those that committed tokens; of a long prompt only the last one does
     finish_reason: FinishReason
-    error: str | None = None
 
     @property
     def tokens_per_forward(self) -> float:
         """T/F: committed tokens per forward pass."""
         return len(self.tokens) / self.forwards if self.forwards else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The model's own log-probability of a token, before any temperature or penalty."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +68,13 @@ class TokenEvent:
     tokens: tuple[int, ...]
     forward: int
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
 
 
 def window_of(mode: Mode, card: ModelCard) -> int:
-    """Masks per step, 0 for `exact`. Raises RequestError beyond the trained depth."""
-    if isinstance(mode, ExactMode):
+    """Masks per step; 0 for the modes that have none. Raises RequestError beyond the trained
+    depth."""
+    if isinstance(mode, ExactMode | JacobiMode):
         return 0
     if card.block_size == 0:
         raise RequestError(
@@ -70,6 +91,19 @@ def window_of(mode: Mode, card: ModelCard) -> int:
     return window or card.block_size
 
 
+def most_rows(mode: Mode, window: int) -> int:
+    """Rows of a decoding step at most, the last committed token's included."""
+    match mode:
+        case VerifiedMode(groups=groups):
+            return 1 + window + min(groups, window + 1) * window
+        case JacobiMode(guesses=guesses):
+            return 1 + guesses
+        case BlockCachedMode(cache_block=size):
+            return size + window
+        case _:
+            return 1 + window
+
+
 def check_request(
     request: Request, model: PreTrainedModel, card: ModelCard, max_context: int
 ) -> None:
@@ -82,6 +116,14 @@ def check_request(
     vocabulary = model.config.vocab_size
     if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
         raise RequestError(f"a prompt token is outside the vocabulary of {vocabulary}")
+    foreign = [token for token in request.sampling.logit_bias if not 0 <= token < vocabulary]
+    if foreign:
+        raise RequestError(
+            f"logit_bias names token {foreign[0]}, outside the vocabulary of {vocabulary}",
+            field="logit_bias",
+        )
+    if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
+        raise RequestError(f"logprobs must lie in 0 .. {_MOST_LOGPROBS}", field="logprobs")
     total = len(request.prompt) + request.max_new_tokens
     if total > max_context:
         raise PromptTooLongError(

@@ -6,8 +6,6 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent
 
 
@@ -20,9 +18,19 @@ class Sequence:
     tokens: list[int]
     cached: int = 0
     forwards: int = 0
+    last_commit: int = 0  # tokens that the last of them committed
     token_forward: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
-    draft_q_KV: Tensor | None = None
+    draft_probabilities: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of its first full pages, published
+    arrival: int = 0
+    served: int = 0  # the last step that had rows of it
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first when there is not enough for all."""
+        return self.request.priority, self.arrival
 
     @property
     def committed(self) -> int:
@@ -58,13 +66,14 @@ class Sequence:
         if stop is not None:
             kept = kept[: stop + 1]
         self.tokens += kept
+        self.last_commit = len(kept)
         self.token_forward += [self.forwards] * len(kept)
         completion = None
         if stop is not None or self.remaining == 0:
             completion = self.completion("length" if stop is None else "stop")
         return TokenEvent(self.request.id, tuple(kept), self.forwards, completion)
 
-    def completion(self, reason: FinishReason, error: str | None = None) -> Completion:
+    def completion(self, reason: FinishReason) -> Completion:
         """The result as it stands."""
         return Completion(
             self.request.id,
@@ -72,5 +81,4 @@ class Sequence:
             tuple(self.token_forward),
             self.forwards,
             reason,
-            error,
         )

@@ -16,21 +16,21 @@ def hidden_states(
     input_ids_BR: Tensor,
     position_BR: Tensor,
     attention_mask: Any,
-    cache: Any = None,
+    **for_attention: Any,
 ) -> Tensor:
     """Last hidden states, (B, R, H).
 
     `attention_mask` is a boolean (B, 1, R, keys) tensor, True where a row may look, or a flex
-    `BlockMask`; transformers hands both to its attention function as they are. `cache` is a
-    transformers cache that this call updates.
+    `BlockMask`; transformers hands both to its attention function as they are, and what else is
+    given too.
     """
     output = model.base_model(
         input_ids=input_ids_BR,
         position_ids=position_BR,
         # By layer type: transformers then builds no mask of its own.
         attention_mask=attention_mask,
-        past_key_values=cache,
-        use_cache=cache is not None,
+        use_cache=False,
+        **for_attention,
     )
     return output.last_hidden_state
 

@@ -7,9 +7,8 @@ import torch
 
 from mars_ray.config.decode import Sampling
 from mars_ray.core.accept import accepted_prefix, confidence, passes
-from mars_ray.core.randomness import uniform
-from mars_ray.core.sampling import choose, probabilities
-from mars_ray.core.verify import greedy_accepts, residual, sampled_accepts
+from mars_ray.core.sampling import scores, truncated
+from mars_ray.core.verify import accepts
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.1, 0.0]]).log()
 
@@ -39,69 +38,77 @@ def test_acceptance_stops_at_the_first_failure():
 
 
 def test_temperature_zero_is_the_argmax():
-    """Guards a division by zero."""
-    assert probabilities(LOGITS, Sampling()).tolist() == [[1, 0, 0], [1, 0, 0]]
+    """Guards a division by zero, and noise where there must be none."""
+    assert scores(LOGITS, Sampling(), torch.arange(2)).equal(LOGITS)
 
 
-def test_truncation_by_hand():
-    """0.5, 0.3, 0.2: top-k 2 leaves 5/8, 3/8; top-p 0.5 is reached by the first token alone, and
-    0.51 needs the second."""
-    p = probabilities(LOGITS[:1], Sampling(temperature=1, top_k=2))
-    assert p[0].tolist() == pytest.approx([0.625, 0.375, 0])
-    p = probabilities(LOGITS[:1], Sampling(temperature=1, top_p=0.5))
-    assert p[0].tolist() == pytest.approx([1, 0, 0])
-    p = probabilities(LOGITS[:1], Sampling(temperature=1, top_p=0.51))
-    assert p[0].tolist() == pytest.approx([0.625, 0.375, 0])
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(temperature=1), [0, 1, 2]),
+        (Sampling(temperature=1, top_k=2), [0, 1]),
+        # The first token alone reaches 0.5, but not 0.51.
+        (Sampling(temperature=1, top_p=0.5), [0]),
+        (Sampling(temperature=1, top_p=0.51), [0, 1]),
+        # 0.3 is 0.6 of the largest, 0.2 is 0.4 of it.
+        (Sampling(temperature=1, min_p=0.59), [0, 1]),
+        (Sampling(temperature=1, min_p=0.61), [0]),
+        # At temperature 0.5 p is proportional to 0.25, 0.09, 0.04.
+        (Sampling(temperature=0.5, min_p=0.35), [0, 1]),
+    ],
+)
+def test_truncation_by_hand(sampling, kept):
+    """p = 0.5, 0.3, 0.2."""
+    log_p = truncated(LOGITS[:1], sampling)[0]
+    assert log_p.isfinite().nonzero().flatten().tolist() == kept
+    if sampling.temperature == 1:
+        ratios = (log_p[kept] - log_p[0]).exp().tolist()
+        assert ratios == pytest.approx([[1, 0.6, 0.4][i] for i in kept])
 
 
-def test_choose_inverts_the_distribution():
-    """Edges by hand; a draw never lands on a token without mass, not even at the very end."""
-    p = torch.tensor([[0.25, 0.75, 0.0]]).expand(4, 3)
-    draws = torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53], dtype=torch.float64)
-    assert choose(p, draws).tolist() == [0, 0, 1, 1]
-    assert choose(torch.tensor([[0.0, 1.0]]), torch.zeros(1).double()).tolist() == [1]
+def test_noise_draws_from_the_distribution():
+    """200,000 positions; each frequency within five standard errors (0.0056) of p."""
+    n = 200_000
+    sampling = Sampling(temperature=1, seed=7)
+    tokens = scores(LOGITS[:1].expand(n, 3), sampling, torch.arange(n)).argmax(dim=-1)
+    frequency = torch.bincount(tokens, minlength=3) / n
+    assert (frequency - LOGITS[0].exp()).abs().max() < 0.0056
 
 
-def test_greedy_verification_by_hand():
+def test_a_draft_and_its_row_share_their_noise():
+    """Two distributions at total variation distance d agree with probability >= (1-d)/(1+d)."""
+    n = 100_000
+    sampling = Sampling(temperature=1, seed=7)
+    other = torch.tensor([[0.1, 0.6, 0.3]]).log()
+    mine, draft = (
+        scores(logits.expand(n, 3), sampling, torch.arange(n)).argmax(dim=-1)
+        for logits in (LOGITS[:1], other)
+    )
+    # d = 0.4; independent draws would agree in 0.05 + 0.18 + 0.06 = 0.29 of all cases.
+    assert float((mine == draft).float().mean()) > 0.6 / 1.4 - 0.01
+
+
+def test_noise_depends_on_seed_position_and_token_only():
+    """Guards a draw that changes with the batch a row happens to be in."""
+    sampling = Sampling(temperature=1, seed=7)
+    rows = scores(LOGITS[:1].expand(4, 3), sampling, torch.tensor([5, 6, 5, 9]))
+    assert rows[0].equal(rows[2])
+    assert not rows[0].equal(rows[1])
+    alone = scores(LOGITS[:1], sampling, torch.tensor([9]))
+    assert rows[3].equal(alone[0])
+    other_seed = scores(LOGITS[:1], Sampling(temperature=1, seed=8), torch.tensor([9]))
+    assert not alone.equal(other_seed)
+
+
+def test_verification_by_hand():
     """p = 0.5, 0.3, 0.2: the runner-up needs threshold <= 0.6."""
     drafts = torch.tensor([0, 1, 2])
     logits = LOGITS[:1].expand(3, 3)
-    assert greedy_accepts(logits, drafts, 1.0).tolist() == [True, False, False]
-    assert greedy_accepts(logits, drafts, 0.59).tolist() == [True, True, False]
-    assert greedy_accepts(logits, drafts, 0.0).tolist() == [True, True, True]
+    assert accepts(logits, drafts, 1.0).tolist() == [True, False, False]
+    assert accepts(logits, drafts, 0.59).tolist() == [True, True, False]
+    assert accepts(logits, drafts, 0.0).tolist() == [True, True, True]
 
 
 def test_a_tie_is_no_agreement_at_threshold_one():
     """Guards p(d) >= 1 * max p, which a tie passes though AR decoding takes the first."""
-    assert greedy_accepts(torch.zeros(1, 2), torch.tensor([1]), 1.0).tolist() == [False]
-
-
-def test_speculative_sampling_keeps_the_target_distribution():
-    """200,000 draws; each frequency within five standard errors (0.0056) of p."""
-    p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.1, 0.6, 0.3]])
-    n = 200_000
-    index = torch.arange(n)
-    p_N, q_N = p.expand(n, 3), q.expand(n, 3)
-    draft = choose(q_N, uniform(1, index))
-    accepted = sampled_accepts(p_N, q_N, draft, 1.0, uniform(2, index))
-    corrected = choose(residual(p_N, q_N), uniform(3, index))
-    frequency = torch.bincount(torch.where(accepted, draft, corrected), minlength=3) / n
-    assert (frequency - p[0]).abs().max() < 0.0056
-    # Acceptance is sum(min(p, q)) = 0.1 + 0.3 + 0.2.
-    assert abs(float(accepted.float().mean()) - 0.6) < 0.0056
-
-
-def test_a_lower_threshold_accepts_more():
-    """p/q = 1/6 for the draft: at threshold 0.5 it is accepted with probability 1/3."""
-    p, q = torch.tensor([[0.9, 0.1]]), torch.tensor([[0.4, 0.6]])
-    draft = torch.tensor([1])
-    for threshold, edge in ((1.0, 1 / 6), (0.5, 1 / 3)):
-        for draw, expected in ((edge - 1e-6, True), (edge + 1e-6, False)):
-            draws = torch.tensor([draw], dtype=torch.float64)
-            assert sampled_accepts(p, q, draft, threshold, draws).tolist() == [expected]
-
-
-def test_the_residual_of_equal_distributions_is_the_distribution():
-    """Guards 0/0."""
-    p = torch.tensor([[0.5, 0.5]])
-    assert residual(p, p).tolist() == [[0.5, 0.5]]
+    assert accepts(torch.zeros(1, 2), torch.tensor([1]), 1.0).tolist() == [False]

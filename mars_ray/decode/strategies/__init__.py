@@ -1,1 +1,29 @@
-"""One file per decoding mode: plan a forward, absorb its rows."""
+"""The strategies by mode."""
+
+from mars_ray.config.decode import (
+    BlockCachedMode,
+    ConfidenceMode,
+    ExactMode,
+    JacobiMode,
+    Mode,
+    VerifiedMode,
+)
+from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies.base import Strategy
+from mars_ray.decode.strategies.confidence import BlockCached, Confidence
+from mars_ray.decode.strategies.exact import Exact
+from mars_ray.decode.strategies.jacobi import Jacobi
+from mars_ray.decode.strategies.verified import Verified
+
+STRATEGIES: dict[type[Mode], Strategy] = {
+    ExactMode: Exact(),
+    ConfidenceMode: Confidence(),
+    VerifiedMode: Verified(),
+    BlockCachedMode: BlockCached(),
+    JacobiMode: Jacobi(),
+}
+
+
+def strategy_of(sequence: Sequence) -> Strategy:
+    """How this sequence is decoded."""
+    return STRATEGIES[type(sequence.request.mode)]

@@ -1,34 +1,75 @@
-"""`confidence`: the paper's rule, commit at once while the confidence passes."""
+"""The paper's rule: commit at once while the confidence passes.
+
+`confidence` slides: masks stand behind the last token, whatever was committed before.
+`block_cached` is the paper's own way: no step reaches over the end of a cache block, and the cache
+is extended by whole blocks, so the tokens of an unfinished block are forwarded again in every step.
+"""
 
 from itertools import takewhile
 
-from mars_ray.config.decode import ConfidenceMode
-from mars_ray.decode.draws import draw_tokens
+from mars_ray.config.decode import BlockCachedMode, ConfidenceMode
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows, positions
+from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
 
 
 class Confidence:
-    """Up to window + 1 tokens per forward. Masks leave nothing behind in the cache."""
+    """Up to window + 1 tokens per forward. Masks leave nothing behind in the cache.
+
+    The confidence is that of the raw softmax; temperature changes only which token is taken.
+    """
 
     def plan(self, sequence: Sequence) -> Plan:
-        return Plan([], min(sequence.window, sequence.remaining - 1), _mode(sequence).measure)
+        return _plan(sequence, sequence.window)
 
     def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
-        mode, sampling = _mode(sequence), sequence.request.sampling
         sequence.cached = sequence.committed
-        assert rows.numbers is not None
-        passed = takewhile(lambda number: _passes(number, mode), rows.numbers[1:])
-        count = 1 + sum(1 for _ in passed)
-        if sampling.temperature == 0:
-            return rows.best[:count]
-        return draw_tokens(rows.slice(0, count), sampling, positions(sequence, count))
+        return _accepted(sequence, rows)
 
 
-def _mode(sequence: Sequence) -> ConfidenceMode:
-    assert isinstance(sequence.request.mode, ConfidenceMode)
+class BlockCached:
+    """As the paper, but without its waiting: rows of other sequences are never waited for."""
+
+    def plan(self, sequence: Sequence) -> Plan:
+        left_in_block = _block_end(sequence, sequence.committed) - sequence.committed
+        return _plan(sequence, min(sequence.window, left_in_block - 1))
+
+    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
+        # What of the unfinished block is in the cache already is forgotten.
+        size = _block_size(sequence)
+        sequence.cached = max(sequence.cached, _block_end(sequence, sequence.committed) - size)
+        return _accepted(sequence, rows)
+
+
+def _plan(sequence: Sequence, masks: int) -> Plan:
+    masks = min(masks, sequence.remaining - 1)
+    # The first token of a commit is the causal row's own.
+    review = min(sequence.last_commit, len(sequence.pending)) - 1
+    groups = (MaskGroup(0, masks),) if masks else ()
+    return Plan([], groups, (_mode(sequence).measure,), max(0, review))
+
+
+def _accepted(sequence: Sequence, rows: Rows) -> list[int]:
+    mode = _mode(sequence)
+    passed = takewhile(lambda number: _passes(number, mode), rows.numbers[mode.measure][1:])
+    return rows.best[: 1 + sum(1 for _ in passed)]
+
+
+def _mode(sequence: Sequence) -> ConfidenceMode | BlockCachedMode:
+    assert isinstance(sequence.request.mode, ConfidenceMode | BlockCachedMode)
     return sequence.request.mode
 
 
-def _passes(number: float, mode: ConfidenceMode) -> bool:
+def _passes(number: float, mode: ConfidenceMode | BlockCachedMode) -> bool:
     return number <= mode.threshold if mode.measure == "entropy" else number >= mode.threshold
+
+
+def _block_size(sequence: Sequence) -> int:
+    mode = _mode(sequence)
+    assert isinstance(mode, BlockCachedMode)
+    return mode.cache_block
+
+
+def _block_end(sequence: Sequence, place: int) -> int:
+    """End of the answer's cache block that `place` lies in."""
+    prompt, size = len(sequence.request.prompt), _block_size(sequence)
+    return place + size - (place - prompt) % size

@@ -2,72 +2,63 @@
 
 row        [ last committed | draft 1 | draft 2 | mask | mask | ... ]
 predicts     draft 1?         draft 2?  the token after the drafts, then new drafts
+
+The step's outcome is how many drafts are accepted. Masks behind all drafts mean something only if
+all are; a group of masks for another outcome stands behind fewer drafts and sees no others.
 """
 
-import torch
-
 from mars_ray.config.decode import VerifiedMode
-from mars_ray.core.accept import accepted_prefix
-from mars_ray.core.sampling import probabilities
-from mars_ray.core.verify import residual, sampled_accepts
-from mars_ray.decode.draws import acceptance_draws, draw_drafts, draw_from, draw_tokens
+from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows, positions
+from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
 
 
 class Verified:
-    """One trailing group of masks: a rejection costs one step without drafts."""
+    """An outcome without masks costs one step without drafts.
+
+    Greedy or sampled alike, a row has one token (`core.sampling`): at threshold 1 a draft is
+    accepted if it is that token, so the output is that of `exact` whatever the drafts were.
+    """
 
     def plan(self, sequence: Sequence) -> Plan:
+        if _mode(sequence).groups > 1:
+            return _plan_for_outcomes(sequence)
         # Drafts up to the limit, even the one that this forward could commit without: so a shorter
-        # limit gives the beginning of what a longer one gives, also when sampling.
+        # limit gives the beginning of what a longer one gives, also with relaxed acceptance.
         drafts = sequence.drafts[: sequence.remaining]
         masks = min(sequence.window, max(0, sequence.remaining - len(drafts) - 1))
-        return Plan(drafts, masks, "ratio" if _mode(sequence).threshold < 1 else None)
+        groups = (MaskGroup(len(drafts), masks),) if masks else ()
+        return Plan(drafts, groups, ("ratio",))
 
     def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
-        if sequence.request.sampling.temperature > 0:
-            return _absorb_sampled(sequence, plan, rows)
         threshold, drafts = _mode(sequence).threshold, plan.drafts
         if threshold == 1:
             accepts = [best == draft for best, draft in zip(rows.best, drafts, strict=False)]
         else:
-            assert rows.numbers is not None
-            accepts = [number >= threshold for number in rows.numbers[: len(drafts)]]
+            accepts = [ratio >= threshold for ratio in rows.numbers["ratio"][: len(drafts)]]
         accepted = [*accepts, False].index(False)
         sequence.cached = sequence.committed + accepted
-        whole = accepted == len(drafts)
-        sequence.drafts = rows.best[len(drafts) + 1 :] if whole else []
+        sequence.drafts, sequence.draft_probabilities = _next_drafts(plan, rows, accepted)
         return [*drafts[:accepted], rows.best[accepted]]
 
 
-def _absorb_sampled(sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
-    """Speculative sampling; see `core.verify`."""
-    sampling, count = sequence.request.sampling, len(plan.drafts)
-    accepted, p_KV = 0, probabilities(rows.slice(0, count), sampling)
-    if count:
-        assert sequence.draft_q_KV is not None
-        accepts = sampled_accepts(
-            p_KV,
-            sequence.draft_q_KV[:count],
-            torch.tensor(plan.drafts, device=p_KV.device),
-            _mode(sequence).threshold,
-            acceptance_draws(sampling, positions(sequence, count)),
-        )
-        accepted = accepted_prefix(accepts)
-    here = positions(sequence, 1, accepted)
-    if accepted < count:
-        assert sequence.draft_q_KV is not None
-        at = slice(accepted, accepted + 1)
-        token = draw_from(residual(p_KV[at], sequence.draft_q_KV[at]), sampling, here)
-    else:
-        token = draw_tokens(rows.slice(count, count + 1), sampling, here)
-    sequence.drafts, sequence.draft_q_KV = [], None
-    if accepted == count and plan.masks:
-        after = positions(sequence, plan.masks, count + 1)
-        sequence.drafts, sequence.draft_q_KV = draw_drafts(rows.slice(count + 1), sampling, after)
-    sequence.cached = sequence.committed + accepted
-    return [*plan.drafts[:accepted], *token]
+def _plan_for_outcomes(sequence: Sequence) -> Plan:
+    """Nothing is cut at the limit here: it would change which outcomes are the likeliest."""
+    outcomes = likeliest_outcomes(sequence.draft_probabilities, _mode(sequence).groups)
+    groups = tuple(MaskGroup(after, sequence.window) for after in outcomes)
+    return Plan(sequence.drafts, groups, ("ratio", "probability"))
+
+
+def _next_drafts(plan: Plan, rows: Rows, accepted: int) -> tuple[list[int], list[float]]:
+    """What the masks for this outcome say, if it has any."""
+    start = len(plan.drafts) + 1
+    for group in plan.groups:
+        own = slice(start, start + group.masks)
+        if group.after == accepted:
+            probabilities = rows.numbers.get("probability", [0.0] * len(rows.best))
+            return rows.best[own], probabilities[own]
+        start = own.stop
+    return [], []
 
 
 def _mode(sequence: Sequence) -> VerifiedMode:

@@ -1,0 +1,185 @@
+"""Which rows of which sequences the next forward holds, and who gives way when pages run out."""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.decode.pages import PagePool, content_hashes
+from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies import strategy_of
+from mars_ray.decode.strategies.base import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence's part of a forward: `count` of its pending tokens, then what its plan adds.
+
+    Without a plan it is a chunk of a prompt whose rows nobody reads.
+    """
+
+    sequence: Sequence
+    count: int
+    plan: Plan | None
+
+    @property
+    def rows(self) -> int:
+        """Positions in flight."""
+        return self.count + (self.plan.rows if self.plan else 0)
+
+
+class Scheduler:
+    """Sequences wait, then run; a running one may be sent back to wait, never dropped.
+
+    What a sequence gets depends on the others, what it says does not: a plan is forwarded whole or
+    not at all, and one that is sent back keeps its drafts.
+    """
+
+    def __init__(self, config: EngineConfig, pool: PagePool) -> None:
+        self._config = config
+        self._pool = pool
+        self._steps = 0
+        self._arrivals = 0
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._running: dict[int, Sequence] = {}  # by arrival
+        self.preemptions = 0
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that hold no pages."""
+        return len(self._waiting)
+
+    def all(self) -> Iterator[Sequence]:
+        """Everybody, running or waiting."""
+        yield from self._running.values()
+        yield from (sequence for _, sequence in self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence, behind those of its priority."""
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence and free what it holds."""
+        if self._running.pop(sequence.arrival, None):
+            self._give_back(sequence)
+        else:
+            self._waiting = [item for item in self._waiting if item[1] is not sequence]
+            heapq.heapify(self._waiting)
+
+    def schedule(self) -> list[Work]:
+        """The next forward's work, at most `max_step_tokens` rows; never empty if anybody is here.
+
+        Sequences that decode go before prompts, so that a long prompt fills what they leave.
+        """
+        self._steps += 1
+        work: dict[int, Work] = {}
+        budget = self._config.max_step_tokens
+        for sequence in sorted(self._running.values(), key=_turn):
+            # It may have been sent back by one before it.
+            if sequence.arrival in self._running:
+                budget -= self._enter(sequence, budget, work)
+        while self._waiting and budget > 0 and self.running < self._config.max_batch:
+            sequence = self._waiting[0][1]
+            if not self._admit(sequence):
+                break
+            budget -= self._enter(sequence, budget, work)
+        for item in work.values():
+            item.sequence.served = self._steps
+        return list(work.values())
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others share the pages that are full and final by now."""
+        if not self._config.prefix_cache:
+            return
+        final = min(sequence.cached, sequence.committed)
+        if final // self._config.page_size > len(sequence.hashes):
+            known = len(sequence.hashes)
+            tokens = sequence.tokens[:final]
+            sequence.hashes = content_hashes(tokens, self._config.page_size, sequence.hashes)
+            for page, content in zip(sequence.pages[known:], sequence.hashes[known:], strict=False):
+                self._pool.publish(page, content)
+
+    def check(self) -> None:
+        """Assert what must hold between steps: no page is lost, none is held twice."""
+        for sequence in self.all():
+            sequence.check()
+        assert all(not sequence.pages for _, sequence in self._waiting)
+        size = self._config.page_size
+        for sequence in self._running.values():
+            assert sequence.cached <= len(sequence.pages) * size
+        self._pool.check([sequence.pages for sequence in self._running.values()])
+
+    def _item(self, sequence: Sequence, budget: int) -> Work | None:
+        """As much of a sequence as fits the budget."""
+        pending = sequence.committed - sequence.cached
+        if pending <= budget:
+            item = Work(sequence, pending, strategy_of(sequence).plan(sequence))
+            if item.rows <= budget:
+                return item
+        count = min(budget, pending - 1)
+        return Work(sequence, count, None) if count else None
+
+    def _enter(self, sequence: Sequence, budget: int, work: dict[int, Work]) -> int:
+        """Add a sequence's item with the pages it needs; returns the rows that this costs.
+
+        Others may have to give way, and even the sequence itself: rows given back are negative.
+        """
+        item = self._item(sequence, budget)
+        if item is None:
+            return 0
+        cost = item.rows
+        missing = self._pages_for(sequence.cached + item.rows) - len(sequence.pages)
+        while (pages := self._pool.take(max(0, missing))) is None:
+            victim = max(self._running.values(), key=lambda other: other.order)
+            self._send_back(victim)
+            if victim is sequence:
+                return cost - item.rows
+            given_back = work.pop(victim.arrival, None)
+            cost -= given_back.rows if given_back else 0
+        sequence.pages += pages
+        work[sequence.arrival] = item
+        return cost
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Let the first in the queue run, if all that it has to forward finds room."""
+        size = self._config.page_size
+        # Of the last token the row is needed, not only keys and values.
+        hashes = content_hashes(sequence.tokens[:-1], size) if self._config.prefix_cache else []
+        shared = self._pool.share(hashes)
+        needed = self._pages_for(sequence.committed + len(sequence.drafts) + sequence.window)
+        if needed - len(shared) > self._pool.available and self._running:
+            self._pool.release(shared)
+            return False
+        sequence.pages, sequence.cached = shared, len(shared) * size
+        sequence.hashes = hashes[: len(shared)]
+        heapq.heappop(self._waiting)
+        self._running[sequence.arrival] = sequence
+        return True
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """What its pages held is computed again when it comes back, or found if still there."""
+        del self._running[sequence.arrival]
+        self._give_back(sequence)
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self.preemptions += 1
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.publish(sequence)
+        self._pool.release(sequence.pages)
+        sequence.pages, sequence.hashes, sequence.cached = [], [], 0
+
+    def _pages_for(self, places: int) -> int:
+        return -(-places // self._config.page_size)
+
+
+def _turn(sequence: Sequence) -> tuple[bool, int, int, int]:
+    """Decoding before prompts; then by priority, then whoever has waited longest."""
+    is_prompt = sequence.forwards == 0
+    return is_prompt, sequence.request.priority, sequence.served, sequence.arrival

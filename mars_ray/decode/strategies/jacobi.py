@@ -1,0 +1,25 @@
+"""`jacobi`: guesses are replaced by what their rows say until they agree, from left to right."""
+
+from mars_ray.config.decode import JacobiMode
+from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies.base import Plan, Rows
+
+
+class Jacobi:
+    """The baseline of the paper's appendix C: needs no MARS training, and gains little."""
+
+    def plan(self, sequence: Sequence) -> Plan:
+        return Plan(sequence.drafts[: sequence.remaining])
+
+    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
+        drafts = plan.drafts
+        agree = [best == draft for best, draft in zip(rows.best, drafts, strict=False)]
+        accepted = [*agree, False].index(False)
+        sequence.cached = sequence.committed + accepted
+        mode = sequence.request.mode
+        assert isinstance(mode, JacobiMode)
+        # What the rows behind said is the next guess; where there was none, the last token again.
+        guesses = rows.best[accepted + 1 :]
+        filler = guesses[-1] if guesses else rows.best[accepted]
+        sequence.drafts = guesses + [filler] * (mode.guesses - len(guesses))
+        return [*drafts[:accepted], rows.best[accepted]]
