@@ -15,6 +15,7 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.config.base import Config
+from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
@@ -127,7 +128,24 @@ def bench_train_step(
     unknown = set(case or ()) - set(CASES)
     if unknown:
         raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
-    result = run_bench(case or list(CASES), _console())
+    _keep(run_bench(case or list(CASES), _console()), output)
+
+
+@bench.command("decode")
+def bench_decode(
+    job_file: JobFile,
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Tokens per second of our modes and of other decoders, side by side."""
+    job = _job(BenchDecodeJob, job_file, overrides, dry_run)
+    from mars_ray.evaluate.bench_decode import run_bench_decode
+
+    _keep(run_bench_decode(job, _console()), output)
+
+
+def _keep(result: dict[str, Any], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     _print_result(result)

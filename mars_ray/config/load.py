@@ -9,18 +9,20 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import ConfigError
 
-Job = TrainJob | EvaluateJob | ServeJob | DemoJob
+Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob
 _KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
     "serve": ServeJob,
     "demo": DemoJob,
+    "bench-decode": BenchDecodeJob,
 }
 
 

@@ -1,0 +1,43 @@
+"""Benchmarks that take a job file."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from mars_ray.config.base import Config
+from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
+from mars_ray.config.model import PresetName
+
+Peer = Literal["vllm", "transformers"]
+
+
+class BenchDecodeJob(Config):
+    """Our modes and other decoders on one checkpoint, in turn."""
+
+    kind: Literal["bench-decode"] = "bench-decode"
+    checkpoint: str | None = None
+    random_weights: PresetName | None = Field(
+        default=None, description="instead of a checkpoint: a shape, for the cost of a step"
+    )
+    modes: tuple[Mode, ...] = Field(default=(ExactMode(), VerifiedMode()), min_length=1)
+    peers: tuple[Peer, ...] = ()
+    peer_pythons: dict[str, str] = Field(
+        default={}, description="interpreters of peers with environments of their own"
+    )
+    batch_sizes: tuple[int, ...] = Field(default=(1, 4, 8, 16), min_length=1)
+    random_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="default: questions of the built-in corpus"
+    )
+    max_new_tokens: int = Field(default=128, ge=1)
+    max_context: int = Field(default=512, ge=8, description="tokens")
+    repeats: int = Field(default=5, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if (self.checkpoint is None) == (self.random_weights is None):
+            raise ValueError("name either checkpoint or random_weights")
+        if self.random_weights and not self.random_prompt_tokens:
+            raise ValueError("random_weights need random_prompt_tokens")
+        return self

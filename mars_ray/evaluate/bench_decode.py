@@ -1,0 +1,251 @@
+"""Decoding speed of this engine and of others: same checkpoint, same prompts, in turn.
+
+Every peer is a process that waits while the others work. One round asks each (peer, batch) once, in
+the same order; rounds are repeated and medians taken, so that a machine that drifts drifts for all.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from mars_ray.config.bench import BenchDecodeJob
+from mars_ray.config.decode import Mode
+from mars_ray.config.model import PresetModel
+from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.corpus import problems
+from mars_ray.errors import MarsError
+from mars_ray.model.card import read_card, write_card
+from mars_ray.model.create import create_model
+from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.stop import stop_ids
+from mars_ray.provenance import provenance
+
+_PEERS = Path(__file__).parent / "peers"
+# Another seed than training's, evaluation's and the demo question's.
+_PROMPT_SEED = 77
+# Masks per step of a model that was never trained.
+_RANDOM_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """A row of the result: a peer, for ours with a mode."""
+
+    label: str
+    peer: str
+    mode: Mode | None = None
+
+
+@dataclass(slots=True)
+class _Measured:
+    """One contender at one batch size over all rounds."""
+
+    seconds: list[float] = field(default_factory=list)
+    answer: dict[str, Any] = field(default_factory=dict)
+
+
+def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
+    """Measure, print a table, return everything. Raises MarsError if a peer fails."""
+    contenders = _contenders(job)
+    measured = {(c.label, batch): _Measured() for c in contenders for batch in job.batch_sizes}
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(_checkpoint(job))
+        tasks = _tasks(job, checkpoint)
+        peers = {
+            peer: stack.enter_context(_running(peer, job, checkpoint))
+            for peer in dict.fromkeys(contender.peer for contender in contenders)
+        }
+        progress = stack.enter_context(Progress(console=console, disable=not console.is_terminal))
+        total = (1 + job.repeats) * len(measured)
+        bar = progress.add_task("rounds, the first one to warm up", total=total)
+        for round_ in range(1 + job.repeats):
+            for batch in job.batch_sizes:
+                for contender in contenders:
+                    answer = peers[contender.peer].ask(tasks[batch] | _mode(contender))
+                    progress.advance(bar)
+                    if round_:
+                        cell = measured[contender.label, batch]
+                        cell.seconds.append(answer["seconds"])
+                        cell.answer = answer
+        versions = {name: peer.version for name, peer in peers.items()}
+    result = {
+        "job": job.model_dump(mode="json"),
+        "peers": versions,
+        "cases": _cases(contenders, measured, job),
+        "provenance": provenance(),
+    }
+    _print(result, console)
+    return result
+
+
+class _Peer:
+    """The other end of a peer's pipes."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self._name, self._process = name, process
+        self.version = self._receive()["version"]
+
+    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise MarsError(f"the peer {self._name} ended; what it said is above")
+        return json.loads(line)
+
+
+@contextmanager
+def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
+    """The job's, or one with random weights that claims to be trained, for as long as it takes."""
+    if job.checkpoint:
+        yield job.checkpoint
+        return
+    assert job.random_weights
+    solved = problems("train", 500, 0)
+    with TemporaryDirectory() as directory:
+        create_model(
+            PresetModel(preset=job.random_weights),
+            lambda: (text for item in solved for text in (item.question, item.solution)),
+            directory,
+            seed=0,
+        )
+        write_card(directory, replace(read_card(directory), block_size=_RANDOM_DEPTH))
+        yield directory
+
+
+@contextmanager
+def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]:
+    python = job.peer_pythons.get(name, sys.executable)
+    script = {"mars": "mars_peer.py"}.get(name, f"{name}_peer.py")
+    command = [python, str(_PEERS / script), checkpoint, job.dtype, str(job.max_context)]
+    if name == "mars":
+        command.append(str(max(job.batch_sizes)))
+    threads = {"OMP_NUM_THREADS": str(job.threads)}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | threads
+    )
+    try:
+        yield _Peer(name, process)
+    finally:
+        assert process.stdin
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _contenders(job: BenchDecodeJob) -> list[_Contender]:
+    ours = [_Contender(_label(mode), "mars", mode) for mode in job.modes]
+    return ours + [_Contender(peer, peer) for peer in job.peers]
+
+
+def _label(mode: Mode) -> str:
+    threshold = getattr(mode, "threshold", None)
+    return f"mars-ray {mode.type}" + ("" if threshold is None else f" {threshold:g}")
+
+
+def _mode(contender: _Contender) -> dict[str, Any]:
+    return {"mode": contender.mode.model_dump()} if contender.mode else {}
+
+
+def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
+    """The same prompts for every peer; the larger batch starts with the smaller one's."""
+    largest = max(job.batch_sizes)
+    if job.random_prompt_tokens:
+        prompts = [
+            [(7 * i + j) % 200 + 5 for j in range(job.random_prompt_tokens)] for i in range(largest)
+        ]
+        stops: Sequence[int] = ()
+    else:
+        tokenizer = load_tokenizer(checkpoint)
+        asked = problems("test", largest, _PROMPT_SEED)
+        prompts = [encode_prompt([Message("user", p.question)], tokenizer) for p in asked]
+        stops = sorted(stop_ids(load_model(checkpoint, dtype=None)))
+    return {
+        batch: {
+            "prompts": prompts[:batch],
+            "max_new_tokens": job.max_new_tokens,
+            "stop_ids": list(stops),
+        }
+        for batch in job.batch_sizes
+    }
+
+
+def _cases(
+    contenders: Sequence[_Contender],
+    measured: dict[tuple[str, int], _Measured],
+    job: BenchDecodeJob,
+) -> list[dict[str, Any]]:
+    base = contenders[0].label
+    return [
+        _case(contender.label, batch, measured[contender.label, batch], measured[base, batch])
+        for batch in job.batch_sizes
+        for contender in contenders
+    ]
+
+
+def _case(label: str, batch: int, cell: _Measured, base: _Measured) -> dict[str, Any]:
+    tokens = sum(map(len, cell.answer["tokens"]))
+    base_tokens = sum(map(len, base.answer["tokens"]))
+    same = [a == b for a, b in zip(cell.answer["tokens"], base.answer["tokens"], strict=True)]
+    # Round by round: what the machine does to one it does to the other.
+    speed_ups = [
+        (tokens / own) / (base_tokens / theirs)
+        for own, theirs in zip(cell.seconds, base.seconds, strict=True)
+    ]
+    case = {
+        "label": label,
+        "batch": batch,
+        "tokens": tokens,
+        "tokens_per_s": tokens / statistics.median(cell.seconds),
+        "speed_up": statistics.median(speed_ups),
+        "same_output": sum(same) / len(same),
+        "seconds": cell.seconds,
+    }
+    if "steps" in cell.answer:
+        case |= {
+            "ms_per_step": 1e3 * statistics.median(cell.seconds) / cell.answer["steps"],
+            "tokens_per_forward": tokens / cell.answer["forwards"],
+            "positions_per_token": cell.answer["rows"] / tokens,
+        }
+    return case
+
+
+def _print(result: dict[str, Any], console: Console) -> None:
+    name = result["job"]["checkpoint"] or result["job"]["random_weights"]
+    table = Table(title=f"decoding {name}")
+    columns = ("batch", "decoder", "tokens/s", "x", "same output", "ms/step", "T/F", "pos./token")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "decoder" else "right")
+    for case in result["cases"]:
+        ours = "ms_per_step" in case
+        table.add_row(
+            str(case["batch"]),
+            case["label"],
+            f"{case['tokens_per_s']:.0f}",
+            f"{case['speed_up']:.2f}",
+            f"{case['same_output']:.0%}",
+            f"{case['ms_per_step']:.2f}" if ours else "-",
+            f"{case['tokens_per_forward']:.2f}" if ours else "-",
+            f"{case['positions_per_token']:.1f}" if ours else "-",
+        )
+    console.print(table)

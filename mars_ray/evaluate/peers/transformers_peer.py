@@ -1,0 +1,52 @@
+"""transformers as a peer: `generate` (static batch, padded) and its continuous batching."""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+
+def main() -> None:
+    """Arguments: checkpoint, dtype, longest sequence (unused: the cache grows)."""
+    checkpoint, dtype, _ = sys.argv[1:4]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    print(json.dumps({"peer": "transformers", "version": transformers.__version__}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(model, json.loads(line))), flush=True)
+
+
+@torch.inference_mode()
+def _answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
+    config = GenerationConfig(
+        max_new_tokens=task["max_new_tokens"],
+        do_sample=False,
+        eos_token_id=task["stop_ids"] or None,
+        pad_token_id=0,
+    )
+    started = time.perf_counter()
+    tokens = _generate(model, task["prompts"], config)
+    return {"seconds": time.perf_counter() - started, "tokens": tokens}
+
+
+def _generate(
+    model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig
+) -> list[list[int]]:
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    output: Any = model.generate(padded, attention_mask=seen, generation_config=config)  # type: ignore[operator]
+    return [_until_stop(row[longest:].tolist(), config.eos_token_id or []) for row in output]
+
+
+def _until_stop(tokens: list[int], stops: list[int]) -> list[int]:
+    """Without the padding behind the first stop token."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+if __name__ == "__main__":
+    main()

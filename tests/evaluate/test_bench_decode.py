@@ -1,0 +1,51 @@
+"""The decoding benchmark: real processes, small everything. No times are judged here."""
+
+import io
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from mars_ray.config.bench import BenchDecodeJob
+from mars_ray.evaluate.bench_decode import run_bench_decode
+
+SMALL = {
+    "random_weights": "tiny",
+    "random_prompt_tokens": 6,
+    "max_new_tokens": 5,
+    "max_context": 64,
+    "batch_sizes": (1, 2),
+    "repeats": 2,
+    "threads": 1,
+}
+
+
+@pytest.mark.slow
+def test_peers_answer_the_same_prompts_with_the_same_tokens():
+    """Guards a comparison of different work: greedy decoding of one checkpoint has one result."""
+    job = BenchDecodeJob.model_validate(SMALL | {"peers": ("transformers",)})
+    result = run_bench_decode(job, Console(file=io.StringIO(), width=120))
+    assert [(case["batch"], case["label"]) for case in result["cases"]] == [
+        (batch, label)
+        for batch in (1, 2)
+        for label in ("mars-ray exact", "mars-ray verified 1", "transformers")
+    ]
+    for case in result["cases"]:
+        assert case["same_output"] == 1
+        assert case["tokens"] == 5 * case["batch"]
+        assert len(case["seconds"]) == 2
+        assert min(case["seconds"]) > 0
+    exact = result["cases"][0]
+    assert exact["speed_up"] == 1
+    assert exact["tokens_per_forward"] == 1
+    # Six of the prompt at once, then four more tokens to forward for the four that follow.
+    assert exact["positions_per_token"] == pytest.approx((6 + 4) / 5)
+    assert set(result["peers"]) == {"mars", "transformers"}
+
+
+def test_a_job_names_one_model():
+    """Guards a benchmark of something else than was meant."""
+    with pytest.raises(ValidationError, match="either checkpoint or random_weights"):
+        BenchDecodeJob.model_validate(SMALL | {"checkpoint": "somewhere"})
+    with pytest.raises(ValidationError, match="need random_prompt_tokens"):
+        BenchDecodeJob.model_validate(SMALL | {"random_prompt_tokens": None})
