@@ -42,8 +42,7 @@ def forward(
     hidden_NH = hidden_states(
         model, ids_N[None].to(device), position_N[None].to(device), None, paged=step
     )[0]
-    read = [item for item in work if item.plan]
-    if not read:
+    if not any(item.plan for item in work):
         return [None] * len(work)
     rows = iter(_read(model, hidden_NH, work, widths, position_N, mask_token_id))
     return [next(rows) if item.plan else None for item in work]

@@ -184,6 +184,7 @@ def test_scarcity_is_real(model):
     done = generate_all(engine, requests)
     assert done == [reference.generate(model, CARD, item) for item in requests]
     assert engine.preemptions > 0
+    assert engine.cache_bytes == 18 * PAGE_BYTES
 
 
 def test_a_shared_beginning_is_computed_once(model):

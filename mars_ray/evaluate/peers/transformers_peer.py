@@ -1,4 +1,4 @@
-"""transformers as a peer: `generate` (static batch, padded) and its continuous batching."""
+"""transformers as a peer: `generate` on a padded batch, whose rows wait for the longest."""
 
 import json
 import sys
