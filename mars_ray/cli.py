@@ -71,7 +71,7 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
 
     with _Cluster():
         result = run_training(job)
-    models = {stage: str(path) for stage, path in result.models.items()}
+    models = {stage: os.path.relpath(path) for stage, path in result.models.items()}
     _print_result(asdict(result) | {"models": models, "provenance": provenance()})
 
 
