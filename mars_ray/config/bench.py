@@ -8,7 +8,14 @@ from mars_ray.config.base import Config
 from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
 from mars_ray.config.model import PresetName
 
-Peer = Literal["vllm", "transformers"]
+Peer = Literal["vllm", "transformers", "transformers-continuous"]
+
+
+class LockstepDecoder(Config):
+    """The paper's decoding of padded batches, with a cache or without (for ablation)."""
+
+    cache: Literal["none", "token", "block"]
+    threshold: float = Field(default=0.95, ge=0, le=1)
 
 
 class BenchDecodeJob(Config):
@@ -21,10 +28,14 @@ class BenchDecodeJob(Config):
     )
     modes: tuple[Mode, ...] = Field(default=(ExactMode(), VerifiedMode()), min_length=1)
     peers: tuple[Peer, ...] = ()
+    lockstep: tuple[LockstepDecoder, ...] = ()
     peer_pythons: dict[str, str] = Field(
         default={}, description="interpreters of peers with environments of their own"
     )
     batch_sizes: tuple[int, ...] = Field(default=(1, 4, 8, 16), min_length=1)
+    prompts: int = Field(
+        default=16, ge=1, description="per round, in batches; at least the largest batch"
+    )
     random_prompt_tokens: int | None = Field(
         default=None, ge=1, description="default: questions of the built-in corpus"
     )

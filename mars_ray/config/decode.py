@@ -24,8 +24,11 @@ class VerifiedMode(Config):
     type: Literal["verified"] = "verified"
     threshold: Threshold = 1.0
     window: Window = None
-    groups: int = Field(
-        default=1, ge=1, le=65, description="outcomes of a step that get masks, likeliest first"
+    groups: int | None = Field(
+        default=None,
+        ge=1,
+        le=65,
+        description="outcomes of a step that get masks, likeliest first; default: as many as pay",
     )
 
 
@@ -54,8 +57,25 @@ class JacobiMode(Config):
     guesses: int = Field(default=4, ge=1, le=64, description="tokens guessed ahead")
 
 
+class SpeculativeMode(Config):
+    """A draft model adds its tokens to those of the masks (paper, section 4.6).
+
+    At threshold 1 the output is that of `exact`. With window 0 it is ordinary speculative decoding.
+    """
+
+    type: Literal["speculative"] = "speculative"
+    threshold: Threshold = 1.0
+    draft_tokens: int = Field(default=4, ge=1, le=64, description="of the draft model, per step")
+    window: int | None = Field(
+        default=None, ge=0, le=64, description="masks of a group; default: trained depth"
+    )
+    groups: int | None = Field(
+        default=None, ge=1, le=129, description="outcomes that get masks; default: all"
+    )
+
+
 Mode = Annotated[
-    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode,
+    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
     Field(discriminator="type"),
 ]
 
@@ -67,7 +87,7 @@ class Sampling(Config):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, description="0: no limit")
     min_p: float = Field(default=0.0, ge=0, le=1, description="share of the likeliest token's p")
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     repetition_penalty: float = Field(default=1.0, gt=0, description="on prompt and answer")
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="on the answer")
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="on the answer")
@@ -99,6 +119,13 @@ class EngineConfig(Config):
         default=None, ge=1, description="KV cache; default: max_batch sequences of max_context"
     )
     prefix_cache: bool = Field(default=True, description="prompts share pages of equal beginnings")
+    draft_model: str | None = Field(
+        default=None, description="checkpoint with the same tokenizer, for mode speculative"
+    )
+    window_control: bool = Field(
+        default=True,
+        description="measure what steps cost, and give lossless requests the masks that pay",
+    )
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: int | None = Field(

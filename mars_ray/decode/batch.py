@@ -3,49 +3,73 @@
 Only attention knows where a sequence ends, so a prompt's chunk and single decoding rows share all
 matrix products, and none is padded.
 
-Shape suffixes: N rows of a forward, P rows that are read, B sequences of a group, Q rows of the
-longest, C places of the longest table, V vocabulary.
+Shape suffixes: N rows of a forward, S sequences, B sequences of a group, Q rows of the longest, M
+pages of the longest table, C its places, R rows of a key head (Q times the query heads of one).
 """
 
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from itertools import chain
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from mars_ray.core.accept import confidence
-from mars_ray.core.penalties import adjust
-from mars_ray.core.sampling import scores
 from mars_ray.decode.kv_cache import Group, PagedCache, PagedStep
+from mars_ray.decode.reading import read
+from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Work
-from mars_ray.decode.strategies.base import Plan, Rows, Wanted
-from mars_ray.model.forward import hidden_states, output_head
+from mars_ray.decode.strategies.base import Rows
 
-# Sequences with at most so many rows attend together; a longer one would pad all others.
+# Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
+# as many rows: they would pad the others.
 _NARROW = 32
 
 
 @torch.inference_mode()
 def forward(
-    model: PreTrainedModel, cache: PagedCache, work: Several[Work], mask_token_id: int
+    runner: Runner, cache: PagedCache, work: Several[Work], mask_token_id: int
 ) -> list[Rows | None]:
     """Forward [pending | drafts | masks] of every sequence; the rows of those that have a plan."""
-    device = model.device
-    widths = [item.rows for item in work]
-    starts = [item.sequence.cached for item in work]
-    place_N, position_N = _places(work, widths, starts, cache.page_size)
-    step = PagedStep(cache, place_N.to(device), _groups(work, widths, starts, cache, model))
+    tables = _Tables.of(work, cache.page_size)
+    position_N = torch.from_numpy(_positions(work, tables))
+    step = _step(work, tables, cache, runner)
     ids_N = torch.tensor(list(chain.from_iterable(_tokens(w, mask_token_id) for w in work)))
-    hidden_NH = hidden_states(
-        model, ids_N[None].to(device), position_N[None].to(device), None, paged=step
-    )[0]
+    hidden_NH = runner.hidden_states(ids_N.to(runner.device), position_N.to(runner.device), step)
     if not any(item.plan for item in work):
         return [None] * len(work)
-    rows = iter(_read(model, hidden_NH, work, widths, position_N, mask_token_id))
+    rows = iter(read(runner, hidden_NH, work, position_N, mask_token_id))
     return [next(rows) if item.plan else None for item in work]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Where each sequence's rows lie: among the forward's, and in its table of pages."""
+
+    width_S: np.ndarray  # rows
+    first_S: np.ndarray  # the first row among the forward's
+    start_S: np.ndarray  # its place in the sequence
+    page_SM: np.ndarray
+    owner_N: np.ndarray  # the sequence of a row
+    index_N: np.ndarray  # the place of a row in its sequence
+
+    @classmethod
+    def of(cls, work: Several[Work], page_size: int) -> "_Tables":
+        width_S = np.array([item.rows for item in work])
+        start_S = np.array([item.sequence.cached for item in work])
+        first_S = width_S.cumsum() - width_S
+        owner_N = np.arange(len(work)).repeat(width_S)
+        index_N = np.arange(width_S.sum()) + (start_S - first_S)[owner_N]
+        page_SM = np.zeros((len(work), -(-int((start_S + width_S).max()) // page_size)), np.int64)
+        for row, item in zip(page_SM, work, strict=True):
+            pages = item.sequence.pages[: len(row)]
+            row[: len(pages)] = pages
+        return cls(width_S, first_S, start_S, page_SM, owner_N, index_N)
+
+    def places(self, page_size: int) -> np.ndarray:
+        """Where each row's keys and values go in the pool."""
+        page_N = self.page_SM[self.owner_N, self.index_N // page_size]
+        return page_N * page_size + self.index_N % page_size
 
 
 def _tokens(item: Work, mask_token_id: int) -> list[int]:
@@ -56,90 +80,87 @@ def _tokens(item: Work, mask_token_id: int) -> list[int]:
     return [*real, *plan.drafts, *([mask_token_id] * (plan.rows - len(plan.drafts)))]
 
 
-def _places(
-    work: Several[Work], widths: list[int], starts: list[int], page_size: int
-) -> tuple[Tensor, Tensor]:
-    """Where each row's keys and values go in the pool, and its position; int64 (N,) each."""
-    places, positions = [], []
-    for item, width, start in zip(work, widths, starts, strict=True):
-        index = np.arange(start, start + width)
-        pages = np.asarray(item.sequence.pages)
-        places.append(pages[index // page_size] * page_size + index % page_size)
-        positions.append(_positions(item, index))
-    return torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(positions))
-
-
-def _positions(item: Work, index: np.ndarray) -> np.ndarray:
+def _positions(work: Several[Work], tables: _Tables) -> np.ndarray:
     """A row's position is its place in the sequence, unless a group of masks stands elsewhere."""
-    if item.plan is None or item.plan.is_causal:
-        return index
-    committed = index[0] + item.count
-    real = index[: item.count + len(item.plan.drafts)]
-    masks = [committed + g.after + np.arange(g.masks) for g in item.plan.groups]
-    return np.concatenate([real, *masks])
-
-
-def _groups(
-    work: Several[Work],
-    widths: list[int],
-    starts: list[int],
-    cache: PagedCache,
-    model: PreTrainedModel,
-) -> list[Group]:
-    narrow = [i for i, width in enumerate(widths) if width <= _NARROW]
-    members = [[i] for i, width in enumerate(widths) if width > _NARROW]
-    if narrow:
-        members.append(narrow)
-    first_rows = np.concatenate(([0], np.cumsum(widths)))
-    return [
-        _group(
-            [work[i] for i in group],
-            np.array([widths[i] for i in group]),
-            np.array([starts[i] for i in group]),
-            first_rows[group],
-            cache.page_size,
-            model,
-            whole=len(members) == 1,
-        )
-        for group in members
-    ]
-
-
-def _group(
-    work: Several[Work],
-    width_B: np.ndarray,
-    start_B: np.ndarray,
-    first_row_B: np.ndarray,
-    page_size: int,
-    model: PreTrainedModel,
-    *,
-    whole: bool,
-) -> Group:
-    longest = width_B.max()
-    offset_Q = np.arange(longest)
-    page_count = -(-int((start_B + width_B).max()) // page_size)
-    page_BM = np.zeros((len(work), page_count), dtype=np.int64)
-    for row, item in zip(page_BM, work, strict=True):
-        pages = item.sequence.pages[:page_count]
-        row[: len(pages)] = pages
-    index_BQ = start_B[:, None] + offset_Q
-    hidden_B1QC = (np.arange(page_count * page_size) > index_BQ[:, :, None])[:, None]
-    for hidden_QC, item, start in zip(hidden_B1QC[:, 0], work, start_B, strict=True):
+    position_N = tables.index_N.copy()
+    for item, first, start in zip(work, tables.first_S, tables.start_S, strict=True):
         if item.plan and not item.plan.is_causal:
-            _separate(hidden_QC, item, int(start))
-    bias = torch.zeros(hidden_B1QC.shape, dtype=model.dtype)
-    bias.masked_fill_(torch.from_numpy(hidden_B1QC), -torch.inf)
-    padded = bool((width_B != longest).any())
+            row = first + item.count + len(item.plan.drafts)
+            for group in item.plan.groups:
+                stands = start + item.count + group.after
+                position_N[row : row + group.masks] = np.arange(stands, stands + group.masks)
+                row += group.masks
+    return position_N
+
+
+def _step(work: Several[Work], tables: _Tables, cache: PagedCache, runner: Runner) -> PagedStep:
+    members = _members(tables.width_S)
+    padded = [_padded_rows(tables, member_B) for member_B in members]
+    is_plain = len(padded) == 1 and bool(padded[0][1].all())
+    groups = []
+    for member_B, (row_BQ, _) in zip(members, padded, strict=True):
+        own = [work[index] for index in member_B]
+        start_B = tables.start_S[member_B]
+        end = int((start_B + tables.width_S[member_B]).max())
+        page_BM = tables.page_SM[member_B, : -(-end // cache.page_size)]
+        places = page_BM.shape[1] * cache.page_size
+        groups.append(
+            Group(
+                len(own),
+                None if is_plain else _tensor(row_BQ.ravel(), runner),
+                _tensor(page_BM.ravel(), runner),
+                _bias(own, start_B, row_BQ.shape[1], places, cache, runner),
+            )
+        )
+    place_N = _tensor(tables.places(cache.page_size), runner)
+    return PagedStep(cache, place_N, groups, None if is_plain else _back(padded, runner))
+
+
+def _members(width_S: np.ndarray) -> list[np.ndarray]:
+    """Which sequences attend together."""
+    size_S = np.ceil(np.log2(width_S.clip(min=_NARROW)))
+    return [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
+
+
+def _padded_rows(tables: _Tables, member_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A group's rows among the forward's, (B, Q), and which are no padding."""
+    width_B = tables.width_S[member_B]
+    offset_Q = np.arange(width_B.max())
     real_BQ = offset_Q < width_B[:, None]
     # Padding repeats a sequence's first row.
-    row_BQ = first_row_B[:, None] + np.where(real_BQ, offset_Q, 0)
-    device = model.device
-    return Group(
-        None if whole and not padded else torch.from_numpy(row_BQ).to(device),
-        torch.from_numpy(real_BQ.ravel().nonzero()[0]).to(device) if padded else None,
-        torch.from_numpy(page_BM).to(device),
-        bias.to(device),
-    )
+    return tables.first_S[member_B][:, None] + offset_Q * real_BQ, real_BQ
+
+
+def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: Runner) -> Tensor:
+    """Where each of the forward's rows is among those of all groups."""
+    row_X = np.concatenate([row_BQ.ravel() for row_BQ, _ in padded])
+    real_X = np.concatenate([real_BQ.ravel() for _, real_BQ in padded])
+    back_N = np.empty(real_X.sum(), np.int64)
+    back_N[row_X[real_X]] = np.flatnonzero(real_X)
+    return _tensor(back_N, runner)
+
+
+def _bias(
+    work: Several[Work],
+    start_B: np.ndarray,
+    width: int,
+    places: int,
+    cache: PagedCache,
+    runner: Runner,
+) -> Tensor:
+    """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
+    index_BQ = start_B[:, None] + np.arange(width)
+    hidden_BQC = np.arange(places) > index_BQ[:, :, None]
+    for hidden_QC, item, start in zip(hidden_BQC, work, start_B, strict=True):
+        if item.plan and not item.plan.is_causal:
+            _separate(hidden_QC, item, int(start))
+    bias_BQC = torch.from_numpy(np.where(hidden_BQC, np.float32(-np.inf), np.float32(0)))
+    bias_BRC = bias_BQC.repeat_interleave(cache.shared_heads, dim=1)
+    return bias_BRC[:, None].to(runner.device, runner.dtype)
+
+
+def _tensor(array: np.ndarray, runner: Runner) -> Tensor:
+    return torch.from_numpy(array).to(runner.device)
 
 
 def _separate(hidden_QC: np.ndarray, item: Work, start: int) -> None:
@@ -150,92 +171,3 @@ def _separate(hidden_QC: np.ndarray, item: Work, start: int) -> None:
         seen = start + item.count + group.after
         hidden_QC[row : row + group.masks, seen : start + row] = True
         row += group.masks
-
-
-def _read(
-    model: PreTrainedModel,
-    hidden_NH: Tensor,
-    work: Several[Work],
-    widths: list[int],
-    position_N: Tensor,
-    mask_token_id: int,
-) -> list[Rows]:
-    """The rows from each sequence's last real token on, and those under review before it."""
-    index, start = [], 0
-    for item, width in zip(work, widths, strict=True):
-        if item.plan:
-            index.append(np.arange(start + item.count - 1 - item.plan.review, start + width))
-        start += width
-    index_P = torch.from_numpy(np.concatenate(index))
-    logits_PV = output_head(model)(hidden_NH[index_P.to(hidden_NH.device)]).float()
-    # Never emitted, in any mode.
-    logits_PV[:, mask_token_id] = -torch.inf
-    planned = [item for item in work if item.plan]
-    counts = [len(rows) for rows in index]
-    # A row at position t predicts the token of position t + 1.
-    return _to_host(logits_PV, planned, counts, position_N[index_P] + 1)
-
-
-def _to_host(
-    logits_PV: Tensor, work: Several[Work], counts: list[int], position_P: Tensor
-) -> list[Rows]:
-    """Tokens and numbers of all rows in one copy."""
-    plans = [cast(Plan, item.plan) for item in work]
-    wanted: list[Wanted] = sorted({name for plan in plans for name in plan.wanted})
-    measured: dict[Wanted, Tensor] = {
-        name: confidence(logits_PV, name) for name in wanted if name != "ratio"
-    }
-    owns = [slice(end - n, end) for n, end in zip(counts, np.cumsum(counts), strict=True)]
-    log_p = [
-        logits_PV[own].log_softmax(dim=-1) if item.sequence.request.logprobs is not None else None
-        for item, own in zip(work, owns, strict=True)
-    ]
-    for item, own in zip(work, owns, strict=True):
-        _score(logits_PV[own], item, position_P[own])
-    best_score_P, best_P = logits_PV.max(dim=-1)
-    if "ratio" in wanted:
-        draft_P = _drafts(plans, logits_PV.device)
-        draft_score_P = logits_PV.gather(-1, draft_P[:, None]).squeeze(-1)
-        measured["ratio"] = (draft_score_P - best_score_P).exp()
-    columns = [best_P.double()] + [measured[name].double() for name in wanted]
-    host = torch.stack(columns).tolist()
-    best = [int(token) for token in host[0]]
-    numbers = dict(zip(wanted, host[1:], strict=True))
-    return [
-        _rows(plan, best[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
-        for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True)
-    ]
-
-
-def _rows(
-    plan: Plan, best: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
-) -> Rows:
-    """Apart from the rows under review, which come first."""
-    first = plan.review
-    return Rows(
-        best[first:],
-        {name: values[first:] for name, values in numbers.items()},
-        None if log_p_NV is None else log_p_NV[first:],
-        best[:first],
-    )
-
-
-def _score(logits_NV: Tensor, item: Work, position_N: Tensor) -> None:
-    """Turn a sequence's logits into scores, in place; greedy ones are that already."""
-    request, plan = item.sequence.request, item.plan
-    assert plan
-    if request.sampling.changes_logits:
-        answer = item.sequence.tokens[len(request.prompt) :]
-        answers = [answer[: index - plan.review] for index in range(plan.review)]
-        answers += [answer + drafts for drafts in plan.drafts_before()]
-        adjust(logits_NV, request.sampling, request.prompt, answers, request.stop_ids)
-    if request.sampling.temperature > 0:
-        logits_NV.copy_(scores(logits_NV, request.sampling, position_N))
-
-
-def _drafts(plans: Several[Plan], device: torch.device) -> Tensor:
-    """The draft after each row, 0 where there is none."""
-    drafts = []
-    for plan in plans:
-        drafts += [0] * plan.review + plan.drafts + [0] * (1 + plan.rows - len(plan.drafts))
-    return torch.tensor(drafts, device=device)

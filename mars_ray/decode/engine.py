@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mars_ray.config.decode import EngineConfig
+from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
 from mars_ray.decode.batch import forward
-from mars_ray.decode.kv_cache import ATTENTION, PagedCache, page_bytes
+from mars_ray.decode.drafter import Drafter
+from mars_ray.decode.kv_cache import PagedCache, page_bytes
 from mars_ray.decode.measures import LiveMeasures
 from mars_ray.decode.pages import PagePool
 from mars_ray.decode.request import (
@@ -23,9 +24,12 @@ from mars_ray.decode.request import (
     most_rows,
     window_of,
 )
+from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
+from mars_ray.decode.warm_up import measure_steps
+from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.load import load_model, load_tokenizer
@@ -37,18 +41,29 @@ _FLOAT32_PARAMETERS = 100_000_000
 class Engine:
     """Not thread-safe: one thread owns it (`decode.thread`)."""
 
-    def __init__(self, model: PreTrainedModel, card: ModelCard, config: EngineConfig) -> None:
-        """Raises ConfigError if the cache cannot hold a single sequence."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        card: ModelCard,
+        config: EngineConfig,
+        draft_engine: "Engine | None" = None,
+    ) -> None:
+        """Raises ConfigError if the cache cannot hold a single sequence, and ModelError."""
         self.model = model
         self.card = card
         self.config = config
-        model.set_attn_implementation(ATTENTION)
-        pages = _page_count(model, card, config)
+        # The last step's rows may lie beyond the limit.
+        spare = most_rows(VerifiedMode(groups=65), card.block_size)
+        positions = config.max_context + (config.max_step_tokens if draft_engine else spare)
+        self._runner = Runner(model, positions)
+        pages = _page_count(model, positions, config)
         self.pool = PagePool(pages)
         self._cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
         self._scheduler = Scheduler(config, self.pool)
         self._sequences: dict[str, Sequence] = {}
+        self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
         self.measures = LiveMeasures()
+        self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
 
     @property
@@ -76,11 +91,29 @@ class Engine:
         """Memory of the KV cache."""
         return self._cache.bytes
 
+    @property
+    def model_seconds(self) -> float:
+        """Time spent in the model's forward so far; the rest of a step is our own."""
+        return self._runner.seconds
+
+    def warm_up(self) -> None:
+        """Run steps of every size and measure them; before the first request."""
+        assert not self.has_work, "the engine is at work"
+        assert not self.pool.kept, "warming up would overwrite what is kept"
+        cost = measure_steps(self._runner, self._cache, self.card, self.config)
+        if self.config.window_control:
+            depth = max(1, self.card.block_size)
+            self.control = WindowControl(cost, depth, self.config.max_step_tokens)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError or PromptTooLongError."""
         check_request(request, self.model, self.card, self.config.max_context)
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is in use")
+        if isinstance(request.mode, SpeculativeMode) and not self._drafter:
+            raise RequestError(
+                "mode 'speculative' needs an engine with a draft_model", field="mode"
+            )
         window = window_of(request.mode, self.card)
         rows = most_rows(request.mode, window)
         if rows > self.config.max_step_tokens:
@@ -101,11 +134,17 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """One forward; what it committed, and which requests are over."""
         events = self._expire()
+        running = self._scheduler.running_sequences()
+        if self.control:
+            self.control.set_windows(running)
+        if self._drafter:
+            wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
+            self._drafter.extend((s, count) for s, count in wanting if count)
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
             return events
-        rows = forward(self.model, self._cache, work, self.card.mask_token_id)
+        rows = forward(self._runner, self._cache, work, self.card.mask_token_id)
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence
             if item.plan is None or own is None:
@@ -114,6 +153,8 @@ class Engine:
                 continue
             tokens = strategy_of(sequence).absorb(sequence, item.plan, own)
             self.measures.observe(sequence, item.plan, own, tokens)
+            if self.control:
+                self.control.observe(sequence, len(item.plan.drafts), len(tokens))
             event = sequence.commit(tokens)
             if own.log_p_NV is not None:
                 event = replace(event, logprobs=_logprobs(event, own.log_p_NV, sequence.request))
@@ -158,11 +199,9 @@ def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[To
     )
 
 
-def _page_count(model: PreTrainedModel, card: ModelCard, config: EngineConfig) -> int:
+def _page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
     """Pages of the cache. Raises ConfigError if they cannot hold a single sequence."""
-    # For the last step's drafts and groups of masks, one for each outcome, beyond the limit.
-    spare = card.block_size * (card.block_size + 2)
-    longest = -(-(config.max_context + spare) // config.page_size)
+    longest = -(-positions // config.page_size)
     if config.cache_bytes is None:
         return longest * config.max_batch
     each = page_bytes(model.config, config.page_size, model.dtype)
@@ -177,7 +216,31 @@ def _page_count(model: PreTrainedModel, card: ModelCard, config: EngineConfig) -
 def load_engine(
     directory: str | Path, config: EngineConfig
 ) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """An engine for a model directory, and its tokenizer. Raises MarsError."""
+    """An engine for a model directory, warmed up, and its tokenizer. Raises MarsError."""
+    draft_engine = None
+    if config.draft_model:
+        draft_engine = _load(config.draft_model, _draft_config(config))
+    engine = _load(directory, config, draft_engine)
+    engine.warm_up()
+    return engine, load_tokenizer(directory)
+
+
+def _draft_config(config: EngineConfig) -> EngineConfig:
+    """Its prompts are texts with drafts behind them; small pages lose little of what is shared."""
+    changes = {
+        "draft_model": None,
+        "max_context": config.max_context + config.max_step_tokens,
+        "page_size": 4,
+        "cache_bytes": None,
+        "prefix_cache": True,
+        "window_control": False,
+    }
+    return config.model_copy(update=changes)
+
+
+def _load(
+    directory: str | Path, config: EngineConfig, draft_engine: Engine | None = None
+) -> Engine:
     card = read_card(directory)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -189,7 +252,7 @@ def load_engine(
     large = model.num_parameters() > _FLOAT32_PARAMETERS
     if config.dtype == "auto" and (device != "cpu" or large):
         torch.nn.Module.to(model, torch.bfloat16)
-    return Engine(model, card, config), load_tokenizer(directory)
+    return Engine(model, card, config, draft_engine)
 
 
 def generate_all(

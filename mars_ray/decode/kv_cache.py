@@ -4,25 +4,17 @@ A sequence's table lists its pages; its row i (of real tokens, then of what the 
 place i of the table's pages, laid end to end. What lies behind a sequence's cursor is garbage that
 its next forward overwrites before any row may look at it, so nothing ever needs to be erased.
 
-The model is an unmodified Hugging Face one: it reaches this code through transformers' attention
-interface, and `ATTENTION` is the name it is registered under.
-
-Shape suffixes: N rows of a forward, S places of the pool, B sequences of a group, Q rows of the
-longest of them, C places of the longest table, H key-value heads, G query heads of each, D head
-size.
+Shape suffixes: N rows of a forward, B sequences of a group, Q rows of the longest of them, M pages
+of the longest table, C its places, H key-value heads, G query heads of each, T all query heads, R
+rows of a key head (Q * G), D head size.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from mars_ray.errors import ModelError
-
-ATTENTION = "mars_paged"
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PretrainedConfig
 
 
 def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -42,16 +34,17 @@ class PagedCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        if getattr(config, "use_sliding_window", False):
-            raise ModelError("sliding-window attention is not supported by the decoding engine")
         heads, size = _heads(config)
         self.page_size = page_size
+        self.shared_heads = config.num_attention_heads // heads  # query heads of a key head
         # Zeros, not whatever was there: a place that no row may look at has weight 0, but 0 * NaN
         # is NaN. Memory that is never used is still never touched.
         self.layers = [
             torch.zeros((pages * page_size, 2, heads, size), device=device, dtype=dtype)
             for _ in range(config.num_hidden_layers)
         ]
+        # The same memory, a row for each page.
+        self.pages = [layer.view(pages, -1) for layer in self.layers]
 
     @property
     def bytes(self) -> int:
@@ -63,84 +56,62 @@ class PagedCache:
 class Group:
     """Sequences whose rows attend together, padded to the longest.
 
-    `row_BQ` are indices into the forward's rows, or None if the group is all of them, unpadded;
-    `real` are the places of `row_BQ`, flattened, that are no padding.
+    `row_X` are indices into the forward's rows, B * Q of them, or None if they are all rows in
+    their order.
     """
 
-    row_BQ: Tensor | None
-    real: Tensor | None
-    page_BM: Tensor
-    bias_B1QC: Tensor  # 0 where a row may look, -inf elsewhere
+    batch: int
+    row_X: Tensor | None
+    page_X: Tensor  # B * M
+    bias_B1RC: Tensor  # 0 where a row may look, -inf elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Where one forward's rows store and find keys and values."""
+    """Where one forward's rows store and find keys and values.
+
+    `back_N` says where each row is found among the rows of all groups, laid end to end with their
+    padding; None if that is where it was.
+    """
 
     cache: PagedCache
     place_N: Tensor
     groups: list[Group]
+    back_N: Tensor | None
+
+
+def attend(step: PagedStep, layer: int, query_NTD: Tensor, kv_N2HD: Tensor, scale: float) -> Tensor:
+    """Store the rows' keys and values, then attend: (N, T * D)."""
+    step.cache.layers[layer].index_copy_(0, step.place_N, kv_N2HD)
+    pages, heads = step.cache.pages[layer], kv_N2HD.shape[2]
+    parts = [_attend_group(pages, heads, group, query_NTD, scale) for group in step.groups]
+    out_XV = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out_XV if step.back_N is None else out_XV.index_select(0, step.back_N)
+
+
+def _attend_group(
+    pages: Tensor, heads: int, group: Group, query_NTD: Tensor, scale: float
+) -> Tensor:
+    """The group's rows, padding included: (B * Q, T * D)."""
+    query_XTD = query_NTD if group.row_X is None else query_NTD.index_select(0, group.row_X)
+    rows, queries, size = query_XTD.shape
+    batch, shared = group.batch, queries // heads
+    width = rows // batch
+    kv_BC2HD = pages.index_select(0, group.page_X).view(batch, -1, 2, heads, size)
+    key_BHCD, value_BHCD = kv_BC2HD.permute(2, 0, 3, 1, 4).unbind(0)
+    # The query heads that share a key head become rows of it: nothing has to be repeated.
+    query_BHQGD = query_XTD.view(batch, width, heads, shared, size).transpose(1, 2)
+    out_BHRD = scaled_dot_product_attention(
+        query_BHQGD.reshape(batch, heads, width * shared, size),
+        key_BHCD,
+        value_BHCD,
+        attn_mask=group.bias_B1RC,
+        scale=scale,
+    )
+    out_BQHGD = out_BHRD.view(batch, heads, width, shared, size).transpose(1, 2)
+    return out_BQHGD.reshape(rows, queries * size)
 
 
 def _heads(config: PretrainedConfig) -> tuple[int, int]:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, size
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    paged: PagedStep | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Query (1, heads, N, D), key and value (1, H, N, D); returns (1, N, heads, D).
-
-    Without `paged` it is transformers' own attention: the same model serves the reference.
-    """
-    if paged is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
-    layer = paged.cache.layers[module.layer_idx]  # type: ignore[index]
-    layer[paged.place_N] = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-    query_NHGD = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))
-    if paged.groups[0].row_BQ is None:
-        return _attend_group(layer, paged, paged.groups[0], query_NHGD, scaling)[None], None
-    out = query.new_empty((query.shape[2], query.shape[1], query.shape[3]))
-    for group in paged.groups:
-        assert group.row_BQ is not None
-        rows = _attend_group(layer, paged, group, query_NHGD[group.row_BQ.flatten()], scaling)
-        if group.real is None:
-            out[group.row_BQ.flatten()] = rows
-        else:
-            out[group.row_BQ.flatten()[group.real]] = rows[group.real]
-    return out[None], None
-
-
-def _attend_group(
-    layer: Tensor, paged: PagedStep, group: Group, query_NHGD: Tensor, scaling: float | None
-) -> Tensor:
-    """The group's rows, padding included: (B * Q, heads, D)."""
-    batch, width = group.bias_B1QC.shape[0], group.bias_B1QC.shape[2]
-    pages = layer.view(-1, paged.cache.page_size * layer[0].numel())
-    kept = pages.index_select(0, group.page_BM.flatten())
-    kv_BC2HD = kept.view(batch, -1, *layer.shape[1:])
-    # The query heads that share a key head become rows of it: nothing has to be repeated.
-    shared = query_NHGD.shape[2]
-    query = query_NHGD.unflatten(0, (batch, width)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    bias = group.bias_B1QC.repeat(1, 1, shared, 1) if shared > 1 else group.bias_B1QC
-    out = nn.functional.scaled_dot_product_attention(
-        query,
-        kv_BC2HD[:, :, 0].transpose(1, 2),
-        kv_BC2HD[:, :, 1].transpose(1, 2),
-        attn_mask=bias,
-        scale=scaling,
-    )
-    return out.unflatten(2, (shared, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
-
-
-AttentionInterface.register(ATTENTION, _attend)

@@ -5,16 +5,25 @@ would have committed in it; and a token that was committed without being the mod
 forwarded as a real token anyway, when the row before it tells what that choice would have been.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mars_ray.config.decode import BlockCachedMode, ConfidenceMode, VerifiedMode
+import numpy as np
+from numpy.typing import NDArray
+
+from mars_ray.config.decode import (
+    BlockCachedMode,
+    ConfidenceMode,
+    SpeculativeMode,
+    VerifiedMode,
+)
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Rows
 
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+_AT_ONCE = 1000
 
 
 @dataclass(slots=True)
@@ -22,11 +31,34 @@ class ModeMeasures:
     """Sums over the steps of one mode; additive over engines."""
 
     forwards: int = 0
-    # Tokens that each of THRESHOLDS would have committed in these steps.
-    tokens_at: list[int] = field(default_factory=lambda: [0] * len(THRESHOLDS))
     # Tokens that need not have been the model's own choice, and how many were not.
     checked: int = 0
     disagreed: int = 0
+    # A proposal is committed at thresholds up to the least value so far. Those are counted by the
+    # number of THRESHOLDS they reach, many at a time.
+    _reached: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(len(THRESHOLDS) + 1, dtype=np.int64)
+    )
+    _least: list[float] = field(default_factory=list)
+
+    def add_step(self, values: Several[float]) -> None:
+        """The confidences of a step's proposals, or what its drafts were judged by."""
+        self.forwards += 1
+        self._least += accumulate(values, min)
+        if len(self._least) > _AT_ONCE:
+            self._count()
+
+    @property
+    def tokens_at(self) -> list[int]:
+        """Tokens that each of THRESHOLDS would have committed in these steps."""
+        self._count()
+        committed = self._reached[:0:-1].cumsum()[::-1] + self.forwards
+        return committed.tolist()
+
+    def _count(self) -> None:
+        reached = np.searchsorted(THRESHOLDS, self._least, side="right")
+        self._reached += np.bincount(reached, minlength=len(self._reached))
+        self._least.clear()
 
     def tokens_per_forward(self) -> dict[float, float]:
         """The curve of T/F over thresholds, as far as single steps can tell it."""
@@ -49,7 +81,7 @@ class LiveMeasures:
         """Before the step's `tokens` are committed."""
         mode = sequence.request.mode
         match mode:
-            case VerifiedMode():
+            case VerifiedMode() | SpeculativeMode():
                 drafts = len(plan.drafts)
                 values = rows.numbers["ratio"][:drafts]
                 chosen = zip(rows.best, tokens[:-1], strict=False)
@@ -58,19 +90,10 @@ class LiveMeasures:
                 chosen = zip(rows.earlier, sequence.tokens[-len(rows.earlier) :], strict=False)
             case _:
                 return
-        measures = self.by_mode.setdefault(mode.type, ModeMeasures())
-        measures.forwards += 1
-        _count(measures.tokens_at, values)
+        measures = self.by_mode.get(mode.type)
+        if measures is None:
+            measures = self.by_mode[mode.type] = ModeMeasures()
+        measures.add_step(values)
         for own, token in chosen:
             measures.checked += 1
             measures.disagreed += own != token
-
-
-def _count(tokens_at: list[int], values: Several[float]) -> None:
-    """Add to each threshold 1 and the length of the leading run of values at or above it."""
-    # A run goes on while the smallest value so far does: all thresholds up to it count the token.
-    for index in range(len(THRESHOLDS)):
-        tokens_at[index] += 1
-    for least in accumulate(values, min):
-        for index in range(bisect_right(THRESHOLDS, least)):
-            tokens_at[index] += 1

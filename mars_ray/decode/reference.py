@@ -8,7 +8,7 @@ Shape suffixes: N rows of one forward, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from mars_ray.config.decode import (
     JacobiMode,
     Mode,
     Sampling,
+    SpeculativeMode,
     VerifiedMode,
 )
 from mars_ray.core.accept import accepted_prefix, confidence, passes
@@ -31,6 +32,14 @@ from mars_ray.core.verify import accepts
 from mars_ray.decode.request import Completion, Request, check_request, window_of
 from mars_ray.model.card import ModelCard
 from mars_ray.model.forward import hidden_states, output_head
+
+_PENALTIES = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_new_tokens",
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +53,7 @@ class _Run:
     prompt: tuple[int, ...]
     stop_ids: frozenset[int]
     tokens: list[int]
+    draft_model: PreTrainedModel | None = None
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
 
@@ -99,8 +109,13 @@ class _Rows:
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, card: ModelCard, request: Request) -> Completion:
-    """Decode one request. Raises RequestError."""
+def generate(
+    model: PreTrainedModel,
+    card: ModelCard,
+    request: Request,
+    draft_model: PreTrainedModel | None = None,
+) -> Completion:
+    """Decode one request; `speculative` needs the draft model. Raises RequestError."""
     check_request(request, model, card, max_context=model.config.max_position_embeddings)
     step = _STEPS[type(request.mode)]
     run = _Run(
@@ -111,6 +126,7 @@ def generate(model: PreTrainedModel, card: ModelCard, request: Request) -> Compl
         request.prompt,
         request.stop_ids,
         list(request.prompt),
+        draft_model,
     )
     committed: list[int] = []
     token_forward: list[int] = []
@@ -160,14 +176,39 @@ def _confident(run: _Run, mode: ConfidenceMode | BlockCachedMode, masks: int) ->
 def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
     """Drafts are checked by the causal rows before them, the first rejection is corrected, and the
     masks that stand behind just so many drafts say the next drafts."""
+    return _verify(run, mode.threshold, mode.groups or 1)
+
+
+def _speculative(run: _Run, mode: SpeculativeMode) -> list[int]:
+    """Behind what the masks said stand the draft model's tokens; every outcome gets masks."""
+    if len(run.tokens) > len(run.prompt):
+        _add_drafts(run, mode.draft_tokens)
+    return _verify(run, mode.threshold, mode.groups or len(run.drafts) + 1)
+
+
+def _add_drafts(run: _Run, count: int) -> None:
+    """Plain decoding by the draft model, with the target's seed and no penalties."""
+    assert run.draft_model
+    penalties = Sampling().model_dump(include=set(_PENALTIES))
+    sampling = run.sampling.model_copy(update=penalties)
+    own = replace(run, model=run.draft_model, sampling=sampling, tokens=run.tokens + run.drafts)
+    for _ in range(count):
+        rows = own.rows([], [])
+        token = rows.tokens[0]
+        own.tokens.append(token)
+        run.drafts.append(token)
+        run.draft_probabilities.append(float(rows.logits_NV[0].softmax(dim=-1)[token]))
+
+
+def _verify(run: _Run, threshold: float, groups: int) -> list[int]:
     drafts = run.drafts
     outcomes = [len(drafts)]  # one group stands behind all drafts, whatever their probabilities
-    if mode.groups > 1:
-        outcomes = likeliest_outcomes(run.draft_probabilities, mode.groups)
+    if groups > 1:
+        outcomes = likeliest_outcomes(run.draft_probabilities, groups)
     rows = run.rows(drafts, [(after, run.window) for after in outcomes])
     count, tokens = len(drafts), rows.tokens
     draft_K = torch.tensor(drafts, dtype=torch.long, device=rows.scores_NV.device)
-    accepted = accepted_prefix(accepts(rows.scores_NV[:count], draft_K, mode.threshold))
+    accepted = accepted_prefix(accepts(rows.scores_NV[:count], draft_K, threshold))
     run.drafts, run.draft_probabilities = [], []
     if accepted in outcomes:
         start = count + 1 + outcomes.index(accepted) * run.window
@@ -196,4 +237,5 @@ _STEPS: dict[type[Mode], Callable[..., list[int]]] = {
     BlockCachedMode: _block_cached,
     VerifiedMode: _verified,
     JacobiMode: _jacobi,
+    SpeculativeMode: _speculative,
 }

@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 
 from mars_ray.config.decode import (
     BlockCachedMode,
-    ConfidenceMode,
     ExactMode,
     JacobiMode,
     Mode,
     Sampling,
+    SpeculativeMode,
     VerifiedMode,
 )
 from mars_ray.errors import PromptTooLongError, RequestError
@@ -76,26 +76,44 @@ def window_of(mode: Mode, card: ModelCard) -> int:
     depth."""
     if isinstance(mode, ExactMode | JacobiMode):
         return 0
+    if isinstance(mode, SpeculativeMode) and not (mode.window or card.block_size):
+        return 0
     if card.block_size == 0:
         raise RequestError(
             f"mode {mode.type!r} needs a checkpoint trained with MARS; this one was not: use mode "
             "'exact'",
             field="mode",
         )
-    window = mode.window if isinstance(mode, VerifiedMode | ConfidenceMode) else card.block_size
-    if window is not None and window > card.block_size:
+    window = card.block_size if isinstance(mode, BlockCachedMode) else mode.window
+    if window is None:
+        return card.block_size
+    if window > card.block_size:
         raise RequestError(
             f"window {window} is more than the checkpoint's trained depth {card.block_size}",
             field="window",
         )
-    return window or card.block_size
+    return window
+
+
+def groups_of(mode: Mode, window: int) -> int:
+    """Outcomes of a step that get masks, unless window control decides."""
+    match mode:
+        case VerifiedMode(groups=groups):
+            return min(groups or 1, window + 1)
+        case SpeculativeMode(draft_tokens=drafts, groups=groups):
+            outcomes = window + drafts + 1
+            return min(groups or outcomes, outcomes)
+        case _:
+            return 1
 
 
 def most_rows(mode: Mode, window: int) -> int:
     """Rows of a decoding step at most, the last committed token's included."""
     match mode:
-        case VerifiedMode(groups=groups):
-            return 1 + window + min(groups, window + 1) * window
+        case VerifiedMode():
+            return 1 + window + groups_of(mode, window) * window
+        case SpeculativeMode(draft_tokens=drafts):
+            return 1 + window + drafts + groups_of(mode, window) * window
         case JacobiMode(guesses=guesses):
             return 1 + guesses
         case BlockCachedMode(cache_block=size):

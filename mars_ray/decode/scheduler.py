@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.pages import PagePool, content_hashes
@@ -11,7 +11,7 @@ from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """A sequence's part of a forward: `count` of its pending tokens, then what its plan adds.
 
@@ -21,11 +21,10 @@ class Work:
     sequence: Sequence
     count: int
     plan: Plan | None
+    rows: int = field(init=False)  # positions in flight
 
-    @property
-    def rows(self) -> int:
-        """Positions in flight."""
-        return self.count + (self.plan.rows if self.plan else 0)
+    def __post_init__(self) -> None:
+        self.rows = self.count + (self.plan.rows if self.plan else 0)
 
 
 class Scheduler:
@@ -58,6 +57,10 @@ class Scheduler:
         """Everybody, running or waiting."""
         yield from self._running.values()
         yield from (sequence for _, sequence in self._waiting)
+
+    def running_sequences(self) -> list[Sequence]:
+        """Those that hold pages."""
+        return list(self._running.values())
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence, behind those of its priority."""

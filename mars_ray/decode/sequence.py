@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass, field
 
-from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent
+from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent, groups_of
 
 
 @dataclass(slots=True)
@@ -14,18 +14,25 @@ class Sequence:
     """Mutable state of one request; `drafts` wait to be verified by the next forward."""
 
     request: Request
-    window: int
+    widest: int  # masks of a group at most
     tokens: list[int]
     cached: int = 0
+    window: int = field(init=False)  # masks of a group in the next step
+    groups: int = field(init=False)  # outcomes of the next step that get a group
     forwards: int = 0
     last_commit: int = 0  # tokens that the last of them committed
     token_forward: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
+    extended: int = 0  # the forward after which a draft model has added to the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of its first full pages, published
     arrival: int = 0
     served: int = 0  # the last step that had rows of it
+
+    def __post_init__(self) -> None:
+        self.window = self.widest
+        self.groups = groups_of(self.request.mode, self.widest)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -41,11 +41,11 @@ _RANDOM_DEPTH = 4
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """A row of the result: a peer, for ours with a mode."""
+    """A row of the result: a peer, and what it is told beside the prompts."""
 
     label: str
     peer: str
-    mode: Mode | None = None
+    task: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
         for round_ in range(1 + job.repeats):
             for batch in job.batch_sizes:
                 for contender in contenders:
-                    answer = peers[contender.peer].ask(tasks[batch] | _mode(contender))
+                    answer = peers[contender.peer].ask(tasks[batch] | contender.task)
                     progress.advance(bar)
                     if round_:
                         cell = measured[contender.label, batch]
@@ -133,7 +133,7 @@ def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
 @contextmanager
 def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]:
     python = job.peer_pythons.get(name, sys.executable)
-    script = {"mars": "mars_peer.py"}.get(name, f"{name}_peer.py")
+    script = f"{name.replace('-', '_')}_peer.py"
     command = [python, str(_PEERS / script), checkpoint, job.dtype, str(job.max_context)]
     if name == "mars":
         command.append(str(max(job.batch_sizes)))
@@ -154,35 +154,37 @@ def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]
 
 
 def _contenders(job: BenchDecodeJob) -> list[_Contender]:
-    ours = [_Contender(_label(mode), "mars", mode) for mode in job.modes]
-    return ours + [_Contender(peer, peer) for peer in job.peers]
+    ours = [_Contender(_label(mode), "mars", {"mode": mode.model_dump()}) for mode in job.modes]
+    lockstep = [
+        _Contender(f"lockstep {own.threshold:g}, cache: {own.cache}", "lockstep", own.model_dump())
+        for own in job.lockstep
+    ]
+    return ours + lockstep + [_Contender(peer, peer) for peer in job.peers]
 
 
 def _label(mode: Mode) -> str:
     threshold = getattr(mode, "threshold", None)
-    return f"mars-ray {mode.type}" + ("" if threshold is None else f" {threshold:g}")
-
-
-def _mode(contender: _Contender) -> dict[str, Any]:
-    return {"mode": contender.mode.model_dump()} if contender.mode else {}
+    label = f"mars-ray {mode.type}" + ("" if threshold is None else f" {threshold:g}")
+    block = getattr(mode, "cache_block", None)
+    return label + ("" if block is None else f", blocks of {block}")
 
 
 def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
-    """The same prompts for every peer; the larger batch starts with the smaller one's."""
-    largest = max(job.batch_sizes)
+    """The same prompts for every peer and batch size."""
+    count = max(job.prompts, *job.batch_sizes)
     if job.random_prompt_tokens:
         prompts = [
-            [(7 * i + j) % 200 + 5 for j in range(job.random_prompt_tokens)] for i in range(largest)
+            [(7 * i + j) % 200 + 5 for j in range(job.random_prompt_tokens)] for i in range(count)
         ]
         stops: Sequence[int] = ()
     else:
         tokenizer = load_tokenizer(checkpoint)
-        asked = problems("test", largest, _PROMPT_SEED)
+        asked = problems("test", count, _PROMPT_SEED)
         prompts = [encode_prompt([Message("user", p.question)], tokenizer) for p in asked]
         stops = sorted(stop_ids(load_model(checkpoint, dtype=None)))
     return {
         batch: {
-            "prompts": prompts[:batch],
+            "batches": [prompts[i : i + batch] for i in range(0, count, batch)],
             "max_new_tokens": job.max_new_tokens,
             "stop_ids": list(stops),
         }
@@ -227,25 +229,30 @@ def _case(label: str, batch: int, cell: _Measured, base: _Measured) -> dict[str,
             "tokens_per_forward": tokens / cell.answer["forwards"],
             "positions_per_token": cell.answer["rows"] / tokens,
         }
+    if "model_seconds" in cell.answer:
+        # Of the last round: the step's time that is not the model's forward.
+        case["own_share"] = 1 - cell.answer["model_seconds"] / cell.seconds[-1]
     return case
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
     name = result["job"]["checkpoint"] or result["job"]["random_weights"]
     table = Table(title=f"decoding {name}")
-    columns = ("batch", "decoder", "tokens/s", "x", "same output", "ms/step", "T/F", "pos./token")
+    columns = ("batch", "decoder", "tokens/s", "x", "same output")
+    columns += ("ms/step", "ours", "T/F", "pos./token")
     for column in columns:
         table.add_column(column, justify="left" if column == "decoder" else "right")
     for case in result["cases"]:
-        ours = "ms_per_step" in case
+        counted = "ms_per_step" in case
         table.add_row(
             str(case["batch"]),
             case["label"],
             f"{case['tokens_per_s']:.0f}",
             f"{case['speed_up']:.2f}",
             f"{case['same_output']:.0%}",
-            f"{case['ms_per_step']:.2f}" if ours else "-",
-            f"{case['tokens_per_forward']:.2f}" if ours else "-",
-            f"{case['positions_per_token']:.1f}" if ours else "-",
+            f"{case['ms_per_step']:.2f}" if counted else "-",
+            f"{case['own_share']:.0%}" if "own_share" in case else "-",
+            f"{case['tokens_per_forward']:.2f}" if counted else "-",
+            f"{case['positions_per_token']:.1f}" if counted else "-",
         )
     console.print(table)

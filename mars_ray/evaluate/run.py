@@ -63,7 +63,9 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
     problems = _TASKS[type(job.task)](job.task)
     if not problems:
         raise DataError("the task has no problems")
-    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    # What a checkpoint's masks are worth is measured with all of them, whatever steps cost here.
+    config = job.engine.model_copy(update={"window_control": False})
+    engine, tokenizer = load_engine(job.checkpoint, config)
     prompts = [
         encode_prompt([Message("user", problem.question)], tokenizer) for problem in problems
     ]

@@ -15,6 +15,7 @@ SMALL = {
     "max_new_tokens": 5,
     "max_context": 64,
     "batch_sizes": (1, 2),
+    "prompts": 2,
     "repeats": 2,
     "threads": 1,
 }
@@ -23,16 +24,22 @@ SMALL = {
 @pytest.mark.slow
 def test_peers_answer_the_same_prompts_with_the_same_tokens():
     """Guards a comparison of different work: greedy decoding of one checkpoint has one result."""
-    job = BenchDecodeJob.model_validate(SMALL | {"peers": ("transformers",)})
+    peers = ("transformers", "transformers-continuous")
+    job = BenchDecodeJob.model_validate(SMALL | {"peers": peers})
     result = run_bench_decode(job, Console(file=io.StringIO(), width=120))
     assert [(case["batch"], case["label"]) for case in result["cases"]] == [
         (batch, label)
         for batch in (1, 2)
-        for label in ("mars-ray exact", "mars-ray verified 1", "transformers")
+        for label in (
+            "mars-ray exact",
+            "mars-ray verified 1",
+            "transformers",
+            "transformers-continuous",
+        )
     ]
     for case in result["cases"]:
         assert case["same_output"] == 1
-        assert case["tokens"] == 5 * case["batch"]
+        assert case["tokens"] == 5 * 2
         assert len(case["seconds"]) == 2
         assert min(case["seconds"]) > 0
     exact = result["cases"][0]
@@ -40,7 +47,7 @@ def test_peers_answer_the_same_prompts_with_the_same_tokens():
     assert exact["tokens_per_forward"] == 1
     # Six of the prompt at once, then four more tokens to forward for the four that follow.
     assert exact["positions_per_token"] == pytest.approx((6 + 4) / 5)
-    assert set(result["peers"]) == {"mars", "transformers"}
+    assert set(result["peers"]) == {"mars", "transformers", "transformers-continuous"}
 
 
 def test_a_job_names_one_model():

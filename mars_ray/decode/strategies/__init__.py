@@ -6,6 +6,7 @@ from mars_ray.config.decode import (
     ExactMode,
     JacobiMode,
     Mode,
+    SpeculativeMode,
     VerifiedMode,
 )
 from mars_ray.decode.sequence import Sequence
@@ -13,6 +14,7 @@ from mars_ray.decode.strategies.base import Strategy
 from mars_ray.decode.strategies.confidence import BlockCached, Confidence
 from mars_ray.decode.strategies.exact import Exact
 from mars_ray.decode.strategies.jacobi import Jacobi
+from mars_ray.decode.strategies.speculative import Speculative
 from mars_ray.decode.strategies.verified import Verified
 
 STRATEGIES: dict[type[Mode], Strategy] = {
@@ -21,6 +23,7 @@ STRATEGIES: dict[type[Mode], Strategy] = {
     VerifiedMode: Verified(),
     BlockCachedMode: BlockCached(),
     JacobiMode: Jacobi(),
+    SpeculativeMode: Speculative(),
 }
 
 

@@ -24,7 +24,7 @@ class MaskGroup:
     masks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """A sequence's rows are [pending | drafts | masks of each group]."""
 
@@ -34,11 +34,10 @@ class Plan:
     # Of the pending tokens' rows, those before the last that are read too: the tokens that follow
     # them were committed without them.
     review: int = 0
+    rows: int = field(init=False)  # added to the pending tokens
 
-    @property
-    def rows(self) -> int:
-        """Rows that are added to the pending tokens."""
-        return len(self.drafts) + sum(group.masks for group in self.groups)
+    def __post_init__(self) -> None:
+        self.rows = len(self.drafts) + sum(group.masks for group in self.groups)
 
     def drafts_before(self) -> list[list[int]]:
         """The drafts that stand before each of the rows that are read."""
@@ -64,6 +63,10 @@ class Rows:
 
 class Strategy(Protocol):
     """Stateless: state lives in the sequence."""
+
+    def drafts_wanted(self, sequence: Sequence) -> int:
+        """How many tokens a draft model should add to the sequence's drafts before `plan`."""
+        return 0
 
     def plan(self, sequence: Sequence) -> Plan:
         """What the next forward should hold for this sequence."""

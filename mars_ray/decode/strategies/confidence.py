@@ -9,10 +9,10 @@ from itertools import takewhile
 
 from mars_ray.config.decode import BlockCachedMode, ConfidenceMode
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
+from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows, Strategy
 
 
-class Confidence:
+class Confidence(Strategy):
     """Up to window + 1 tokens per forward. Masks leave nothing behind in the cache.
 
     The confidence is that of the raw softmax; temperature changes only which token is taken.
@@ -26,7 +26,7 @@ class Confidence:
         return _accepted(sequence, rows)
 
 
-class BlockCached:
+class BlockCached(Strategy):
     """As the paper, but without its waiting: rows of other sequences are never waited for."""
 
     def plan(self, sequence: Sequence) -> Plan:

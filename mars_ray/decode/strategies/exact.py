@@ -1,10 +1,10 @@
 """`exact`: plain autoregressive decoding."""
 
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.strategies.base import Plan, Rows, Strategy
 
 
-class Exact:
+class Exact(Strategy):
     """One token per forward."""
 
     def plan(self, sequence: Sequence) -> Plan:

@@ -2,10 +2,10 @@
 
 from mars_ray.config.decode import JacobiMode
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.strategies.base import Plan, Rows, Strategy
 
 
-class Jacobi:
+class Jacobi(Strategy):
     """The baseline of the paper's appendix C: needs no MARS training, and gains little."""
 
     def plan(self, sequence: Sequence) -> Plan:

@@ -7,13 +7,13 @@ The step's outcome is how many drafts are accepted. Masks behind all drafts mean
 all are; a group of masks for another outcome stands behind fewer drafts and sees no others.
 """
 
-from mars_ray.config.decode import VerifiedMode
+from mars_ray.config.decode import SpeculativeMode, VerifiedMode
 from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
+from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows, Strategy
 
 
-class Verified:
+class Verified(Strategy):
     """An outcome without masks costs one step without drafts.
 
     Greedy or sampled alike, a row has one token (`core.sampling`): at threshold 1 a draft is
@@ -21,7 +21,7 @@ class Verified:
     """
 
     def plan(self, sequence: Sequence) -> Plan:
-        if _mode(sequence).groups > 1:
+        if sequence.groups > 1:
             return _plan_for_outcomes(sequence)
         # Drafts up to the limit, even the one that this forward could commit without: so a shorter
         # limit gives the beginning of what a longer one gives, also with relaxed acceptance.
@@ -44,8 +44,8 @@ class Verified:
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
     """Nothing is cut at the limit here: it would change which outcomes are the likeliest."""
-    outcomes = likeliest_outcomes(sequence.draft_probabilities, _mode(sequence).groups)
-    groups = tuple(MaskGroup(after, sequence.window) for after in outcomes)
+    outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups)
+    groups = tuple(MaskGroup(after, sequence.window) for after in outcomes if sequence.window)
     return Plan(sequence.drafts, groups, ("ratio", "probability"))
 
 
@@ -61,6 +61,6 @@ def _next_drafts(plan: Plan, rows: Rows, accepted: int) -> tuple[list[int], list
     return [], []
 
 
-def _mode(sequence: Sequence) -> VerifiedMode:
-    assert isinstance(sequence.request.mode, VerifiedMode)
+def _mode(sequence: Sequence) -> VerifiedMode | SpeculativeMode:
+    assert isinstance(sequence.request.mode, VerifiedMode | SpeculativeMode)
     return sequence.request.mode

@@ -2,6 +2,8 @@
 
 They may live in environments that do not know this package: a peer is a script, run by any Python.
 
-    -> {"mode": ..., "prompts": [[ids], ...], "max_new_tokens": n, "stop_ids": [...]}
+    -> {"mode": ..., "batches": [[[ids], ...], ...], "max_new_tokens": n, "stop_ids": [...]}
     <- {"seconds": s, "tokens": [[ids], ...], ...}
+
+A batch is decoded together, and the next one when it is done.
 """

@@ -35,41 +35,44 @@ def main() -> None:
 
 def _answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     mode = _MODE.validate_python(task["mode"])
-    requests = [
-        Request(
-            str(index),
-            tuple(ids),
-            mode,
-            Sampling(),
-            task["max_new_tokens"],
-            frozenset(task["stop_ids"]),
+    limit, stops = task["max_new_tokens"], frozenset(task["stop_ids"])
+    completions: list[Completion] = []
+    steps = rows = 0
+    started, in_model = time.perf_counter(), engine.model_seconds
+    for batch in task["batches"]:
+        done, own_steps, own_rows = _run(
+            engine,
+            [
+                Request(str(index), tuple(ids), mode, Sampling(), limit, stops)
+                for index, ids in enumerate(batch)
+            ],
         )
-        for index, ids in enumerate(task["prompts"])
-    ]
-    started = time.perf_counter()
-    completions, steps, rows = _run(engine, requests)
-    seconds = time.perf_counter() - started
+        completions += done
+        steps += own_steps
+        rows += own_rows
     return {
-        "seconds": seconds,
-        "tokens": [list(completions[request.id].tokens) for request in requests],
-        "forwards": sum(completion.forwards for completion in completions.values()),
+        "seconds": time.perf_counter() - started,
+        "tokens": [list(completion.tokens) for completion in completions],
+        "forwards": sum(completion.forwards for completion in completions),
         "steps": steps,
         "rows": rows,
+        "model_seconds": engine.model_seconds - in_model,
     }
 
 
-def _run(engine: Engine, requests: list[Request]) -> tuple[dict[str, Completion], int, int]:
+def _run(engine: Engine, requests: list[Request]) -> tuple[list[Completion], int, int]:
     """Completions, engine steps, positions forwarded."""
     for request in requests:
         engine.submit(request)
-    completions, steps, rows = {}, 0, 0
+    completions: dict[str, Completion] = {}
+    steps = rows = 0
     while engine.has_work:
         for event in engine.step():
             if event.completion:
                 completions[event.request_id] = event.completion
         steps += 1
         rows += engine.last_rows
-    return completions, steps, rows
+    return [completions[request.id] for request in requests], steps, rows
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def _answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
         pad_token_id=0,
     )
     started = time.perf_counter()
-    tokens = _generate(model, task["prompts"], config)
+    tokens = [ids for batch in task["batches"] for ids in _generate(model, batch, config)]
     return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
 

@@ -38,9 +38,11 @@ def _answer(llm: Any, vllm: Any, task: dict[str, Any]) -> dict[str, Any]:
         ignore_eos=not task["stop_ids"],
         detokenize=False,
     )
-    prompts = [{"prompt_token_ids": ids} for ids in task["prompts"]]
+    batches = [[{"prompt_token_ids": ids} for ids in batch] for batch in task["batches"]]
     started = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = [
+        output for batch in batches for output in llm.generate(batch, sampling, use_tqdm=False)
+    ]
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
 

@@ -1,0 +1,59 @@
+"""A second, smaller model that proposes tokens for `speculative`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mars_ray.config.decode import ExactMode, Sampling, VerifiedMode
+from mars_ray.decode.request import Request
+from mars_ray.decode.sequence import Sequence
+from mars_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mars_ray.decode.engine import Engine
+
+
+class Drafter:
+    """An engine of its own: what it has computed for a text, it finds again by its content.
+
+    If the draft model is a MARS model itself, its drafts take fewer forwards than tokens.
+    """
+
+    def __init__(self, engine: Engine, vocabulary: int) -> None:
+        """Raises ConfigError if the draft model has another vocabulary than the target."""
+        own = engine.model.config.vocab_size
+        if own != vocabulary:
+            raise ConfigError(
+                f"the draft model has {own} tokens and the model {vocabulary}: both must have been "
+                "trained with the same tokenizer"
+            )
+        self._engine = engine
+        self._mode = VerifiedMode() if engine.card.block_size else ExactMode()
+
+    def extend(self, wanting: Iterable[tuple[Sequence, int]]) -> None:
+        """Add so many tokens to each sequence's drafts, and how probable they are."""
+        by_id = {}
+        for sequence, count in wanting:
+            by_id[sequence.request.id] = sequence
+            self._engine.submit(self._request(sequence, count))
+            sequence.extended = sequence.forwards
+        while self._engine.has_work:
+            for event in self._engine.step():
+                sequence = by_id[event.request_id]
+                sequence.drafts += event.tokens
+                sequence.draft_probabilities += [math.exp(e.logprob) for e in event.logprobs]
+
+    def _request(self, sequence: Sequence, count: int) -> Request:
+        """With the sequence's seed: the same noise chooses the draft and verifies it."""
+        sampling = sequence.request.sampling
+        own = Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        )
+        text = tuple(sequence.tokens + sequence.drafts)
+        return Request(sequence.request.id, text, self._mode, own, count, frozenset(), logprobs=0)

@@ -1,0 +1,138 @@
+"""From the rows of a forward to tokens and numbers on the host.
+
+Shape suffixes: N rows of a forward or of a sequence, P rows that are read, H hidden size, V
+vocabulary.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence as Several
+from itertools import chain
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_ray.core.accept import confidence
+from mars_ray.core.penalties import adjust
+from mars_ray.core.sampling import scores
+from mars_ray.decode.runner import Runner
+from mars_ray.decode.scheduler import Work
+from mars_ray.decode.strategies.base import Plan, Rows, Wanted
+
+
+def read(
+    runner: Runner,
+    hidden_NH: Tensor,
+    work: Several[Work],
+    position_N: Tensor,
+    mask_token_id: int,
+) -> list[Rows]:
+    """For every plan the rows from its last real token on, and those under review before it."""
+    index, owns, start, end = [], [], 0, 0
+    for item in work:
+        if item.plan:
+            first = start + item.count - 1 - item.plan.review
+            index.append(range(first, start + item.rows))
+            owns.append(slice(end, end + len(index[-1])))
+            end = owns[-1].stop
+        start += item.rows
+    if end < start:
+        index_P = torch.tensor(list(chain.from_iterable(index)))
+        hidden_NH = hidden_NH.index_select(0, index_P.to(hidden_NH.device))
+        position_N = position_N[index_P]
+    logits_PV = runner.logits(hidden_NH)
+    # Never emitted, in any mode.
+    logits_PV.select(1, mask_token_id).fill_(-torch.inf)
+    planned = [item for item in work if item.plan]
+    # A row at position t predicts the token of position t + 1.
+    return _to_host(logits_PV, planned, owns, position_N + 1)
+
+
+def _to_host(
+    logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
+) -> list[Rows]:
+    """Tokens and numbers of all rows in one copy."""
+    plans = [cast(Plan, item.plan) for item in work]
+    wanted: list[Wanted] = sorted({name for plan in plans for name in plan.wanted})
+    measured: dict[Wanted, Tensor] = {
+        name: confidence(logits_PV, name) for name in wanted if name != "ratio"
+    }
+    log_p = [
+        logits_PV[own].log_softmax(dim=-1) if item.sequence.request.logprobs is not None else None
+        for item, own in zip(work, owns, strict=True)
+    ]
+    _adjust(logits_PV, work, owns)
+    _sample(logits_PV, work, owns, position_P)
+    best_score_P, best_P = logits_PV.max(dim=-1)
+    if "ratio" in wanted:
+        draft_P = _drafts(plans, len(logits_PV)).to(logits_PV.device)
+        draft_score_P = logits_PV.gather(-1, draft_P[:, None]).squeeze(-1)
+        measured["ratio"] = (draft_score_P - best_score_P).exp()
+    # Token ids are exact in float32 up to 2^24.
+    host = torch.stack([best_P.float(), *(measured[name] for name in wanted)]).tolist()
+    best = [int(token) for token in host[0]]
+    numbers = dict(zip(wanted, host[1:], strict=True))
+    return [
+        _rows(plan, best[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
+        for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True)
+    ]
+
+
+def _rows(
+    plan: Plan, best: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
+) -> Rows:
+    """Apart from the rows under review, which come first."""
+    first = plan.review
+    return Rows(
+        best[first:],
+        {name: values[first:] for name, values in numbers.items()},
+        None if log_p_NV is None else log_p_NV[first:],
+        best[:first],
+    )
+
+
+def _adjust(logits_PV: Tensor, work: Several[Work], owns: Several[slice]) -> None:
+    """Penalties and biases of the requests that have some, in place."""
+    for item, own in zip(work, owns, strict=True):
+        request, plan = item.sequence.request, cast(Plan, item.plan)
+        if not request.sampling.changes_logits:
+            continue
+        answer = item.sequence.tokens[len(request.prompt) :]
+        answers = [answer[: index - plan.review] for index in range(plan.review)]
+        answers += [answer + drafts for drafts in plan.drafts_before()]
+        adjust(logits_PV[own], request.sampling, request.prompt, answers, request.stop_ids)
+
+
+def _sample(
+    logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
+) -> None:
+    """Turn logits into scores, in place; greedy ones are that already.
+
+    Requests whose sampling differs by nothing but the seed are scored together.
+    """
+    alike = defaultdict(list)
+    for item, own in zip(work, owns, strict=True):
+        sampling = item.sequence.request.sampling
+        if sampling.temperature > 0:
+            key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            alike[key].append((sampling, np.arange(own.start, own.stop)))
+    for members in alike.values():
+        index_X = torch.from_numpy(np.concatenate([rows for _, rows in members]))
+        seed_X = torch.tensor([sampling.seed for sampling, rows in members for _ in rows])
+        index_X = index_X.to(logits_PV.device)
+        scores_XV = scores(
+            logits_PV[index_X], members[0][0], position_P.to(index_X.device)[index_X], seed_X
+        )
+        logits_PV.index_copy_(0, index_X, scores_XV)
+
+
+def _drafts(plans: Several[Plan], rows: int) -> Tensor:
+    """The draft after each row, 0 where there is none."""
+    draft_P = [0] * rows
+    row = 0
+    for plan in plans:
+        row += plan.review
+        draft_P[row : row + len(plan.drafts)] = plan.drafts
+        row += 1 + plan.rows
+    return torch.tensor(draft_P)

@@ -1,0 +1,203 @@
+"""The model's forward for the rows of a step, over the checkpoint's own weights.
+
+A decoding step has few rows, so calling a Hugging Face model costs more than its arithmetic. Here a
+layer is a dozen operations. What is computed is what transformers computes, and tests hold it to
+that for each architecture (`tests/decode/test_runner.py`).
+
+Shape suffixes: N rows of a forward, P rows that are read, H hidden size, T heads of queries, keys
+and values together, D head size, V vocabulary.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, silu
+from transformers import PreTrainedModel
+
+from mars_ray.decode.kv_cache import PagedStep, attend
+from mars_ray.errors import ModelError
+from mars_ray.model.forward import output_head
+
+# Rotary embeddings whose angles depend on nothing but the position.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Runner:
+    """A Qwen2, Qwen3 or Llama model. Its parameters become views of larger ones: it stays usable,
+    and nothing is held twice."""
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel, positions: int) -> None:
+        """For sequences of at most so many positions. Raises ModelError for what is unsupported."""
+        base: Any = model.base_model
+        rope = base.rotary_emb.rope_type
+        if rope not in _ROPE_TYPES:
+            raise ModelError(
+                f"rope_type {rope!r} is not supported by the decoding engine; supported are "
+                f"{', '.join(_ROPE_TYPES)}"
+            )
+        if getattr(model.config, "use_sliding_window", False):
+            raise ModelError("sliding-window attention is not supported by the decoding engine")
+        if model.config.hidden_act != "silu":
+            raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
+        self.device, self.dtype = model.device, model.dtype
+        self.seconds = 0.0  # spent in the model so far; on a GPU, in launching it
+        self._embedding: Tensor = base.embed_tokens.weight
+        self._layers = [_Layer.of(layer) for layer in base.layers]
+        self._norm = _Norm.of(base.norm)
+        self._head = _Linear.of([cast(nn.Linear, output_head(model))])
+        # Angles in one shape for all heads; the sign that turning a pair needs goes into the sines.
+        index_1N = torch.arange(positions, device=model.device)[None]
+        cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
+        half = cos_1ND.shape[-1] // 2
+        self._cos, self._sin = cos_1ND[0].clone(), sin_1ND[0].clone()
+        self._sin[:, :half].neg_()
+
+    def hidden_states(self, ids_N: Tensor, position_N: Tensor, step: PagedStep) -> Tensor:
+        """Last hidden states, (N, H); keys and values go into the step's cache."""
+        started = time.perf_counter()
+        x_NH = embedding(ids_N, self._embedding)
+        cos_N1D = self._cos[position_N].unsqueeze(1)
+        sin_N1D = self._sin[position_N].unsqueeze(1)
+        for index, layer in enumerate(self._layers):
+            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, index, step)
+        x_NH = self._norm(x_NH)
+        self.seconds += time.perf_counter() - started
+        return x_NH
+
+    def logits(self, hidden_PH: Tensor) -> Tensor:
+        """Float32, (P, V)."""
+        started = time.perf_counter()
+        logits_PV = self._head(hidden_PH).float()
+        self.seconds += time.perf_counter() - started
+        return logits_PV
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """Linear layers with the same input as one, transposed as matrix products want it."""
+
+    weight_IO: Tensor
+    bias_O: Tensor | None
+
+    @classmethod
+    def of(cls, modules: list[nn.Linear]) -> "_Linear":
+        weight = _joined([module.weight for module in modules])
+        biases = [module.bias for module in modules if module.bias is not None]
+        return cls(weight.t(), _joined(biases) if biases else None)
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        if self.bias_O is None:
+            return torch.mm(x_NI, self.weight_IO)
+        return torch.addmm(self.bias_O, x_NI, self.weight_IO)
+
+    def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """The product and the residual connection in one operation."""
+        sum_NO = torch.addmm(residual_NO, x_NI, self.weight_IO)
+        return sum_NO if self.bias_O is None else sum_NO.add_(self.bias_O)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight_H: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> "_Norm":
+        return cls(module.weight, module.variance_epsilon)
+
+    def __call__(self, x_NH: Tensor) -> Tensor:
+        return torch.rms_norm(x_NH, self.weight_H.shape, self.weight_H, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadNorm:
+    """Qwen3's, of every query and key head by itself."""
+
+    weight_TD: Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, attention: Any, query_heads: int, key_heads: int) -> "_HeadNorm | None":
+        if not hasattr(attention, "q_norm"):
+            return None
+        query, key = attention.q_norm.weight, attention.k_norm.weight
+        weight = torch.cat([query.expand(query_heads, -1), key.expand(key_heads, -1)])
+        return cls(weight, attention.q_norm.variance_epsilon)
+
+    def __call__(self, x_NTD: Tensor) -> Tensor:
+        return torch.rms_norm(x_NTD, x_NTD.shape[-1:], None, self.epsilon) * self.weight_TD
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A decoder layer."""
+
+    input_norm: _Norm
+    qkv: _Linear
+    head_norm: _HeadNorm | None
+    query_heads: int
+    key_heads: int
+    head_size: int
+    scale: float
+    attention_out: _Linear
+    mlp_norm: _Norm
+    gate_up: _Linear
+    down: _Linear
+
+    @classmethod
+    def of(cls, layer: Any) -> "_Layer":
+        attention, mlp = layer.self_attn, layer.mlp
+        size = attention.head_dim
+        query_heads = attention.q_proj.out_features // size
+        key_heads = attention.k_proj.out_features // size
+        return cls(
+            _Norm.of(layer.input_layernorm),
+            _Linear.of([attention.q_proj, attention.k_proj, attention.v_proj]),
+            _HeadNorm.of(attention, query_heads, key_heads),
+            query_heads,
+            key_heads,
+            size,
+            attention.scaling,
+            _Linear.of([attention.o_proj]),
+            _Norm.of(layer.post_attention_layernorm),
+            _Linear.of([mlp.gate_proj, mlp.up_proj]),
+            _Linear.of([mlp.down_proj]),
+        )
+
+    def forward(
+        self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, step: PagedStep
+    ) -> Tensor:
+        rows = x_NH.shape[0]
+        qkv_NTD = self.qkv(self.input_norm(x_NH)).view(rows, -1, self.head_size)
+        qk_NTD = qkv_NTD[:, : self.query_heads + self.key_heads]
+        if self.head_norm:
+            qk_NTD.copy_(self.head_norm(qk_NTD))
+        _turn(qk_NTD, cos_N1D, sin_N1D)
+        query_NTD = qkv_NTD[:, : self.query_heads]
+        kv_N2TD = qkv_NTD[:, self.query_heads :].view(rows, 2, self.key_heads, self.head_size)
+        attended_NH = attend(step, index, query_NTD, kv_N2TD, self.scale)
+        x_NH = self.attention_out.add_to(x_NH, attended_NH)
+        gate_NI, up_NI = self.gate_up(self.mlp_norm(x_NH)).chunk(2, dim=-1)
+        return self.down.add_to(x_NH, silu(gate_NI) * up_NI)
+
+
+def _turn(x_NTD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
+    """Rotary position embedding, in place."""
+    swapped_NTD = x_NTD.roll(x_NTD.shape[-1] // 2, dims=-1)
+    x_NTD.mul_(cos_N1D).addcmul_(swapped_NTD, sin_N1D)
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """One tensor of all rows; the parts become views of it."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0].detach()
+    whole = torch.cat(parts)
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole

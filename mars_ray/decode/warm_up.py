@@ -1,0 +1,56 @@
+"""Before traffic comes: every kernel has run, and what a step costs is known."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.decode.batch import forward
+from mars_ray.decode.cost import StepCost, row_counts
+from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.request import Request
+from mars_ray.decode.runner import Runner
+from mars_ray.decode.scheduler import Work
+from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies.base import Plan
+from mars_ray.model.card import ModelCard
+
+_CONTEXT = 128  # tokens before the rows
+_TIMES = 3
+
+
+def measure_steps(
+    runner: Runner, cache: PagedCache, card: ModelCard, config: EngineConfig
+) -> StepCost:
+    """Steps of as many rows as the largest batch can have in `verified` with one group.
+
+    Overwrites the first pages of the cache.
+    """
+    most = min(config.max_step_tokens, config.max_batch * (1 + 2 * max(1, card.block_size)))
+    seconds = {}
+    for rows in row_counts(most):
+        work = list(_work(rows, config))
+        forward(runner, cache, work, card.mask_token_id)
+        seconds[rows] = min(_seconds(runner, cache, work, card) for _ in range(_TIMES))
+    return StepCost(seconds)
+
+
+def _work(rows: int, config: EngineConfig) -> Iterator[Work]:
+    """Rows spread evenly over as many sequences as there may be, all of them on the same pages."""
+    count = min(rows, config.max_batch)
+    start = min(_CONTEXT, config.max_context // 2)
+    for index in range(count):
+        width = len(range(index, rows, count))
+        pages = list(range(-(-(start + width) // config.page_size)))
+        request = Request(str(index), (0,), ExactMode(), Sampling(), start + width, frozenset())
+        sequence = Sequence(request, 0, [0] * (start + 1), cached=start, pages=pages)
+        yield Work(sequence, 1, Plan([0] * (width - 1), (), ("ratio",)))
+
+
+def _seconds(runner: Runner, cache: PagedCache, work: list[Work], card: ModelCard) -> float:
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    forward(runner, cache, work, card.mask_token_id)  # ends with a copy to the host
+    return time.perf_counter() - started

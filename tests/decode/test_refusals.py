@@ -1,0 +1,44 @@
+"""What the engine refuses, and with which words."""
+
+import pytest
+from decode.cases import PAGE_BYTES, SCARCE, SIZE
+from decode.models import CARD, MASK, VOCABULARY, request
+
+from mars_ray.config.decode import ExactMode, VerifiedMode
+from mars_ray.decode.engine import Engine
+from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
+from mars_ray.model.card import ModelCard
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"prompt": []}, RequestError, "the prompt is empty"),
+        ({"prompt": [VOCABULARY]}, RequestError, "outside the vocabulary"),
+        ({"max_new_tokens": 0}, RequestError, "at least 1"),
+        ({"prompt": [1] * 60}, PromptTooLongError, "60 prompt tokens and 16 new tokens are 76"),
+        ({"mode": VerifiedMode(window=5)}, RequestError, "window 5 .* trained depth 4"),
+    ],
+)
+def test_bad_requests_are_refused_with_reasons(model, changes, error, text):
+    """Each is refused when it is submitted, and leaves nothing behind."""
+    engine = Engine(model, CARD, SIZE)
+    with pytest.raises(error, match=text):
+        engine.submit(request("x", **({"prompt": [1], "mode": ExactMode()} | changes)))
+    assert not engine.has_work
+
+
+def test_a_model_without_mars_training_serves_exact_only(model):
+    """Guards decoding with masks that the model has never seen."""
+    engine = Engine(model, ModelCard("<|mask|>", MASK, block_size=0), SIZE)
+    with pytest.raises(RequestError, match="needs a checkpoint trained with MARS"):
+        engine.submit(request("x", [1], VerifiedMode()))
+    engine.submit(request("y", [1], ExactMode()))
+    with pytest.raises(RequestError, match="'y' is in use"):
+        engine.submit(request("y", [1], ExactMode()))
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(model):
+    """Guards a request that could never be admitted: it would wait for ever."""
+    with pytest.raises(ConfigError, match="one sequence of max_context=40 needs"):
+        Engine(model, CARD, SCARCE.model_copy(update={"cache_bytes": 9 * PAGE_BYTES}))

@@ -1,0 +1,91 @@
+"""Who gets rows and pages when: sharing, priorities, chunks, queues, deadlines."""
+
+import time
+from dataclasses import replace
+
+from decode.models import CARD, pattern, request
+
+from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
+from mars_ray.decode.engine import Engine
+
+
+def test_a_shared_beginning_is_computed_once(model):
+    """The second request forwards only what the first has not left behind."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=2, max_context=64, page_size=4))
+    rows = []
+
+    def run(name: str, prompt: list[int]) -> None:
+        engine.submit(request(name, prompt, ExactMode(), max_new_tokens=1))
+        in_use = engine.pool.in_use
+        engine.step()
+        rows.append(engine.last_rows)
+        assert engine.pool.in_use == in_use == 0
+
+    run("first", pattern(0, 1, 17))
+    run("same", pattern(0, 1, 17))
+    run("longer", [*pattern(0, 1, 14), 9, 9, 9, 9])
+    assert rows == [17, 1, 6]
+    assert engine.pool.kept == 5
+
+
+def test_priorities_go_first(model):
+    """A later request of a smaller number overtakes those that wait."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=1, max_context=64))
+    for name, priority in (("running", 5), ("late", 1), ("urgent", 0), ("later", 1)):
+        item = request(name, [1, 2], ExactMode(), max_new_tokens=3, stop=-1)
+        engine.submit(replace(item, priority=priority))
+        if name == "running":
+            engine.step()
+    order = []
+    while engine.has_work:
+        order += [event.request_id for event in engine.step() if event.completion]
+    assert order == ["running", "urgent", "late", "later"]
+
+
+def test_a_long_prompt_does_not_hold_up_the_others(model):
+    """Chunked prefill: the sequence that decodes gets a token in every forward meanwhile."""
+    engine = Engine(
+        model, CARD, EngineConfig(max_batch=2, max_context=200, page_size=8, max_step_tokens=16)
+    )
+    engine.submit(request("short", [1, 2], ExactMode(), max_new_tokens=40, stop=-1))
+    engine.step()
+    engine.submit(request("long", pattern(0, 1, 150), ExactMode(), max_new_tokens=1, stop=-1))
+    first_of_long = None
+    for step in range(1, 30):
+        events = {event.request_id: event for event in engine.step()}
+        assert len(events["short"].tokens) == 1
+        if "long" in events:
+            first_of_long = step
+            break
+    assert first_of_long == 10  # 150 tokens, 15 rows each
+
+
+def test_a_thousand_requests_wait_their_turn(model):
+    """None is lost, none overtakes another of its priority, and nothing is left behind."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=64, max_context=16, page_size=4))
+    for index in range(1000):
+        engine.submit(request(str(index), [index % 20], VerifiedMode(), max_new_tokens=3, stop=-1))
+    assert engine.waiting == 1000
+    first_tokens = []
+    while engine.has_work:
+        first_tokens += [int(e.request_id) for e in engine.step() if e.forward == 1]
+        assert engine.running <= 64
+    assert first_tokens == list(range(1000))
+    engine.check_integrity()
+    assert engine.pool.in_use == 0
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(model):
+    """Waiting or running, and everything it held is free."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=1, max_context=64))
+    past = time.monotonic() - 1
+    item = request("running", [1, 2], ExactMode(), max_new_tokens=50, stop=-1)
+    engine.submit(replace(item, deadline=time.monotonic() + 0.2))
+    engine.submit(replace(item, id="waiting", deadline=past))
+    engine.step()
+    time.sleep(0.25)
+    ended = {e.request_id: e.completion for e in engine.step() if e.completion}
+    assert ended["running"].finish_reason == "deadline"
+    assert len(ended["running"].tokens) == 1
+    assert not engine.has_work
+    assert engine.pool.in_use == 0

@@ -1,0 +1,171 @@
+"""Window control: arithmetic against simulation, extremes of cost, and texts that do not change."""
+
+import random
+
+import pytest
+from decode.models import CARD, pattern, request
+
+from mars_ray.config.decode import (
+    ConfidenceMode,
+    EngineConfig,
+    ExactMode,
+    Sampling,
+    VerifiedMode,
+)
+from mars_ray.decode import reference
+from mars_ray.decode.cost import StepCost, row_counts
+from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.window import (
+    AcceptanceRates,
+    Choice,
+    WindowControl,
+    all_choices,
+    best_choice,
+    expected,
+)
+
+FREE = StepCost({1: 1.0, 1000: 1.0})
+BY_ROW = StepCost({1: 1.0, 1000: 1000.0})
+RATES = [0.9, 0.8, 0.7, 0.6]
+
+
+def test_cost_is_linear_between_measurements_and_monotone():
+    """A smaller time for more rows is noise."""
+    cost = StepCost({1: 2.0, 4: 1.0, 8: 6.0})
+    assert [cost.seconds(n) for n in (1, 4, 6, 8, 10)] == [2.0, 2.0, 4.0, 6.0, 8.0]
+    assert cost.table() == {1: 2.0, 4: 2.0, 8: 6.0}
+
+
+def test_row_counts_reach_the_largest_step():
+    """Powers of two and half way between."""
+    assert row_counts(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    assert row_counts(1) == [1, 2]
+
+
+@pytest.mark.parametrize("choice", [Choice(0, 1), Choice(1, 1), Choice(4, 1), Choice(4, 5)])
+def test_expected_yield_is_what_a_simulation_gives(choice):
+    """One group behind all drafts, and a group for every outcome."""
+    draw = random.Random(0)
+    tokens = rows = 0
+    forwards = 100_000
+    drafts = 0
+    for _ in range(forwards):
+        accepted = 0
+        while accepted < drafts and draw.random() < RATES[accepted]:
+            accepted += 1
+        groups = choice.groups if drafts else 1
+        rows += 1 + drafts + groups * choice.window
+        tokens += 1 + accepted
+        has_masks = choice.groups > 1 or accepted == drafts
+        drafts = choice.window if has_masks else 0
+    each = expected(choice, RATES)
+    assert each.tokens == pytest.approx(tokens / forwards, rel=0.01)
+    assert each.rows == pytest.approx(rows / forwards, rel=0.01)
+
+
+def test_some_groups_lie_between_one_and_all():
+    """More outcomes covered, more tokens and more rows."""
+    yields = [expected(Choice(4, groups), RATES) for groups in (1, 2, 3, 5)]
+    assert sorted(yields, key=lambda each: each.tokens) == yields
+    assert sorted(yields, key=lambda each: each.rows) == yields
+
+
+def test_free_rows_are_used_and_costly_ones_are_not():
+    """The two ends between which load moves the choice."""
+    choices = all_choices(4, None, 512)
+    assert best_choice(1, 0, RATES, FREE, choices) == Choice(4, 5)
+    assert best_choice(1, 0, RATES, BY_ROW, choices) == Choice(0, 1)
+    assert best_choice(1, 0, [0.0] * 4, BY_ROW, choices) == Choice(0, 1)
+    # Weights are read for 8 rows as for one.
+    bandwidth = StepCost({1: 1.0, 8: 1.0, 800: 100.0})
+    windows = [best_choice(n, 0, RATES, bandwidth, choices).window for n in (1, 2, 4, 64)]
+    assert windows == sorted(windows, reverse=True)
+    assert windows[0] > 0 == windows[-1]
+
+
+def test_choices_keep_to_what_is_allowed():
+    """Groups that a request asks for, and steps that fit."""
+    assert all_choices(2, 2, 512) == (Choice(0, 1), Choice(1, 2), Choice(2, 2))
+    assert all_choices(2, None, 5) == (
+        Choice(0, 1),
+        Choice(1, 1),
+        Choice(1, 2),
+        Choice(2, 1),
+    )
+
+
+def test_rates_follow_what_is_observed():
+    """Drafts behind the first rejection say nothing about their depth."""
+    rates = AcceptanceRates(3)
+    for _ in range(2000):
+        rates.observe(3, 1)
+    first, second, third = rates.rates
+    assert (first, second) == pytest.approx((1.0, 0.0), abs=0.01)
+    assert third == 0.7
+
+
+def engine_with(model, cost: StepCost, **size) -> Engine:
+    engine = Engine(model, CARD, EngineConfig(max_batch=3, max_context=64, **size))
+    engine.control = WindowControl(cost, CARD.block_size, engine.config.max_step_tokens)
+    return engine
+
+
+@pytest.mark.parametrize("cost", [FREE, BY_ROW, StepCost({1: 1.0, 12: 1.0, 120: 9.0})])
+def test_control_changes_no_text(model, cost):
+    """Whatever the window does, lossless requests get what `exact` gives; others what they get."""
+    modes = [
+        ExactMode(),
+        VerifiedMode(),
+        VerifiedMode(threshold=0.3),
+        ConfidenceMode(threshold=0.5),
+    ]
+    requests = [
+        request(
+            f"{i}-{j}",
+            pattern(j * 3, 1 + j % 4, 2 + j),
+            mode,
+            sampling=Sampling(temperature=j % 2, seed=j),
+            max_new_tokens=30,
+        )
+        for i, mode in enumerate(modes)
+        for j in range(6)
+    ]
+    done = generate_all(engine_with(model, cost), requests)
+    assert [c.tokens for c in done] == [
+        reference.generate(model, CARD, item).tokens for item in requests
+    ]
+
+
+def test_control_pays(model):
+    """Free rows: more tokens a forward than with one group. Costly rows: one row a forward."""
+    requests = [request(str(j), pattern(j, 2, 5), VerifiedMode(), stop=-1) for j in range(6)]
+    forwards, rows = {}, {}
+    for name, cost in (("free", FREE), ("costly", BY_ROW)):
+        engine = engine_with(model, cost)
+        for item in requests:
+            engine.submit(item)
+        forwards[name] = rows[name] = 0
+        while engine.has_work:
+            forwards[name] += sum(1 for event in engine.step() if event.tokens)
+            rows[name] += engine.last_rows
+    assert forwards["free"] < forwards["costly"] / 2
+    # Prompts, and one row a token but for probes.
+    assert rows["costly"] <= 6 * 5 + 6 * 16 + 3 * 8
+
+
+def test_warming_up_measures_steps(model):
+    """And leaves the engine as it was."""
+    size = EngineConfig(max_batch=4, max_context=32, cache_bytes=200_000)
+    engine = Engine(model, CARD, size)
+    engine.warm_up()
+    assert engine.control
+    assert list(engine.control.cost.table()) == row_counts(4 * 9)
+    item = request("a", [1, 2, 3], VerifiedMode())
+    assert generate_all(engine, [item])[0].tokens == reference.generate(model, CARD, item).tokens
+
+
+def test_control_can_be_switched_off(model):
+    """Then every step has all masks, and one group."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=2, max_context=32, window_control=False))
+    engine.warm_up()
+    assert engine.control is None
