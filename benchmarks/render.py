@@ -7,6 +7,7 @@
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,76 @@ def train_step(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def decode(result: dict[str, Any]) -> list[str]:
+    """Tokens per second of every decoder at every batch size, and how many times the peer's."""
+    job, cases = result["job"], result["cases"]
+    labels = list(dict.fromkeys(case["label"] for case in cases))
+    base = "vllm" if "vllm" in labels else labels[0]
+    of = {(case["label"], case["batch"]): case for case in cases}
+    sizes = job["batch_sizes"]
+    lines = [
+        "| decoder | "
+        + " | ".join(f"batch {size}" for size in sizes)
+        + " | T/F | positions / token | same output |",
+        "|---|" + "---|" * (len(sizes) + 3),
+    ]
+    for label in labels:
+        cells = []
+        for size in sizes:
+            own, other = of[label, size], of[base, size]
+            rate = [
+                (own["tokens"] / a) / (other["tokens"] / b)
+                for a, b in zip(own["seconds"], other["seconds"], strict=True)
+            ]
+            ratio = statistics.median(rate)
+            cells.append(f"{own['tokens_per_s']:,.0f} ({ratio:.2f}x)")
+        last = of[label, sizes[-1]]
+        counted = [f"{last[key]:.2f}" if key in last else "-" for key in _COUNTS]
+        same = min(of[label, size]["same_output"] for size in sizes)
+        lines.append(f"| {label} | {' | '.join([*cells, *counted])} | {same:.0%} |")
+    return [
+        *lines,
+        "",
+        f"Tokens/s, and times {base} (median of {job['repeats']} interleaved rounds); T/F and "
+        f"positions at batch {sizes[-1]}; {job['dtype']}, {job['threads']} thread(s), "
+        f"{_machine(result['provenance'])}.",
+    ]
+
+
+_COUNTS = ("tokens_per_forward", "positions_per_token")
+# Qwen2.5-7B, B = 4, GSM8K at threshold 0.95, 0.9, 0.8 (arXiv 2604.07023, tables of the paper).
+_PAPER_TOKENS_PER_FORWARD = (1.79, 1.96, 2.19)
+
+
+def steps(result: dict[str, Any]) -> list[str]:
+    """What a step costs by positions per sequence, and what the paper's T/F would gain there."""
+    of = {(step["batch"], step["positions"]): step["seconds"] for step in result["steps"]}
+    counts = sorted({positions for _, positions in of})
+    lines = [
+        "| sequences | "
+        + " | ".join(f"{n} pos." for n in counts)
+        + " | speed-up at T/F "
+        + " / ".join(map(str, _PAPER_TOKENS_PER_FORWARD))
+        + " |",
+        "|---|" + "---|" * (len(counts) + 1),
+    ]
+    for batch in sorted({batch for batch, _ in of}):
+        cells = [
+            f"{1e3 * of[batch, n]:.0f} ms ({of[batch, n] / of[batch, 1]:.2f}x)" for n in counts
+        ]
+        # The paper's rule at B = 4: the last token and four masks.
+        cost = of[batch, 5] / of[batch, 1]
+        gains = " / ".join(f"{gain / cost:.2f}x" for gain in _PAPER_TOKENS_PER_FORWARD)
+        lines.append(f"| {batch} | {' | '.join(cells)} | {gains} |")
+    job = result["job"]
+    return [
+        *lines,
+        "",
+        f"Medians of {job['repeats']} interleaved rounds, {job['dtype']}, {job['threads']} "
+        f"thread(s), {_machine(result['provenance'])}.",
+    ]
+
+
 def _machine(facts: dict[str, Any]) -> str:
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"
@@ -82,6 +153,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
     "gsm8k": gsm8k,
     "train_step": train_step,
+    "decode_demo": decode,
+    "decode_0_5b": decode,
+    "steps_0_5b": steps,
 }
 
 
@@ -89,7 +163,7 @@ def render(page: str) -> str:
     """The page with every marked table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        path = RESULTS / f"{match[2]}.json"
+        path = RESULTS / f"{match[2].replace('steps', 'decode')}.json"
         lines = TABLES[match[2]](json.loads(path.read_text()))
         return match[1] + "\n".join(lines) + "\n" + match[3]
 

@@ -33,9 +33,10 @@ class BenchDecodeJob(Config):
         default={}, description="interpreters of peers with environments of their own"
     )
     batch_sizes: tuple[int, ...] = Field(default=(1, 4, 8, 16), min_length=1)
-    prompts: int = Field(
-        default=16, ge=1, description="per round, in batches; at least the largest batch"
+    step_positions: tuple[int, ...] = Field(
+        default=(), description="measure a step by positions per sequence, at every batch size"
     )
+    prompts: int = Field(default=16, ge=1, description="per round, in batches; at least one batch")
     random_prompt_tokens: int | None = Field(
         default=None, ge=1, description="default: questions of the built-in corpus"
     )

@@ -28,7 +28,7 @@ from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
-from mars_ray.decode.warm_up import measure_steps
+from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.model.card import ModelCard, read_card
@@ -104,6 +104,12 @@ class Engine:
         if self.config.window_control:
             depth = max(1, self.card.block_size)
             self.control = WindowControl(cost, depth, self.config.max_step_tokens)
+
+    def time_step(self, sequences: int, positions: int) -> float:
+        """Seconds of a step of so many sequences with so many positions each, when idle."""
+        assert not self.has_work, "the engine is at work"
+        rows = sequences * positions
+        return step_seconds(self._runner, self._cache, self.card, self.config, rows, sequences)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError or PromptTooLongError."""

@@ -93,6 +93,8 @@ class Scheduler:
             if not self._admit(sequence):
                 break
             budget -= self._enter(sequence, budget, work)
+            if sequence.arrival not in self._running:
+                break  # there was no room after all: not again in this step
         for item in work.values():
             item.sequence.served = self._steps
         return list(work.values())
@@ -156,7 +158,8 @@ class Scheduler:
         # Of the last token the row is needed, not only keys and values.
         hashes = content_hashes(sequence.tokens[:-1], size) if self._config.prefix_cache else []
         shared = self._pool.share(hashes)
-        needed = self._pages_for(sequence.committed + len(sequence.drafts) + sequence.window)
+        masks = sequence.window * sequence.groups
+        needed = self._pages_for(sequence.committed + len(sequence.drafts) + masks)
         if needed - len(shared) > self._pool.available and self._running:
             self._pool.release(shared)
             return False

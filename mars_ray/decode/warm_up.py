@@ -30,27 +30,36 @@ def measure_steps(
     most = min(config.max_step_tokens, config.max_batch * (1 + 2 * max(1, card.block_size)))
     seconds = {}
     for rows in row_counts(most):
-        work = list(_work(rows, config))
-        forward(runner, cache, work, card.mask_token_id)
-        seconds[rows] = min(_seconds(runner, cache, work, card) for _ in range(_TIMES))
+        times = [
+            step_seconds(runner, cache, card, config, rows, min(rows, config.max_batch))
+            for _ in range(1 + _TIMES)
+        ]
+        seconds[rows] = min(times[1:])
     return StepCost(seconds)
 
 
-def _work(rows: int, config: EngineConfig) -> Iterator[Work]:
-    """Rows spread evenly over as many sequences as there may be, all of them on the same pages."""
-    count = min(rows, config.max_batch)
-    start = min(_CONTEXT, config.max_context // 2)
-    for index in range(count):
-        width = len(range(index, rows, count))
-        pages = list(range(-(-(start + width) // config.page_size)))
-        request = Request(str(index), (0,), ExactMode(), Sampling(), start + width, frozenset())
-        sequence = Sequence(request, 0, [0] * (start + 1), cached=start, pages=pages)
-        yield Work(sequence, 1, Plan([0] * (width - 1), (), ("ratio",)))
-
-
-def _seconds(runner: Runner, cache: PagedCache, work: list[Work], card: ModelCard) -> float:
+def step_seconds(
+    runner: Runner,
+    cache: PagedCache,
+    card: ModelCard,
+    config: EngineConfig,
+    rows: int,
+    sequences: int,
+) -> float:
+    """One step of so many rows, spread evenly over the sequences; all of them on the same pages."""
+    work = list(_work(rows, sequences, config))
     if runner.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
     forward(runner, cache, work, card.mask_token_id)  # ends with a copy to the host
     return time.perf_counter() - started
+
+
+def _work(rows: int, sequences: int, config: EngineConfig) -> Iterator[Work]:
+    start = min(_CONTEXT, config.max_context // 2)
+    for index in range(sequences):
+        width = len(range(index, rows, sequences))
+        pages = list(range(-(-(start + width) // config.page_size)))
+        request = Request(str(index), (0,), ExactMode(), Sampling(), start + width, frozenset())
+        sequence = Sequence(request, 0, [0] * (start + 1), cached=start, pages=pages)
+        yield Work(sequence, 1, Plan([0] * (width - 1), (), ("ratio",)))

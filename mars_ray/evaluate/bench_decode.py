@@ -68,7 +68,10 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
             for peer in dict.fromkeys(contender.peer for contender in contenders)
         }
         progress = stack.enter_context(Progress(console=console, disable=not console.is_terminal))
-        total = (1 + job.repeats) * len(measured)
+        steps: dict[tuple[int, int], list[float]] = {
+            (batch, positions): [] for batch in job.batch_sizes for positions in job.step_positions
+        }
+        total = (1 + job.repeats) * (len(measured) + len(steps))
         bar = progress.add_task("rounds, the first one to warm up", total=total)
         for round_ in range(1 + job.repeats):
             for batch in job.batch_sizes:
@@ -79,11 +82,21 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
                         cell = measured[contender.label, batch]
                         cell.seconds.append(answer["seconds"])
                         cell.answer = answer
-        versions = {name: peer.version for name, peer in peers.items()}
+            for (batch, positions), seconds in steps.items():
+                answer = peers["mars"].ask({"step": (batch, positions)})
+                progress.advance(bar)
+                seconds += [answer["seconds"]] * bool(round_)
+        versions = {name: peer.hello["version"] for name, peer in peers.items()}
+        roofline = peers["mars"].hello["roofline"]
     result = {
         "job": job.model_dump(mode="json"),
         "peers": versions,
+        "roofline": roofline,
         "cases": _cases(contenders, measured, job),
+        "steps": [
+            {"batch": batch, "positions": positions, "seconds": statistics.median(seconds)}
+            for (batch, positions), seconds in steps.items()
+        ],
         "provenance": provenance(),
     }
     _print(result, console)
@@ -95,7 +108,7 @@ class _Peer:
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self._name, self._process = name, process
-        self.version = self._receive()["version"]
+        self.hello = self._receive()
 
     def ask(self, task: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin
@@ -170,7 +183,7 @@ def _label(mode: Mode) -> str:
 
 
 def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
-    """The same prompts for every peer and batch size."""
+    """The same prompts for every peer, and as far as they go for every batch size."""
     count = max(job.prompts, *job.batch_sizes)
     if job.random_prompt_tokens:
         prompts = [
@@ -184,7 +197,7 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         stops = sorted(stop_ids(load_model(checkpoint, dtype=None)))
     return {
         batch: {
-            "batches": [prompts[i : i + batch] for i in range(0, count, batch)],
+            "batches": [prompts[i : i + batch] for i in range(0, max(job.prompts, batch), batch)],
             "max_new_tokens": job.max_new_tokens,
             "stop_ids": list(stops),
         }

@@ -3,10 +3,12 @@
 import time
 from dataclasses import replace
 
+from decode.cases import SCARCE
 from decode.models import CARD, pattern, request
 
 from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
-from mars_ray.decode.engine import Engine
+from mars_ray.decode import reference
+from mars_ray.decode.engine import Engine, generate_all
 
 
 def test_a_shared_beginning_is_computed_once(model):
@@ -89,3 +91,18 @@ def test_a_deadline_ends_a_request_with_what_it_has(model):
     assert len(ended["running"].tokens) == 1
     assert not engine.has_work
     assert engine.pool.in_use == 0
+
+
+def test_masks_of_all_groups_count_when_a_sequence_comes_back(model):
+    """A sequence whose widest step finds no pages waits for them; the engine must not spin on it.
+
+    Found by random schedules: admission counted one group of masks where the step had several.
+    """
+    engine = Engine(model, CARD, SCARCE)
+    mode = VerifiedMode(groups=9, window=2)
+    requests = [
+        request(str(j), pattern(j, 1, 11 + j), mode, max_new_tokens=20, stop=-1) for j in range(3)
+    ]
+    done = generate_all(engine, requests)
+    assert done == [reference.generate(model, CARD, item) for item in requests]
+    assert engine.preemptions > 0

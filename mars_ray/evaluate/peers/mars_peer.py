@@ -5,7 +5,9 @@ import sys
 import time
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
+from transformers import PreTrainedModel
 
 from mars_ray import __version__
 from mars_ray.config.decode import EngineConfig, Mode, Sampling
@@ -28,9 +30,29 @@ def main() -> None:
         }
     )
     engine, _ = load_engine(checkpoint, config)
-    print(json.dumps({"peer": "mars-ray", "version": __version__}), flush=True)
+    hello = {"peer": "mars-ray", "version": __version__, "roofline": _roofline(engine.model)}
+    print(json.dumps(hello), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(engine, json.loads(line))), flush=True)
+        task = json.loads(line)
+        if "step" in task:
+            print(json.dumps({"seconds": engine.time_step(*task["step"])}), flush=True)
+        else:
+            print(json.dumps(_answer(engine, task)), flush=True)
+
+
+def _roofline(model: PreTrainedModel) -> dict[str, float]:
+    """What a step has to read at least, and how fast this device copies (read and write)."""
+    block = torch.empty(2**28, dtype=torch.uint8, device=model.device)
+    target = torch.empty_like(block)
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        target.copy_(block)
+        if block.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"weight_bytes": weights, "copy_bytes_per_s": 2 * block.numel() / min(times)}
 
 
 def _answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:

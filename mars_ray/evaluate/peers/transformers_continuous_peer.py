@@ -18,7 +18,9 @@ from transformers import (
 def main() -> None:
     """Arguments: checkpoint, dtype, longest sequence."""
     checkpoint, dtype, max_context = sys.argv[1:4]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+    model.to(device).eval()
     version = {"peer": "transformers-continuous", "version": transformers.__version__}
     print(json.dumps(version), flush=True)
     for line in sys.stdin:

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 def main() -> None:
     """Arguments: checkpoint, dtype, longest sequence (unused: the cache grows)."""
     checkpoint, dtype, _ = sys.argv[1:4]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+    model.to(device).eval()
     print(json.dumps({"peer": "transformers", "version": transformers.__version__}), flush=True)
     for line in sys.stdin:
         print(json.dumps(_answer(model, json.loads(line))), flush=True)
@@ -38,7 +40,9 @@ def _generate(
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
     seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    output: Any = model.generate(padded, attention_mask=seen, generation_config=config)  # type: ignore[operator]
+    output: Any = model.generate(  # type: ignore[operator]
+        padded.to(model.device), attention_mask=seen.to(model.device), generation_config=config
+    )
     return [_until_stop(row[longest:].tolist(), config.eos_token_id or []) for row in output]
 
 

@@ -1,0 +1,65 @@
+"""What the live measures cost: `python benchmarks/measures_overhead.py CHECKPOINT [ROUNDS]`.
+
+The same prompts with and without them, in turn; prints one JSON object with the median ratio.
+"""
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from mars_ray.config.decode import ConfidenceMode, EngineConfig, Mode, Sampling, VerifiedMode
+from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.corpus import problems
+from mars_ray.decode.engine import Engine, generate_all, load_engine
+from mars_ray.decode.measures import LiveMeasures
+from mars_ray.decode.request import Request
+from mars_ray.model.stop import stop_ids
+from mars_ray.provenance import provenance
+
+_BATCHES = (1, 8, 16)
+_MODES: dict[str, Mode] = {"verified": VerifiedMode(), "confidence": ConfidenceMode()}
+
+
+class _Blind(LiveMeasures):
+    """Sees nothing."""
+
+    def observe(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def main() -> None:
+    """For every mode and batch size."""
+    checkpoint, rounds = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 30
+    config = EngineConfig(
+        max_batch=max(_BATCHES), max_context=256, threads=1, device="cpu", window_control=False
+    )
+    engine, tokenizer = load_engine(checkpoint, config)
+    asked = problems("test", max(_BATCHES), 77)
+    prompts = [tuple(encode_prompt([Message("user", p.question)], tokenizer)) for p in asked]
+    stops = frozenset(stop_ids(engine.model))
+    cases = {}
+    for name, mode in _MODES.items():
+        for batch in _BATCHES:
+            requests = [
+                Request(str(i), prompt, mode, Sampling(), 128, stops)
+                for i, prompt in enumerate(prompts[:batch])
+            ]
+            ratios = []
+            for _ in range(rounds):
+                without = _seconds(engine, requests, _Blind())
+                ratios.append(_seconds(engine, requests, LiveMeasures()) / without)
+            cases[f"{name}, batch {batch}"] = statistics.median(ratios)
+    print(json.dumps({"time_ratio": cases, "rounds": rounds, "provenance": provenance()}, indent=1))
+
+
+def _seconds(engine: Engine, requests: list[Request], measures: LiveMeasures) -> float:
+    engine.measures = measures
+    started = time.perf_counter()
+    generate_all(engine, requests)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
