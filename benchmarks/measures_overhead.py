@@ -25,7 +25,7 @@ _MODES: dict[str, Mode] = {"verified": VerifiedMode(), "confidence": ConfidenceM
 class _Blind(LiveMeasures):
     """Sees nothing."""
 
-    def observe(self, *_: Any) -> None:
+    def observe(self, sequence: Any, plan: Any, rows: Any, tokens: Any) -> None:
         """Nothing."""
 
 
