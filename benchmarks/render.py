@@ -144,6 +144,14 @@ def steps(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def measures_overhead(result: dict[str, Any]) -> list[str]:
+    """Time with the live measures over time without."""
+    lines = ["| mode | time with / without |", "|---|---|"]
+    lines += [f"| {name} | {ratio:.3f} |" for name, ratio in result["time_ratio"].items()]
+    facts = _machine(result["provenance"])
+    return [*lines, "", f"Medians of {result['rounds']} pairs, {facts}."]
+
+
 def _machine(facts: dict[str, Any]) -> str:
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"
@@ -154,6 +162,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "gsm8k": gsm8k,
     "train_step": train_step,
     "decode_demo": decode,
+    "decode_demo_large": decode,
+    "measures_overhead": measures_overhead,
     "decode_0_5b": decode,
     "steps_0_5b": steps,
 }

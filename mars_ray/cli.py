@@ -108,6 +108,21 @@ def serve(
 
 
 @app.command()
+def chat(
+    url: Annotated[str, typer.Argument(help="Of a running service.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MARS_RAY_API_KEY", help="If the service asks for one.")
+    ] = None,
+) -> None:
+    """Talk to a running service in the terminal."""
+    from rich.console import Console
+
+    from mars_ray.serve.terminal import chat as talk
+
+    talk(url, api_key, Console())
+
+
+@app.command()
 def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Train, measure, serve and ask, end to end."""
     job = _job(DemoJob, job_file, overrides, dry_run)

@@ -14,6 +14,7 @@ class Limits(Config):
     body_bytes: int = Field(default=1_000_000, ge=1_000)
     new_tokens: int = Field(default=1024, ge=1)
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
+    choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
 
 
 class ServeJob(Config):
@@ -29,6 +30,9 @@ class ServeJob(Config):
     replicas: int = Field(default=1, ge=1)
     cpus_per_replica: float = Field(default=1, ge=0)
     gpus_per_replica: float = Field(default=0, ge=0)
+    keys_file: str | None = Field(
+        default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
+    )
     default_mode: Mode = VerifiedMode()
     engine: EngineConfig = EngineConfig()
     limits: Limits = Limits()

@@ -1,18 +1,36 @@
 """A second, smaller model that proposes tokens for `speculative`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from transformers import PreTrainedModel
 
 from mars_ray.config.decode import ExactMode, Sampling, VerifiedMode
-from mars_ray.decode.request import Request
+from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.sequence import Sequence
 from mars_ray.errors import ConfigError
+from mars_ray.model.card import ModelCard
 
-if TYPE_CHECKING:
-    from mars_ray.decode.engine import Engine
+
+class DraftEngine(Protocol):
+    """What a drafter needs of an engine (`decode.engine`, which is above this module)."""
+
+    model: PreTrainedModel
+    card: ModelCard
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[TokenEvent]:
+        """One forward."""
+        ...
 
 
 class Drafter:
@@ -21,7 +39,7 @@ class Drafter:
     If the draft model is a MARS model itself, its drafts take fewer forwards than tokens.
     """
 
-    def __init__(self, engine: Engine, vocabulary: int) -> None:
+    def __init__(self, engine: DraftEngine, vocabulary: int) -> None:
         """Raises ConfigError if the draft model has another vocabulary than the target."""
         own = engine.model.config.vocab_size
         if own != vocabulary:

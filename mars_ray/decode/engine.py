@@ -82,6 +82,11 @@ class Engine:
         return self._scheduler.waiting
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Masks per group of each sequence in the batch."""
+        return tuple(sequence.window for sequence in self._scheduler.running_sequences())
+
+    @property
     def preemptions(self) -> int:
         """How often a sequence was sent back."""
         return self._scheduler.preemptions
@@ -129,6 +134,7 @@ class Engine:
                 field="mode",
             )
         sequence = Sequence(request, window, list(request.prompt))
+        sequence.submitted_s = time.monotonic()
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
 
@@ -162,6 +168,10 @@ class Engine:
             if self.control:
                 self.control.observe(sequence, len(item.plan.drafts), len(tokens))
             event = sequence.commit(tokens)
+            measure = getattr(sequence.request.mode, "measure", None)
+            if measure:
+                count = len(event.tokens)
+                event = replace(event, confidences=tuple(own.numbers[measure][:count]))
             if own.log_p_NV is not None:
                 event = replace(event, logprobs=_logprobs(event, own.log_p_NV, sequence.request))
             if event.completion:
@@ -255,10 +265,17 @@ def _load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     model = load_model(directory, dtype=dtype, device=device)
-    large = model.num_parameters() > _FLOAT32_PARAMETERS
-    if config.dtype == "auto" and (device != "cpu" or large):
+    if config.dtype == "auto" and _prefers_bfloat16(model):
         torch.nn.Module.to(model, torch.bfloat16)
     return Engine(model, card, config, draft_engine)
+
+
+def _prefers_bfloat16(model: PreTrainedModel) -> bool:
+    """Whether it is the faster one: on a CPU only for large models, and if it can multiply it."""
+    if model.device.type != "cpu":
+        return True
+    multiplies = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return multiplies and model.num_parameters() > _FLOAT32_PARAMETERS
 
 
 def generate_all(

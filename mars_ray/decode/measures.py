@@ -8,6 +8,7 @@ forwarded as a real token anyway, when the row before it tells what that choice 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import ne
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from mars_ray.decode.strategies.base import Plan, Rows
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 _AT_ONCE = 1000
+_VERIFYING = (VerifiedMode, SpeculativeMode)
+_CONFIDENT = (ConfidenceMode, BlockCachedMode)
 
 
 @dataclass(slots=True)
@@ -80,20 +83,21 @@ class LiveMeasures:
     def observe(self, sequence: Sequence, plan: Plan, rows: Rows, tokens: Several[int]) -> None:
         """Before the step's `tokens` are committed."""
         mode = sequence.request.mode
-        match mode:
-            case VerifiedMode() | SpeculativeMode():
-                drafts = len(plan.drafts)
-                values = rows.numbers["ratio"][:drafts]
-                chosen = zip(rows.best, tokens[:-1], strict=False)
-            case ConfidenceMode(measure="probability") | BlockCachedMode(measure="probability"):
-                values = rows.numbers["probability"][1:]
-                chosen = zip(rows.earlier, sequence.tokens[-len(rows.earlier) :], strict=False)
-            case _:
-                return
+        drafts = len(plan.drafts)
+        if isinstance(mode, _VERIFYING):
+            values, committed = rows.numbers["ratio"][:drafts], tokens[:-1]
+            own = rows.best
+        elif isinstance(mode, _CONFIDENT) and mode.measure == "probability":
+            values, own = rows.numbers["probability"][1:], rows.earlier
+            committed = sequence.tokens[-len(own) :] if own else ()
+        else:
+            return
         measures = self.by_mode.get(mode.type)
         if measures is None:
             measures = self.by_mode[mode.type] = ModeMeasures()
         measures.add_step(values)
-        for own, token in chosen:
-            measures.checked += 1
-            measures.disagreed += own != token
+        if committed:
+            disagreed = sum(map(ne, own, committed))
+            measures.checked += len(committed)
+            measures.disagreed += disagreed
+            sequence.disagreed += disagreed

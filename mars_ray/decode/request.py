@@ -69,6 +69,11 @@ class TokenEvent:
     forward: int
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
+    confidences: tuple[float, ...] = ()  # of each token, in modes that have a measure
+    # So far: tokens seen, one step later, not to be what AR decoding would have chosen. What the
+    # last step of `confidence` committed is never seen again.
+    disagreed: int = 0
+    queue_s: float = 0.0  # from submission to the first forward with rows of it
 
 
 def window_of(mode: Mode, card: ModelCard) -> int:

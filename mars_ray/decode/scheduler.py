@@ -1,6 +1,7 @@
 """Which rows of which sequences the next forward holds, and who gives way when pages run out."""
 
 import heapq
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -96,7 +97,10 @@ class Scheduler:
             if sequence.arrival not in self._running:
                 break  # there was no room after all: not again in this step
         for item in work.values():
-            item.sequence.served = self._steps
+            sequence = item.sequence
+            if not sequence.served:
+                sequence.queue_s = time.monotonic() - sequence.submitted_s
+            sequence.served = self._steps
         return list(work.values())
 
     def publish(self, sequence: Sequence) -> None:

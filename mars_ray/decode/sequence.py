@@ -27,6 +27,9 @@ class Sequence:
     extended: int = 0  # the forward after which a draft model has added to the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of its first full pages, published
+    disagreed: int = 0  # tokens seen not to be the model's own choice
+    submitted_s: float = 0.0
+    queue_s: float = 0.0  # from then to its first rows
     arrival: int = 0
     served: int = 0  # the last step that had rows of it
 
@@ -78,7 +81,14 @@ class Sequence:
         completion = None
         if stop is not None or self.remaining == 0:
             completion = self.completion("length" if stop is None else "stop")
-        return TokenEvent(self.request.id, tuple(kept), self.forwards, completion)
+        return TokenEvent(
+            self.request.id,
+            tuple(kept),
+            self.forwards,
+            completion,
+            disagreed=self.disagreed,
+            queue_s=self.queue_s,
+        )
 
     def completion(self, reason: FinishReason) -> Completion:
         """The result as it stands."""

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Completion, Request, TokenEvent
@@ -17,6 +18,7 @@ from mars_ray.errors import EngineError, RequestError
 
 _log = logging.getLogger(__name__)
 _Deliver = Callable[[TokenEvent | Exception], None]
+Answer = TypeVar("Answer")
 
 
 class EngineThread:
@@ -80,6 +82,24 @@ class EngineThread:
         finally:
             with contextlib.suppress(EngineError):
                 self._command(lambda: self._cancel(request.id, deliver))
+
+    async def ask(self, question: Callable[[Engine], Answer]) -> Answer:
+        """What the engine's own thread says between two steps. Raises EngineError once it ended."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer] = loop.create_future()
+
+        def deliver(value: Answer) -> None:
+            if not answer.done():
+                answer.set_result(value)
+
+        def reply() -> None:
+            value = question(self._engine)
+            # The loop may be closed by then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(deliver, value)
+
+        self._command(reply)
+        return await answer
 
     def _command(self, command: Callable[[], None]) -> None:
         """Have the thread do this between two steps. Raises EngineError once it has ended."""

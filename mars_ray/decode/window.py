@@ -20,9 +20,9 @@ from mars_ray.decode.sequence import Sequence
 # A depth's rate before anything was observed, and how many observations that counts for.
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 # What an observation still counts for after another one of its depth.
-_DECAY = 0.995
-# With the window at 0 nothing is learnt: every so many steps one sequence tries all its masks.
-_PROBE_EVERY = 32
+_DECAY = 0.99
+# With the window at 0 nothing is learnt: every so many steps one sequence tries a single mask.
+_PROBE_EVERY = 128
 # Rates change slowly: what was chosen for a load holds for so many steps.
 _KEEP = 32
 
@@ -143,7 +143,7 @@ class WindowControl:
                 choice = self._choice(sequence, sampled, len(members), others)
                 sequence.window, sequence.groups = choice.window, choice.groups
             if self._steps % _PROBE_EVERY == 0 and not members[0].window:
-                members[0].window, members[0].groups = members[0].widest, 1
+                members[0].window, members[0].groups = 1, 1
 
     def _choice(self, sequence: Sequence, sampled: bool, members: int, others: int) -> Choice:
         mode = sequence.request.mode

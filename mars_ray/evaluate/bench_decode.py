@@ -89,7 +89,8 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
         versions = {name: peer.hello["version"] for name, peer in peers.items()}
         roofline = peers["mars"].hello["roofline"]
     result = {
-        "job": job.model_dump(mode="json"),
+        # Where a peer lives on this machine is nobody else's business.
+        "job": job.model_dump(mode="json", exclude={"peer_pythons"}),
         "peers": versions,
         "roofline": roofline,
         "cases": _cases(contenders, measured, job),

@@ -1,72 +1,163 @@
-"""The HTTP API: routes, limits and errors, over any source of answers."""
+"""The HTTP API: routes, limits and errors, over any backend."""
 
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from mars_ray import __version__
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.messages import ChatCall, Message, Piece, Refusal
-from mars_ray.serve.protocol import (
+from mars_ray.serve.bodies import (
     ApiError,
     ChatBody,
-    completion,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+)
+from mars_ray.serve.calls import to_call
+from mars_ray.serve.keys import Key, Keys
+from mars_ray.serve.messages import Call, Message, Piece, Prompt, Refusal, Tokenized
+from mars_ray.serve.replies import (
+    Answer,
+    ChatShape,
+    Shape,
+    TextShape,
     error_body,
     model_list,
-    parse_chat,
-    to_call,
+    reply,
 )
 from mars_ray.serve.stream import Chunks, events, internal_error
 
 logger = logging.getLogger(__name__)
 
-# Answers a checked request. The last message has a finish or is a refusal; closing the generator
-# ends the work behind it.
-Generate = Callable[[ChatCall], AsyncGenerator[Message, None]]
-
 # Streams must reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    # Its own lines and this server, nothing else.
+    "Content-Security-Policy": (
+        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
 
-def build_api(job: ServeJob, model: str, generate: Generate) -> FastAPI:
+class Backend(Protocol):
+    """What answers: an engine in this process, or replicas behind a handle."""
+
+    def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        """Ends when every choice has finished, or with a refusal; closing it ends the work."""
+        ...
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
+        """A prompt's tokens."""
+        ...
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
+        """The text of tokens, special ones included."""
+        ...
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be answered now."""
+        ...
+
+
+def build_api(job: ServeJob, model: str, backend: Backend) -> FastAPI:
     """The API of one model; `model` is its name in requests."""
-    routes = _Routes(job, model, generate)
+    routes = _Routes(job, model, backend)
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
-    api.add_api_route("/healthz", routes.healthz, methods=["GET"])
-    api.add_api_route("/v1/models", routes.models, methods=["GET"])
-    api.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
+    for path, route in (
+        ("/", routes.page),
+        ("/healthz", routes.healthz),
+        ("/readyz", routes.readyz),
+        ("/version", routes.version),
+        ("/v1/models", routes.models),
+    ):
+        api.add_api_route(path, route, methods=["GET"], response_model=None)
+    for path, route in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.complete),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        api.add_api_route(path, route, methods=["POST"], response_model=None)
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
     return api
 
 
 class _Routes:
-    def __init__(self, job: ServeJob, model: str, generate: Generate) -> None:
+    def __init__(self, job: ServeJob, model: str, backend: Backend) -> None:
         self._job = job
         self._model = model
-        self._generate = generate
+        self._backend = backend
+        self._keys = Keys(job.keys_file)
         self._started = int(time.time())
+
+    async def page(self) -> Response:
+        """Open to all, like the two after it: it holds nothing and asks for the key itself."""
+        return HTMLResponse(_PAGE.read_text("utf-8"), headers=_PAGE_HEADERS)
 
     async def healthz(self) -> dict[str, str]:
         return {"status": "ok"}
 
-    async def models(self) -> dict[str, Any]:
+    async def readyz(self) -> Response:
+        ready = await self._backend.is_ready()
+        status = "ready" if ready else "not ready"
+        return JSONResponse({"status": status}, 200 if ready else 503)
+
+    async def version(self, request: Request) -> dict[str, str]:
+        self._holder(request)
+        return {"version": __version__}
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        self._holder(request)
         return model_list(self._model, self._started)
 
     async def chat(self, request: Request) -> Response:
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
+            return await self._answer(parse(ChatBody, raw), request_id, key, ChatShape())
+
+        return await self._guarded(request, f"chatcmpl-{uuid.uuid4().hex}", answer)
+
+    async def complete(self, request: Request) -> Response:
+        async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
+            return await self._answer(parse(CompletionBody, raw), request_id, key, TextShape())
+
+        return await self._guarded(request, f"cmpl-{uuid.uuid4().hex}", answer)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._guarded(request, f"tok-{uuid.uuid4().hex}", self._tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._guarded(request, f"detok-{uuid.uuid4().hex}", self._detokenize)
+
+    async def _guarded(
+        self,
+        request: Request,
+        request_id: str,
+        answer: Callable[[bytes, str, Key | None], Awaitable[Response]],
+    ) -> Response:
+        """The answer to a body; what fails unforeseen is logged under the request's id."""
+        # Before a byte of the body is read.
+        key = self._holder(request)
         try:
-            body = parse_chat(await _read(request, self._job.limits.body_bytes))
-            return await self._answer(body, request_id)
+            body = await _read(request, self._job.limits.body_bytes)
+            return await answer(body, request_id, key)
         except ApiError:
             raise
         except ClientDisconnect:
@@ -76,40 +167,100 @@ class _Routes:
             logger.exception("request %s failed", request_id)
             raise ApiError(internal_error(request_id)) from error
 
-    async def _answer(self, body: ChatBody, request_id: str) -> Response:
-        if body.model != self._model:
-            message = f"there is no model {body.model!r} here, only {self._model!r}"
-            raise ApiError(Refusal(404, message, param="model", code="model_not_found"))
-        call = to_call(body, request_id, secrets.randbits(63), self._job)
+    def _holder(self, request: Request) -> Key | None:
+        return self._keys.holder(request.headers.get("authorization"))
+
+    async def _answer(
+        self,
+        body: ChatBody | CompletionBody,
+        request_id: str,
+        key: Key | None,
+        shape: Shape,
+    ) -> Response:
+        self._check_model(body.model)
+        call = _within(to_call(body, request_id, secrets.randbits(63), self._job), key)
+        by = key.name if key else None
+        logger.info("request %s: %s, key %s, user %s", request_id, call.mode.type, by, body.user)
         created = int(time.time())
-        messages = self._generate(call)
+        messages = self._admitted(call, key)
         # The status line depends on the first message.
         first = await anext(messages)
         if isinstance(first, Refusal):
             raise ApiError(first)
+        forwards = bool(body.return_forwards)
         if body.stream:
-            chunks = Chunks(call, self._model, created, body.wants_usage)
+            chunks = Chunks(call, shape, self._model, created, body.wants_usage, forwards)
             return StreamingResponse(
                 events(chunks, first, messages),
                 media_type="text/event-stream",
                 headers=_STREAM_HEADERS,
             )
-        text, last = await _collect(first, messages)
-        assert last.finish is not None
-        return JSONResponse(completion(call, self._model, created, text, last.finish))
+        answers = [
+            Answer(
+                logprobs=None if call.logprobs is None else [], forwards=[] if forwards else None
+            )
+            for _ in range(call.choices)
+        ]
+        await _collect(answers, first, messages)
+        return JSONResponse(reply(call, shape, self._model, created, answers))
+
+    async def _tokenize(self, raw: bytes, _request_id: str, _key: Key | None) -> Response:
+        body = parse(TokenizeBody, raw)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            message = "give either 'prompt' or 'messages'"
+            raise ApiError(Refusal(400, message, param="prompt", code="invalid_value"))
+        turns = tuple(message.turn() for message in body.messages or ())
+        made = await self._backend.tokenize(turns if body.prompt is None else body.prompt)
+        if isinstance(made, Refusal):
+            raise ApiError(made)
+        count = len(made.tokens)
+        return JSONResponse(
+            {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
+        )
+
+    async def _detokenize(self, raw: bytes, _request_id: str, _key: Key | None) -> Response:
+        body = parse(DetokenizeBody, raw)
+        self._check_model(body.model)
+        text = await self._backend.detokenize(body.tokens)
+        if isinstance(text, Refusal):
+            raise ApiError(text)
+        return JSONResponse({"prompt": text})
+
+    async def _admitted(self, call: Call, key: Key | None) -> AsyncGenerator[Message, None]:
+        """The backend's messages, counted against the key until they end or are closed."""
+        with self._keys.admitted(key, call.choices):
+            async with aclosing(self._backend.answer(call)) as messages:
+                async for message in messages:
+                    yield message
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._model:
+            message = f"there is no model {model!r} here, only {self._model!r}"
+            raise ApiError(Refusal(404, message, param="model", code="model_not_found"))
 
 
-async def _collect(first: Piece, rest: AsyncGenerator[Message, None]) -> tuple[str, Piece]:
-    """The whole text and the last piece. Raises ApiError if the answer fails on its way."""
-    parts, last = [first.text], first
+def _within(call: Call, key: Key | None) -> Call:
+    """The call, no longer than its key allows. Raises ApiError if it asks for more."""
+    if key is None or key.new_tokens is None:
+        return call
+    if call.max_new_tokens is not None and call.max_new_tokens > key.new_tokens:
+        message = f"key {key.name!r} allows at most {key.new_tokens} tokens per answer"
+        raise ApiError(Refusal(400, message, param="max_tokens", code="invalid_value"))
+    return replace(call, new_tokens_limit=min(call.new_tokens_limit, key.new_tokens))
+
+
+async def _collect(
+    answers: list[Answer], first: Piece, rest: AsyncGenerator[Message, None]
+) -> None:
+    """Every answer to its end. Raises ApiError if one fails on its way."""
+    answers[first.choice].add(first)
     async with aclosing(rest):
-        while last.finish is None:
+        while any(answer.finish is None for answer in answers):
             message = await anext(rest)
             if isinstance(message, Refusal):
                 raise ApiError(message)
-            parts.append(message.text)
-            last = message
-    return "".join(parts), last
+            answers[message.choice].add(message)
 
 
 async def _read(request: Request, limit_bytes: int) -> bytes:
@@ -130,8 +281,11 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
 async def _api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     refusal = error.refusal
-    after = refusal.retry_after_s
-    headers = None if after is None else {"Retry-After": str(after)}
+    headers = {}
+    if refusal.retry_after_s is not None:
+        headers["Retry-After"] = str(refusal.retry_after_s)
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(refusal), refusal.status, headers)
 
 

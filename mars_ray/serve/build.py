@@ -14,13 +14,17 @@ from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, EngineError, RequestError
 from mars_ray.model.card import read_card
 from mars_ray.serve.ingress import Ingress
+from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
+
+logger = logging.getLogger(__name__)
 
 APP_NAME = "mars-ray"
 # The ingress only forwards.
 _INGRESS_CPUS = 0.1
 # Places beyond the engine's own limit, for requests on their way to be refused by it.
 _REFUSAL_PLACES = 64
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -93,7 +97,7 @@ def wait_until_stopped() -> None:
 
 
 def _checked(job: ServeJob) -> ServeJob:
-    """The job with an absolute path, which also workers with another working directory find."""
+    """The job with absolute paths, which also workers with another working directory find."""
     card = read_card(job.checkpoint)
     if isinstance(job.default_mode, BlockCachedMode):
         raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
@@ -101,7 +105,15 @@ def _checked(job: ServeJob) -> ServeJob:
         window_of(job.default_mode, card)
     except RequestError as error:
         raise ConfigError(f"default_mode of {job.checkpoint}: {error}") from error
-    return job.model_copy(update={"checkpoint": str(Path(job.checkpoint).resolve())})
+    Keys(job.keys_file)
+    changes = {"checkpoint": str(Path(job.checkpoint).resolve())}
+    if job.keys_file:
+        changes["keys_file"] = str(Path(job.keys_file).resolve())
+    elif job.host not in _LOOPBACK:
+        logger.warning(
+            "the service listens on %s and asks nobody for a key: set keys_file=", job.host
+        )
+    return job.model_copy(update=changes)
 
 
 def _check_port(host: str, port: int) -> None:

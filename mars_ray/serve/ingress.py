@@ -1,5 +1,6 @@
 """The HTTP side of the service as a Serve deployment: it holds no model and imports none."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 from fastapi import FastAPI
@@ -8,7 +9,10 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
-from mars_ray.serve.messages import ChatCall, Message
+from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+
+# A replica that takes longer to say that it is ready, is not.
+_READY_S = 5.0
 
 
 # Without an app: FastAPI resolves the routes of one given here only after Serve has pickled it, and
@@ -20,13 +24,21 @@ class Ingress:
     def __init__(self, job: ServeJob, model: str, replica: DeploymentHandle) -> None:
         self._job = job
         self._model = model
-        self._replica = replica.options(stream=True)
+        self._replica = replica
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._job, self._model, self._generate)
+        return build_api(self._job, self._model, _Replicas(self._replica))
 
-    async def _generate(self, call: ChatCall) -> AsyncGenerator[Message, None]:
-        messages = self._replica.generate.remote(call)
+
+class _Replicas:
+    """The backend behind a handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+
+    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        messages = self._streaming.answer.remote(call)
         assert isinstance(messages, DeploymentResponseGenerator)
         finished = False
         try:
@@ -36,3 +48,18 @@ class Ingress:
         finally:
             if not finished:
                 messages.cancel()
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
+        return await self._handle.tokenize.remote(prompt)
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
+        return await self._handle.detokenize.remote(tokens)
+
+    async def is_ready(self) -> bool:
+        try:
+            return await asyncio.wait_for(self._asked(), _READY_S)
+        except Exception:  # noqa: BLE001 - whatever keeps a replica from answering
+            return False
+
+    async def _asked(self) -> bool:
+        return await self._handle.is_ready.remote()

@@ -1,10 +1,11 @@
 """What crosses from the HTTP ingress to a replica and back.
 
-    ingress  --ChatCall-->  replica
+    ingress  --Call-->  replica
     ingress  <--Piece, Piece, ..., Piece(finish)--  replica      one message per engine step
     ingress  <--Refusal--  replica                              the last one, in place of a piece
 
-Errors travel as values, not as exceptions: the first message decides the HTTP status, and Ray wraps
+A call has `choices` answers, each with pieces of its own; it is over when all have finished. Errors
+travel as values, not as exceptions: the first message decides the HTTP status, and Ray wraps
 exceptions in types of its own.
 """
 
@@ -22,16 +23,38 @@ class Turn:
     content: str
 
 
+# A conversation, a text as it is, or tokens.
+Prompt = tuple[Turn, ...] | str | tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class ChatCall:
+class Call:
     """A checked request: what to answer, and how."""
 
     id: str
-    messages: tuple[Turn, ...]
+    prompts: tuple[Prompt, ...]
     mode: Mode
     sampling: Sampling
-    max_new_tokens: int | None  # None: as many as limits and context allow
-    stop: tuple[str, ...]
+    max_new_tokens: int | None  # None: as many as the limit and the context allow
+    new_tokens_limit: int
+    stop: tuple[str, ...] = ()
+    n: int = 1  # answers to each prompt
+    logprobs: int | None = None  # likeliest tokens to report beside each token
+
+    @property
+    def choices(self) -> int:
+        """Answers in all; those to one prompt stand together."""
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token as the client sees it, and the model's own log-probability of it."""
+
+    text: str
+    bytes: tuple[int, ...]
+    logprob: float
+    top: tuple["TokenText", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +65,19 @@ class Finish:
     prompt_tokens: int
     completion_tokens: int  # the end-of-turn token is counted, though it is not in the text
     forwards: int
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """T/F of this answer."""
-        return self.completion_tokens / self.forwards
+    disagreed: int = 0  # tokens seen not to be the model's own choice, one step later
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text that one engine step added; the last piece has the finish."""
+    """What one engine step added to an answer; the last piece has the finish."""
 
     text: str
     finish: Finish | None = None
+    choice: int = 0
+    forward: int = 0  # the step's number among those of the answer
+    tokens: int = 0  # that it committed
+    logprobs: tuple[TokenText, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +92,11 @@ class Refusal:
 
 
 Message = Piece | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A prompt's tokens, and how many a sequence may have."""
+
+    tokens: tuple[int, ...]
+    max_context: int

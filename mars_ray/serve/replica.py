@@ -1,32 +1,60 @@
 """A replica as a Serve deployment: one process, one engine in a thread of its own."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.engine import load_engine
-from mars_ray.serve.chat import ChatEngine
-from mars_ray.serve.messages import ChatCall, Message
+from mars_ray.errors import EngineError
+from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+from mars_ray.serve.metrics import ReplicaMetrics
+from mars_ray.serve.text_engine import TextEngine
+
+_LOOK_S = 1.0
 
 
 class Replica:
     """Answers calls with its own copy of the model."""
 
-    def __init__(self, job: ServeJob) -> None:
+    # Serve awaits it: the loop that runs here is that of the requests.
+    async def __init__(self, job: ServeJob) -> None:
         engine, tokenizer = load_engine(job.checkpoint, job.engine)
-        self._chat = ChatEngine(engine, tokenizer, job)
-        self._chat.start()
+        self._metrics = ReplicaMetrics()
+        self._engine = TextEngine(engine, tokenizer, job, self._metrics)
+        self._engine.start()
+        self._looking = asyncio.create_task(self._look())
 
-    async def generate(self, call: ChatCall) -> AsyncGenerator[Message, None]:
-        """The messages of one answer; Serve closes the generator when the caller is gone."""
-        async with aclosing(self._chat.answer(call)) as messages:
+    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        """The messages of one call; Serve closes the generator when the caller is gone."""
+        async with aclosing(self._engine.answer(call)) as messages:
             async for message in messages:
                 yield message
 
+    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
+        """A prompt's tokens."""
+        return await self._engine.tokenize(prompt)
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
+        """The text of tokens."""
+        return await self._engine.detokenize(tokens)
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be answered now."""
+        return await self._engine.is_ready()
+
+    async def _look(self) -> None:
+        """Export what the engine says, for as long as it lives."""
+        with contextlib.suppress(EngineError):
+            while True:
+                self._metrics.engine(await self._engine.seen())
+                await asyncio.sleep(_LOOK_S)
+
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        self._chat.check_health()
+        self._engine.check_health()
 
-    def open_calls(self) -> int:
-        """Calls being answered or waiting."""
-        return self._chat.open_calls
+    def open_answers(self) -> int:
+        """Answers being written or waiting."""
+        return self._engine.open_answers

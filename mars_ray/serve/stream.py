@@ -4,11 +4,11 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from mars_ray.serve.messages import ChatCall, Finish, Message, Piece, Refusal
-from mars_ray.serve.protocol import error_body, usage
+from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal
+from mars_ray.serve.replies import Shape, error_body, usage
 
 logger = logging.getLogger(__name__)
 
@@ -20,35 +20,54 @@ def event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunks:
-    """Writes the chunks of one answer."""
+    """Writes the chunks of one call's answers."""
 
-    call: ChatCall
+    call: Call
+    shape: Shape
     model: str
     created: int
     include_usage: bool
+    forwards: bool = False  # each chunk says which forward its tokens are of
+    _finishes: dict[int, Finish] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
 
-    def delta(self, delta: dict[str, str], finish_reason: str | None = None) -> str:
-        """A chunk that adds to the answer, or ends it."""
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
-        chunk = self._chunk([choice])
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has its finish."""
+        return len(self._finishes) == self.call.choices
+
+    def of(self, piece: Piece) -> Iterator[str]:
+        """A chunk with what the piece adds, if it adds anything, and one for its finish."""
+        first = piece.choice not in self._begun
+        # A step whose text is held back has nothing to say.
+        if first or piece.text or piece.logprobs or (self.forwards and piece.tokens):
+            self._begun.add(piece.choice)
+            logprobs = None if self.call.logprobs is None else piece.logprobs
+            choice = self.shape.delta(piece.text, logprobs, first=first)
+            if self.forwards:
+                choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
+            yield self._chunk(piece.choice, choice)
+        if piece.finish:
+            self._finishes[piece.choice] = piece.finish
+            ending = self.shape.delta(None, None, first=False)
+            yield self._chunk(piece.choice, ending, piece.finish.reason)
+
+    def usage(self) -> str:
+        """The chunk after all others."""
+        finishes = [self._finishes[choice] for choice in range(self.call.choices)]
+        return event(self._body([]) | {"usage": usage(self.call, finishes)})
+
+    def _chunk(self, index: int, choice: dict[str, Any], reason: str | None = None) -> str:
+        chunk = self._body([{"index": index} | choice | {"finish_reason": reason}])
         # With usage asked for, every chunk has the field: clients of OpenAI's API expect that.
         return event(chunk | {"usage": None} if self.include_usage else chunk)
 
-    def usage(self, finish: Finish) -> str:
-        """The chunk after the last one of text."""
-        return event(self._chunk([]) | {"usage": usage(self.call, finish)})
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.call.id,
-            "object": "chat.completion.chunk",
+            "object": self.shape.chunk_name,
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -58,39 +77,28 @@ class Chunks:
 async def events(
     chunks: Chunks, first: Message, rest: AsyncGenerator[Message, None]
 ) -> AsyncIterator[str]:
-    """The events of an answer; `rest` is closed when the client goes away.
+    """The events of a call; `rest` is closed when the client goes away.
 
     An error after the start is an event of its own, and the last one: there is no [DONE].
     """
     async with aclosing(rest):
         try:
-            yield chunks.delta({"role": "assistant", "content": _text(first)})
             message = first
-            while isinstance(message, Piece) and message.finish is None:
+            while True:
+                if isinstance(message, Refusal):
+                    yield event(error_body(message))
+                    return
+                for chunk in chunks.of(message):
+                    yield chunk
+                if chunks.is_over:
+                    break
                 message = await anext(rest)
-                # A step whose text is held back has nothing to say.
-                if text := _text(message):
-                    yield chunks.delta({"content": text})
-            for last in _end(chunks, message):
-                yield last
+            if chunks.include_usage:
+                yield chunks.usage()
+            yield DONE
         except Exception:
             logger.exception("request %s failed while streaming", chunks.call.id)
             yield event(error_body(internal_error(chunks.call.id)))
-
-
-def _text(message: Message) -> str:
-    return message.text if isinstance(message, Piece) else ""
-
-
-def _end(chunks: Chunks, last: Message) -> Iterator[str]:
-    if isinstance(last, Refusal):
-        yield event(error_body(last))
-        return
-    assert last.finish is not None
-    yield chunks.delta({}, last.finish.reason)
-    if chunks.include_usage:
-        yield chunks.usage(last.finish)
-    yield DONE
 
 
 def internal_error(request_id: str) -> Refusal:

@@ -19,7 +19,7 @@ from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 from mars_ray.serve.app import build_api
-from mars_ray.serve.chat import ChatEngine
+from mars_ray.serve.text_engine import TextEngine
 
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 WORDS = [*NUMBERS, "Grüße", "你好", "😀"]
@@ -69,13 +69,13 @@ def job(checkpoint: Path) -> ServeJob:
 
 
 @pytest.fixture(scope="session")
-def chat_engine(job: ServeJob) -> Iterator[ChatEngine]:
-    engine = ChatEngine(*load_engine(job.checkpoint, job.engine), job)
+def text_engine(job: ServeJob) -> Iterator[TextEngine]:
+    engine = TextEngine(*load_engine(job.checkpoint, job.engine), job)
     engine.start()
     yield engine
     engine.stop()
 
 
 @pytest.fixture(scope="session")
-def client(job: ServeJob, chat_engine: ChatEngine) -> TestClient:
-    return TestClient(build_api(job, "tiny", chat_engine.answer), raise_server_exceptions=False)
+def client(job: ServeJob, text_engine: TextEngine) -> TestClient:
+    return TestClient(build_api(job, "tiny", text_engine), raise_server_exceptions=False)

@@ -13,12 +13,22 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mars_ray import __version__
 from mars_ray.config.decode import ExactMode, Sampling
 from mars_ray.decode.engine import load_engine
 from mars_ray.errors import ModelError
 from mars_ray.serve.app import build_api
-from mars_ray.serve.chat import ChatEngine
-from mars_ray.serve.messages import ChatCall, Finish, Message, Piece, Refusal, Turn
+from mars_ray.serve.messages import (
+    Call,
+    Finish,
+    Message,
+    Piece,
+    Prompt,
+    Refusal,
+    Tokenized,
+    Turn,
+)
+from mars_ray.serve.text_engine import TextEngine
 
 ASK = "count from one to ten"
 
@@ -68,6 +78,7 @@ def test_exact_equals_greedy_transformers(client, checkpoint):
         "tokens_per_forward": 1.0,
         "mode": "exact",
         "threshold": None,
+        "disagreement": 0.0,
     }
 
 
@@ -132,9 +143,9 @@ def test_the_end_token_is_counted_but_not_shown(checkpoint, job):
     engine, tokenizer = load_engine(checkpoint, job.engine)
     assert engine.model.generation_config is not None
     engine.model.generation_config.eos_token_id = [end]
-    chat = ChatEngine(engine, tokenizer, job)
+    chat = TextEngine(engine, tokenizer, job)
     chat.start()
-    reply = ask(TestClient(build_api(job, "tiny", chat.answer)))
+    reply = ask(TestClient(build_api(job, "tiny", chat)))
     chat.stop()
     assert text_of(reply) == tokenizer.decode(tokens[:cut]).rstrip("\ufffd")
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
@@ -147,7 +158,7 @@ def test_a_model_that_does_not_say_how_it_ends_is_refused(checkpoint, job):
     assert engine.model.generation_config is not None
     engine.model.generation_config.eos_token_id = None
     with pytest.raises(ModelError, match="eos_token_id"):
-        ChatEngine(engine, tokenizer, job)
+        TextEngine(engine, tokenizer, job)
 
 
 def test_special_tokens_in_a_message_are_text(client, checkpoint):
@@ -163,8 +174,10 @@ def test_special_tokens_in_a_message_are_text(client, checkpoint):
 
 
 def test_system_and_models_routes(client):
-    """The two routes that need no engine."""
+    """Alive, ready, and what it is."""
     assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/readyz").json() == {"status": "ready"}
+    assert client.get("/version").json() == {"version": __version__}
     models = client.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == ["tiny"]
 
@@ -219,14 +232,14 @@ def test_a_large_body_is_refused_unread(client):
     assert error_of(client.post("/v1/chat/completions", content=chunks()), 413)
 
 
-def test_a_full_queue_is_a_429_and_places_come_back(client, chat_engine, job):
+def test_a_full_queue_is_a_429_and_places_come_back(client, text_engine, job):
     """Four running and two waiting are the limit; closing the answers frees every place."""
 
     async def fill() -> Message:
-        answers = [chat_engine.answer(call(f"fill-{i}")) for i in range(6)]
+        answers = [text_engine.answer(call(f"fill-{i}")) for i in range(6)]
         first = [asyncio.ensure_future(anext(answer)) for answer in answers]
         await asyncio.wait(first[:4])
-        refused = await anext(chat_engine.answer(call("one-more")))
+        refused = await anext(text_engine.answer(call("one-more")))
         for task in first[4:]:
             task.cancel()
         await asyncio.wait(first)
@@ -237,28 +250,40 @@ def test_a_full_queue_is_a_429_and_places_come_back(client, chat_engine, job):
     refused = asyncio.run(fill())
     assert isinstance(refused, Refusal)
     assert (refused.status, refused.retry_after_s) == (429, 1)
-    assert chat_engine.open_calls == 0
+    assert text_engine.open_answers == 0
     assert text_of(ask(client))
-    full = TestClient(build_api(job, "tiny", _refusing(refused)))
+    full = TestClient(build_api(job, "tiny", Saying(refused)))
     assert ask(full).headers["Retry-After"] == "1"
     assert error_of(ask(full, stream=True), 429)["type"] == "rate_limit_error"
 
 
-def call(name: str, tokens: int = 100) -> ChatCall:
-    return ChatCall(name, (Turn("user", ASK),), ExactMode(), Sampling(), tokens, ())
+def call(name: str, tokens: int = 100) -> Call:
+    return Call(name, ((Turn("user", ASK),),), ExactMode(), Sampling(), tokens, 100)
 
 
-def _refusing(*messages: Message):
-    async def generate(_call: ChatCall) -> AsyncGenerator[Message, None]:
-        for message in messages:
+class Saying:
+    """A backend that says what it was told to say."""
+
+    def __init__(self, *messages: Message) -> None:
+        self._messages = messages
+
+    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        for message in self._messages:
             yield message
 
-    return generate
+    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
+        return Refusal(503, "gone")
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
+        return Refusal(503, "gone")
+
+    async def is_ready(self) -> bool:
+        return False
 
 
 def test_an_answer_that_fails_midway_is_an_error_not_half_an_answer(job):
     """Without streaming the status line can still tell."""
-    client = TestClient(build_api(job, "tiny", _refusing(Piece("x"), Refusal(503, "gone"))))
+    client = TestClient(build_api(job, "tiny", Saying(Piece("x"), Refusal(503, "gone"))))
     assert error_of(ask(client), 503)["message"] == "gone"
 
 
@@ -266,11 +291,12 @@ def test_a_fault_is_a_500_with_a_request_id_and_no_details(job, caplog):
     """Guards a stack trace sent to the client."""
     caplog.set_level(logging.ERROR)
 
-    async def broken(_call: ChatCall) -> AsyncGenerator[Message, None]:
-        raise RuntimeError("secret")
-        yield Piece("", Finish("stop", 1, 1, 1))
+    class Broken(Saying):
+        async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+            raise RuntimeError("secret")
+            yield Piece("", Finish("stop", 1, 1, 1))
 
-    response = ask(TestClient(build_api(job, "tiny", broken)))
+    response = ask(TestClient(build_api(job, "tiny", Broken())))
     error = error_of(response, 500)
     request_id = error["message"].split()[-1]
     assert request_id.startswith("chatcmpl-")
@@ -283,20 +309,20 @@ def test_an_engine_that_fails_on_a_step_answers_so(checkpoint, job, monkeypatch,
     """Guards a client that waits forever, and a place that is never freed."""
     caplog.set_level(logging.CRITICAL)
     engine, tokenizer = load_engine(checkpoint, job.engine)
-    chat = ChatEngine(engine, tokenizer, job)
+    chat = TextEngine(engine, tokenizer, job)
 
     def broken() -> list:
         raise RuntimeError("secret")
 
     monkeypatch.setattr(engine, "step", broken)
     chat.start()
-    response = ask(TestClient(build_api(job, "tiny", chat.answer)))
+    response = ask(TestClient(build_api(job, "tiny", chat)))
     assert error_of(response, 503)["code"] == "engine_error"
     assert "secret" not in response.text
-    assert chat.open_calls == 0
+    assert chat.open_answers == 0
     chat.check_health()
     chat.stop()
-    assert error_of(ask(TestClient(build_api(job, "tiny", chat.answer))), 503)
+    assert error_of(ask(TestClient(build_api(job, "tiny", chat))), 503)
 
 
 async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:
@@ -322,19 +348,19 @@ async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:
     return sent
 
 
-def test_a_client_that_goes_away_frees_its_place(job, chat_engine):
+def test_a_client_that_goes_away_frees_its_place(job, text_engine):
     """The disconnect reaches the engine through Starlette, the events and the generator."""
-    api = build_api(job, "tiny", chat_engine.answer)
+    api = build_api(job, "tiny", text_engine)
     body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": ASK}]}
     request = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent = asyncio.run(talk(api, request, hang_up_after=3))
     assert 3 <= len(sent) < 50
-    assert chat_engine.open_calls == 0
+    assert text_engine.open_answers == 0
 
 
-def test_half_a_request_is_no_fault_of_ours(job, chat_engine, caplog):
+def test_half_a_request_is_no_fault_of_ours(job, text_engine, caplog):
     """Guards an error and its trace in the log for every client that gives up early."""
-    api = build_api(job, "tiny", chat_engine.answer)
+    api = build_api(job, "tiny", text_engine)
     half = [{"type": "http.request", "body": b'{"mod', "more_body": True}]
     sent = asyncio.run(talk(api, half, hang_up_after=0))
     assert sent[0]["status"] == 499
@@ -344,7 +370,7 @@ def test_half_a_request_is_no_fault_of_ours(job, chat_engine, caplog):
 def test_closing_an_answer_cancels_it_in_the_engine(checkpoint, job):
     """Guards a sequence that runs on for nobody."""
     engine, tokenizer = load_engine(checkpoint, job.engine)
-    chat = ChatEngine(engine, tokenizer, job)
+    chat = TextEngine(engine, tokenizer, job)
     chat.start()
 
     async def one_piece() -> None:
@@ -359,3 +385,115 @@ def test_closing_an_answer_cancels_it_in_the_engine(checkpoint, job):
     asyncio.run(one_piece())
     assert not engine.has_work
     chat.stop()
+
+
+def complete(client: TestClient, **fields: Any):
+    request = {"model": "tiny", "prompt": "one two", "temperature": 0, "max_tokens": 8}
+    return client.post("/v1/completions", json=request | fields)
+
+
+def test_a_completion_continues_its_text(client, checkpoint):
+    """Against plain transformers, and the same from tokens as from text."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = tokenizer("one two", return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    expected = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).rstrip("\ufffd")
+    for given in ("one two", prompt["input_ids"][0].tolist()):
+        choices = complete(client, prompt=given).json()["choices"]
+        assert [choice["text"] for choice in choices] == [expected]
+    refused = error_of(complete(client, prompt="x " * 400), 400)
+    assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
+    assert error_of(complete(client, prompt=[100_000]), 400)["code"] == "invalid_value"
+    assert error_of(complete(client, prompt=""), 400)["param"] == "prompt"
+
+
+def test_several_prompts_and_answers_keep_their_places(client):
+    """Choice i * n + j is the j-th answer to prompt i, whatever finishes first."""
+    alone = [complete(client, prompt=p).json()["choices"][0]["text"] for p in ("one", "two")]
+    both = complete(client, prompt=["one", "two"], n=2).json()
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in both["choices"]]
+    assert texts == [alone[0], alone[0], alone[1], alone[1]]
+    assert both["usage"]["completion_tokens"] == 32
+    sampled = complete(client, temperature=1.5, n=3, seed=5).json()["choices"]
+    assert len({choice["text"] for choice in sampled}) == 3
+    assert sampled[0] == complete(client, temperature=1.5, seed=5).json()["choices"][0]
+    stream = streamed(complete(client, prompt=["one", "two"], n=2, stream=True))
+    joined = dict.fromkeys(range(4), "")
+    for chunk in stream:
+        choice = chunk["choices"][0]
+        joined[choice["index"]] += choice["text"]
+    assert list(joined.values()) == texts
+
+
+def test_logprobs_are_those_of_the_text(client):
+    """Their bytes join to the text, the chosen token is the likeliest, streamed or not."""
+    fields = {"logprobs": True, "top_logprobs": 3, "mode": "verified"}
+    choice = ask(client, **fields).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 24
+    joined = bytes(byte for entry in content for byte in entry["bytes"])
+    assert joined.decode("utf-8", "replace").rstrip("\ufffd") == choice["message"]["content"]
+    for entry in content:
+        tops = [top["logprob"] for top in entry["top_logprobs"]]
+        assert tops == sorted(tops, reverse=True)
+        assert entry["logprob"] == pytest.approx(tops[0])
+        assert entry["logprob"] <= 0
+    chunks = streamed(ask(client, **fields, stream=True))
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    streamed_tokens = [entry["token"] for part in parts if part for entry in part["content"]]
+    assert streamed_tokens == [entry["token"] for entry in content]
+    assert ask(client).json()["choices"][0]["logprobs"] is None
+
+
+def test_forwards_are_told_on_request(client):
+    """Which forward every token came from, in whole answers and in chunks."""
+    fields = {"mode": "confidence", "threshold": 0.0, "return_forwards": True}
+    forwards = ask(client, **fields).json()["choices"][0]["mars"]["forwards"]
+    assert len(forwards) == 24
+    assert forwards == sorted(forwards)
+    chunks = streamed(ask(client, **fields, stream=True))
+    told = [chunk["choices"][0].get("mars") for chunk in chunks]
+    assert [mars["forward"] for mars in told if mars for _ in range(mars["tokens"])] == forwards
+
+
+def test_disagreement_is_told(client):
+    """A threshold of 0 takes everything the untrained masks say; `verified` takes nothing."""
+    eager = ask(client, mode="confidence", threshold=0.0).json()["usage"]["mars"]
+    assert 0.3 < eager["disagreement"] < 0.9
+    assert ask(client, mode="verified").json()["usage"]["mars"]["disagreement"] == 0
+
+
+def test_penalties_and_biases_reach_the_engine(client):
+    """One of each: what they do is tested with the engine."""
+    plain = text_of(ask(client))
+    assert text_of(ask(client, logit_bias={"10": 100}, max_tokens=5)) != plain[:5]
+    long = text_of(ask(client, max_tokens=90))
+    assert text_of(ask(client, max_tokens=90, frequency_penalty=-2.0)) != long
+    assert text_of(ask(client, max_tokens=90, repetition_penalty=1.5)) != long
+    assert error_of(ask(client, logit_bias={"100000": 1}), 400)["param"] == "logit_bias"
+
+
+def test_tokens_and_text_of_a_prompt(client, checkpoint):
+    """What a request would count, and back."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    made = client.post("/tokenize", json={"prompt": "one two"}).json()
+    expected = tokenizer("one two")["input_ids"]
+    assert made == {"count": len(expected), "max_model_len": 160, "tokens": expected}
+    back = client.post("/detokenize", json={"tokens": expected}).json()
+    assert back == {"prompt": "one two"}
+    messages = [{"role": "user", "content": ASK}]
+    count = client.post("/tokenize", json={"messages": messages}).json()["count"]
+    assert count == ask(client).json()["usage"]["prompt_tokens"]
+    assert error_of(client.post("/tokenize", json={}), 400)["param"] == "prompt"
+    assert error_of(client.post("/detokenize", json={"tokens": [10**6]}), 400)["param"] == "tokens"
+
+
+def test_the_page_asks_nobody_else(client):
+    """No script, font or style from another site, and nothing may be added to it."""
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text
+    assert "https://" not in page.text

@@ -4,20 +4,15 @@ import json
 from typing import Any
 
 import pytest
-from openai.types import Model
+from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from mars_ray.config.decode import ConfidenceMode, ExactMode, Sampling, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.messages import Finish, Refusal, Turn
-from mars_ray.serve.protocol import (
-    ApiError,
-    completion,
-    error_body,
-    model_list,
-    parse_chat,
-    to_call,
-)
+from mars_ray.serve.bodies import ApiError, ChatBody, CompletionBody, parse
+from mars_ray.serve.calls import to_call
+from mars_ray.serve.messages import Finish, Piece, Refusal, TokenText, Turn
+from mars_ray.serve.replies import Answer, ChatShape, TextShape, error_body, model_list, reply
 
 JOB = ServeJob(checkpoint="x", limits=Limits(new_tokens=50))
 
@@ -28,7 +23,7 @@ def body(**fields: Any) -> bytes:
 
 
 def call(job: ServeJob = JOB, **fields: Any):
-    return to_call(parse_chat(body(**fields)), "id", 7, job)
+    return to_call(parse(ChatBody, body(**fields)), "id", 7, job)
 
 
 def refusal(job: ServeJob = JOB, **fields: Any) -> Refusal:
@@ -42,7 +37,7 @@ def test_defaults_are_those_of_the_api_and_of_the_job():
     made = call()
     assert made.sampling == Sampling(temperature=1.0, seed=7)
     assert made.mode == VerifiedMode()
-    assert made.messages == (Turn("user", "hi"),)
+    assert made.prompts == ((Turn("user", "hi"),),)
     assert made.max_new_tokens is None
     assert made.stop == ()
 
@@ -61,14 +56,35 @@ def test_every_field_arrives():
         temperature=0.5,
         top_p=0.9,
         top_k=3,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias={"5": 2},
+        min_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+        n=2,
         seed=-1,
         stop="end",
         mode="confidence",
         threshold=0.6,
         window=2,
     )
-    assert made.messages == (Turn("system", "ab"), Turn("user", "c"))
-    assert made.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=-1)
+    assert made.prompts == ((Turn("system", "ab"), Turn("user", "c")),)
+    assert made.sampling == Sampling(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=-1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias={5: 2.0},
+        min_new_tokens=4,
+    )
+    assert (made.n, made.logprobs, made.choices) == (2, 3, 2)
     assert made.mode == ConfidenceMode(threshold=0.6, window=2)
     assert (made.max_new_tokens, made.stop) == (9, ("end",))
 
@@ -90,7 +106,7 @@ def test_null_is_a_field_not_given():
 
 @pytest.mark.parametrize(
     "field",
-    ["logprobs", "tools", "response_format", "presence_penalty", "logit_bias", "user", "treshold"],
+    ["tools", "response_format", "best_of", "store", "treshold"],
 )
 def test_an_unsupported_field_is_named(field):
     """Known to OpenAI or misspelt: both would otherwise be silently ignored."""
@@ -125,7 +141,16 @@ def test_an_unsupported_field_is_named(field):
         ({"max_tokens": 51}, "max_tokens"),
         ({"max_completion_tokens": 51}, "max_completion_tokens"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop.0"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -135,6 +160,7 @@ def test_an_unsupported_field_is_named(field):
         ({"mode": "exact", "threshold": 0.9}, "threshold"),
         ({"mode": "exact", "window": 2}, "window"),
         ({"window": 0}, "window"),
+        ({"mode": "jacobi", "threshold": 0.5}, "threshold"),
     ],
 )
 def test_a_wrong_value_is_a_400_that_names_its_field(fields, param):
@@ -150,7 +176,7 @@ def test_a_wrong_value_is_a_400_that_names_its_field(fields, param):
 def test_a_body_that_is_no_request_is_a_400(raw):
     """Guards a 500 for bytes that are no JSON object: cut, not UTF-8, or nested without end."""
     with pytest.raises(ApiError) as caught:
-        parse_chat(raw)
+        parse(ChatBody, raw)
     assert caught.value.refusal.status == 400
     assert caught.value.refusal.code == "invalid_json"
 
@@ -158,7 +184,7 @@ def test_a_body_that_is_no_request_is_a_400(raw):
 def test_a_missing_field_is_named():
     """Guards a KeyError turned into a 500."""
     with pytest.raises(ApiError) as caught:
-        parse_chat(b'{"model": "m"}')
+        parse(ChatBody, b'{"model": "m"}')
     assert caught.value.refusal.param == "messages"
 
 
@@ -177,24 +203,105 @@ def test_a_threshold_without_effect_is_refused_under_an_exact_default():
     assert refusal(job, threshold=0.5).param == "threshold"
 
 
+def answered(*pieces: Piece, logprobs: bool = False, forwards: bool = False) -> Answer:
+    answer = Answer(logprobs=[] if logprobs else None, forwards=[] if forwards else None)
+    for piece in pieces:
+        answer.add(piece)
+    return answer
+
+
+FINISH = Finish("length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3)
+TOKENS = (
+    TokenText("a", (97,), -0.5, (TokenText("a", (97,), -0.5), TokenText("b", (98,), -1.5))),
+    TokenText("\ufffd", (240,), -0.25),
+)
+
+
 def test_replies_have_the_shapes_of_the_official_client():
     """Held to the `openai` package's own types, which the client parses with."""
-    finish = Finish("length", prompt_tokens=5, completion_tokens=6, forwards=4)
-    reply = completion(call(threshold=0.5), "m", 1, "text", finish)
-    parsed = ChatCompletion.model_validate(reply, strict=True)
+    answer = answered(Piece("te", forward=1, tokens=2), Piece("xt", FINISH), forwards=True)
+    made = reply(call(threshold=0.5), ChatShape(), "m", 1, [answer])
+    parsed = ChatCompletion.model_validate(made, strict=True)
     assert parsed.choices[0].message.content == "text"
-    assert reply["usage"] == {
+    assert made["choices"][0]["mars"] == {"forwards": [1, 1]}
+    assert made["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 6,
         "total_tokens": 11,
-        "mars": {"forwards": 4, "tokens_per_forward": 1.5, "mode": "verified", "threshold": 0.5},
+        "mars": {
+            "forwards": 4,
+            "tokens_per_forward": 1.5,
+            "mode": "verified",
+            "threshold": 0.5,
+            "disagreement": 0.5,
+        },
     }
     assert Model.model_validate(model_list("m", 1)["data"][0], strict=True).id == "m"
 
 
+def test_logprobs_have_the_shapes_of_both_apis():
+    """A chat's has bytes, so that characters of several tokens can be put together."""
+    answer = answered(Piece("a", FINISH, logprobs=TOKENS), logprobs=True)
+    made = reply(call(logprobs=True), ChatShape(), "m", 1, [answer])
+    parsed = ChatCompletion.model_validate(made, strict=True).choices[0].logprobs
+    assert parsed is not None
+    assert parsed.content is not None
+    assert [entry.bytes for entry in parsed.content] == [[97], [240]]
+    assert [other.token for other in parsed.content[0].top_logprobs] == ["a", "b"]
+    made = reply(complete(logprobs=2), TextShape(), "m", 1, [answer])
+    text = Completion.model_validate(made, strict=True).choices[0].logprobs
+    assert text is not None
+    assert text.token_logprobs == [-0.5, -0.25]
+    assert text.top_logprobs is not None
+    assert text.top_logprobs[0] == {"a": -0.5, "b": -1.5}
+    assert text.text_offset == [0, 1]
+
+
+def complete(**fields: Any):
+    raw = json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
+    return to_call(parse(CompletionBody, raw), "id", 7, JOB)
+
+
+def test_a_completion_takes_texts_and_tokens():
+    """Four forms of a prompt; the default length is OpenAI's."""
+    assert complete().prompts == ("hi",)
+    assert complete().max_new_tokens == 16
+    assert complete(prompt=["a", "b"]).prompts == ("a", "b")
+    assert complete(prompt=[1, 2]).prompts == ((1, 2),)
+    assert complete(prompt=[[1], [2, 3]], n=2).prompts == ((1,), (2, 3))
+    assert complete(prompt=[[1], [2, 3]], n=2).choices == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": ["a"] * 17}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ],
+)
+def test_a_wrong_completion_is_a_400_that_names_its_field(fields, param):
+    """Guards errors that leave the client guessing."""
+    with pytest.raises(ApiError) as caught:
+        complete(**fields)
+    assert (caught.value.refusal.status, caught.value.refusal.param) == (400, param)
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error")],
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+    ],
 )
 def test_errors_have_openai_types(status, kind):
     """Clients decide by the type whether to try again."""

@@ -2,10 +2,12 @@
 
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import openai
 import pytest
+import ray
 import torch
 from ray import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,9 +60,9 @@ def greedy(checkpoint, tokens: int) -> str:
     return text.rstrip("\ufffd")
 
 
-def open_calls() -> int:
+def open_answers() -> int:
     handle = serve.get_deployment_handle("Replica", APP_NAME)
-    return handle.open_calls.remote().result(timeout_s=10)
+    return handle.open_answers.remote().result(timeout_s=10)
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float) -> float:
@@ -134,8 +136,8 @@ def test_errors_reach_the_client_as_its_own(client):
         return client.chat.completions.create(**{"model": "mars", "messages": CHAT} | fields)
 
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(logprobs=True)
-    assert caught.value.param == "logprobs"
+        ask(store=True)
+    assert caught.value.param == "store"
     with pytest.raises(openai.BadRequestError) as caught:
         ask(extra_body={"mode": "exact", "threshold": 0.5})
     assert caught.value.param == "threshold"
@@ -169,13 +171,70 @@ def test_a_client_that_goes_away_frees_its_place(client, stream):
         for _ in range(20):
             next(chunks)
         per_token_s = (time.monotonic() - begin) / 20
-        assert open_calls() == 1
+        assert open_answers() == 1
         chunks.close()
-        assert wait_for(lambda: open_calls() == 0, 30) < per_token_s * (NEW_TOKENS - 20) / 2
+        assert wait_for(lambda: open_answers() == 0, 30) < per_token_s * (NEW_TOKENS - 20) / 2
     else:
         with pytest.raises(openai.APITimeoutError):
             long.chat.completions.create(**fields)
-        wait_for(lambda: open_calls() == 0, 1.0)
+        wait_for(lambda: open_answers() == 0, 1.0)
+
+
+def metrics() -> str:
+    """What Prometheus would read of this node."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_metrics_reach_prometheus(client):
+    """By the names of vLLM's, with this service's own beside them."""
+    client.chat.completions.create(
+        model="mars", messages=CHAT, max_tokens=24, extra_body={"mode": "confidence"}
+    )
+    names = {
+        "ray_mars_request_success_total",
+        "ray_mars_prompt_tokens_total",
+        "ray_mars_generation_tokens_total",
+        "ray_mars_forwards_total",
+        "ray_mars_time_to_first_token_seconds_bucket",
+        "ray_mars_inter_token_latency_seconds_bucket",
+        "ray_mars_request_queue_time_seconds_bucket",
+        "ray_mars_e2e_request_latency_seconds_bucket",
+        "ray_mars_tokens_per_forward_bucket",
+        "ray_mars_num_requests_running",
+        "ray_mars_num_requests_waiting",
+        "ray_mars_kv_cache_usage_perc",
+        "ray_mars_counterfactual_tokens_per_forward",
+    }
+
+    def missing() -> set[str]:
+        text = metrics()
+        return {name for name in names if f"{name}{{" not in text}
+
+    wait_for(lambda: not missing(), 30)
+    counted = [
+        line
+        for line in metrics().splitlines()
+        if line.startswith("ray_mars_generation_tokens_total{") and 'mode="confidence"' in line
+    ]
+    assert sum(float(line.split()[-1]) for line in counted) >= 24
+
+
+def test_completions_tokens_and_readiness(client, checkpoint):
+    """The other routes, through Serve: several choices at once, and what needs only a tokenizer."""
+    reply = client.completions.create(
+        model="mars", prompt=["one", "two"], max_tokens=8, temperature=0, n=2, logprobs=2
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert reply.choices[0].text == reply.choices[1].text
+    assert len(reply.choices[2].logprobs.tokens) == 8
+    made = client.post("/../tokenize", body={"prompt": "one two"}, cast_to=dict)
+    assert made["tokens"] == AutoTokenizer.from_pretrained(checkpoint)("one two")["input_ids"]
+    back = client.post("/../detokenize", body={"tokens": made["tokens"]}, cast_to=dict)
+    assert back == {"prompt": "one two"}
+    assert client.get("/../readyz", cast_to=dict) == {"status": "ready"}
 
 
 def test_a_second_service_on_the_cluster_is_refused(client, job):

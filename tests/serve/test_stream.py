@@ -5,13 +5,15 @@ import json
 import logging
 from collections.abc import AsyncGenerator
 
+from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from mars_ray.config.decode import Sampling, VerifiedMode
-from mars_ray.serve.messages import ChatCall, Finish, Message, Piece, Refusal, Turn
+from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal, Turn
+from mars_ray.serve.replies import ChatShape, TextShape
 from mars_ray.serve.stream import DONE, Chunks, events
 
-CALL = ChatCall("id", (Turn("user", "hi"),), VerifiedMode(), Sampling(), None, ())
+CALL = Call("id", ((Turn("user", "hi"),),), VerifiedMode(), Sampling(), None, 100)
 FINISH = Finish("stop", prompt_tokens=3, completion_tokens=4, forwards=2)
 
 
@@ -35,7 +37,7 @@ class Source:
 async def collect(source: Source, include_usage: bool, take: int | None = None) -> list[str]:
     rest = source.rest()
     first = await anext(rest)
-    written = events(Chunks(CALL, "m", 1, include_usage), first, rest)
+    written = events(Chunks(CALL, ChatShape(), "m", 1, include_usage), first, rest)
     got = []
     async for event in written:
         got.append(event)
@@ -105,3 +107,32 @@ def test_closing_the_events_closes_their_source():
     source = Source(Piece("a"), Piece("b"), Piece("c", FINISH))
     assert len(asyncio.run(collect(source, include_usage=False, take=2))) == 2
     assert source.closed
+
+
+def test_choices_stream_side_by_side():
+    """Each choice has an opening, texts and a finish of its own; usage adds them up."""
+    call = Call("id", ("a", "b"), VerifiedMode(), Sampling(), 5, 100, n=2)
+    source = Source(
+        *(Piece(f"{choice}", choice=choice, forward=1, tokens=1) for choice in (2, 0, 3, 1)),
+        *(Piece("!", FINISH, choice=choice, forward=2, tokens=3) for choice in (1, 2, 3, 0)),
+    )
+
+    async def run() -> list[str]:
+        rest = source.rest()
+        chunks = Chunks(call, TextShape(), "m", 1, include_usage=True, forwards=True)
+        return [event async for event in events(chunks, await anext(rest), rest)]
+
+    got = asyncio.run(run())
+    assert got.pop() == DONE
+    # As the client does: it checks nothing, and before the end finish_reason is null.
+    *chunks, usage = [Completion.construct(**data(event)) for event in got]
+    texts = dict.fromkeys(range(4), "")
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {choice: f"{choice}!" for choice in range(4)}
+    assert [c.choices[0].finish_reason for c in chunks].count("stop") == 4
+    assert usage.usage is not None
+    # Two prompts, each counted once; four answers.
+    assert (usage.usage.prompt_tokens, usage.usage.completion_tokens) == (6, 16)
+    first = data(got[0])["choices"][0]
+    assert first["mars"] == {"forward": 1, "tokens": 1}

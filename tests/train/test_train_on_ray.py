@@ -115,12 +115,13 @@ def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path
 def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(model, undisturbed, tmp_path):
     """Guards Ctrl-C: neither an aborted run nor lost steps."""
     job = job_of(model, tmp_path / "run", "ar")
+    before = signal.getsignal(signal.SIGINT)
     when_at_step(tmp_path / "run", 130, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(
         TrainingError, match=r"stopped at step 1\d\d of 300.*run the same command again"
     ):
         run_training(job)
     assert not (tmp_path / "run/models").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     run_training(job)
     assert curve(job.output_dir) == curve(undisturbed[0].output_dir)

@@ -1,0 +1,207 @@
+"""Bodies of requests, checked field by field.
+
+Nothing that is accepted is ignored: a field this server does not act on is refused by name.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import ErrorDetails
+
+from mars_ray.serve.messages import Refusal, Turn
+
+# OpenAI's own limit; a stop string is searched for in every step's text.
+_MAX_STOPS = 4
+_MAX_STOP_CHARS = 256
+# The chat template is rendered once for each assistant turn.
+_MAX_MESSAGES = 512
+_MAX_PROMPTS = 128
+# Names of the variants of a field; they mark pydantic's error locations.
+_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
+_VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS)
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Wire(BaseModel):
+    """Part of a request's body: no unknown fields, and no text where a number belongs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(Wire):
+    """A part of a message; text is the only kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: Any) -> str:
+    return _PARTS if isinstance(value, list | tuple) else _TEXT
+
+
+Content = Annotated[
+    Annotated[str, Tag(_TEXT)] | Annotated[tuple[TextPart, ...], Tag(_PARTS)],
+    Discriminator(_content_kind),
+]
+
+
+class ChatMessage(Wire):
+    """One turn of the conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Content
+
+    def turn(self) -> Turn:
+        """The message with its parts joined."""
+        if isinstance(self.content, str):
+            return Turn(self.role, self.content)
+        return Turn(self.role, "".join(part.text for part in self.content))
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES)]
+Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[tuple[Token, ...], Field(min_length=1)]
+
+
+def _prompt_kind(value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return _TEXT
+    first = value[0] if value else ""
+    if isinstance(first, list | tuple):
+        return _TOKEN_LISTS
+    return _TEXTS if isinstance(first, str) else _TOKENS
+
+
+Prompts = Annotated[
+    Annotated[str, Tag(_TEXT)]
+    | Annotated[tuple[str, ...], Field(min_length=1, max_length=_MAX_PROMPTS), Tag(_TEXTS)]
+    | Annotated[Tokens, Tag(_TOKENS)]
+    | Annotated[
+        tuple[Tokens, ...], Field(min_length=1, max_length=_MAX_PROMPTS), Tag(_TOKEN_LISTS)
+    ],
+    Discriminator(_prompt_kind),
+]
+
+
+class StreamOptions(Wire):
+    """What a stream contains besides text."""
+
+    include_usage: bool = False
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenKey = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+
+
+class AnswerBody(Wire):
+    """What requests for answers have in common; null stands for a field not given."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # OpenAI's default: a client that does not say wants sampling at 1.
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    # OpenAI's name for whoever is behind the request; it goes into the log.
+    user: Annotated[str, Field(max_length=256)] | None = None
+    # Ours.
+    mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    window: Annotated[int, Field(ge=0, le=64)] | None = None
+    return_forwards: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        # A tuple: strict validation takes JSON's list for one only where no validator ran before.
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(AnswerBody):
+    """Body of a chat completion request."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class CompletionBody(AnswerBody):
+    """Body of a completion request: the text is continued as it is, without a chat template."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeBody(Wire):
+    """A text or a conversation to count."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+
+
+class DetokenizeBody(Wire):
+    """Tokens to read."""
+
+    model: str | None = None
+    tokens: tuple[Token, ...]
+
+
+AnyBody = TypeVar("AnyBody", bound=Wire)
+
+
+def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """The checked body. Raises ApiError that names the first field at fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise ApiError(_refusal(error.errors(include_url=False)[0])) from error
+
+
+def _refusal(error: ErrorDetails) -> Refusal:
+    if error["type"] == "json_invalid":
+        return Refusal(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
+    if not error["loc"]:
+        return Refusal(400, "the body must be a JSON object", code="invalid_json")
+    param = ".".join(str(place) for place in error["loc"] if place not in _VARIANTS)
+    if error["type"] == "extra_forbidden":
+        message = f"'{param}' is not supported by this server"
+        return Refusal(400, message, param=param, code="unsupported_parameter")
+    if error["type"] == "missing":
+        return Refusal(400, f"'{param}' is missing", param=param, code="missing_required_parameter")
+    return Refusal(400, f"'{param}': {error['msg']}", param=param, code="invalid_value")

@@ -1,0 +1,129 @@
+"""From a checked body to a call: limits, defaults, and settings that contradict each other."""
+
+from typing import NoReturn
+
+from mars_ray.config.decode import (
+    ConfidenceMode,
+    ExactMode,
+    JacobiMode,
+    Mode,
+    Sampling,
+    SpeculativeMode,
+    VerifiedMode,
+)
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve.bodies import AnswerBody, ApiError, ChatBody, CompletionBody
+from mars_ray.serve.messages import Call, Prompt, Refusal
+
+_MODES: dict[str, Mode] = {
+    "exact": ExactMode(),
+    "verified": VerifiedMode(),
+    "confidence": ConfidenceMode(),
+    "jacobi": JacobiMode(),
+    "speculative": SpeculativeMode(),
+}
+# OpenAI's default for completions; a chat's answer takes the room there is.
+_COMPLETION_TOKENS = 16
+# Fields of `Sampling` that have the same name in a request.
+_SAME_NAME = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: ServeJob) -> Call:
+    """What the replica is asked for; `seed` is used if the request has none.
+
+    Raises ApiError for settings that contradict each other or exceed a limit.
+    """
+    if body.stream_options is not None and not body.stream:
+        _refuse("stream_options", "'stream_options' has no effect without 'stream'")
+    call = Call(
+        id=request_id,
+        prompts=_prompts(body),
+        mode=_mode(body, job.default_mode),
+        sampling=_sampling(body, seed),
+        max_new_tokens=_max_new_tokens(body, job.limits),
+        new_tokens_limit=job.limits.new_tokens,
+        stop=body.stop or (),
+        n=body.n or 1,
+        logprobs=_logprobs(body),
+    )
+    if call.choices > job.limits.choices:
+        field = "n" if call.n > 1 else "prompt"
+        _refuse(field, f"{call.choices} answers are more than this server's {job.limits.choices}")
+    return call
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    raise ApiError(Refusal(400, message, param=param, code="invalid_value"))
+
+
+def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
+    if isinstance(body, ChatBody):
+        return (tuple(message.turn() for message in body.messages),)
+    if isinstance(body.prompt, str):
+        return (body.prompt,)
+    texts: list[str] = [part for part in body.prompt if isinstance(part, str)]
+    tokens: list[int] = [part for part in body.prompt if isinstance(part, int)]
+    lists: list[tuple[int, ...]] = [part for part in body.prompt if isinstance(part, tuple)]
+    return (tuple(tokens),) if tokens else (*texts, *lists)
+
+
+def _sampling(body: AnswerBody, seed: int) -> Sampling:
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        seed=seed if body.seed is None else body.seed,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        min_new_tokens=body.min_tokens or 0,
+        **given,
+    )
+
+
+def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
+    asked = {"max_tokens": body.max_tokens}
+    if isinstance(body, ChatBody):
+        asked["max_completion_tokens"] = body.max_completion_tokens
+    given = {param: tokens for param, tokens in asked.items() if tokens is not None}
+    if len(set(given.values())) > 1:
+        _refuse("max_completion_tokens", "'max_tokens' and 'max_completion_tokens' differ")
+    for param, tokens in given.items():
+        if tokens > limits.new_tokens:
+            _refuse(
+                param,
+                f"'{param}' is {tokens}, but this server writes at most {limits.new_tokens} tokens",
+            )
+        if (body.min_tokens or 0) > tokens:
+            _refuse("min_tokens", f"'min_tokens' is more than '{param}', {tokens}")
+        return tokens
+    if isinstance(body, CompletionBody):
+        return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
+    return None
+
+
+def _logprobs(body: ChatBody | CompletionBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if body.top_logprobs is not None and not body.logprobs:
+        _refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _mode(body: AnswerBody, default: Mode) -> Mode:
+    """The request's mode; what it leaves open is the server's default, or else the mode's."""
+    base = default
+    if body.mode is not None and body.mode != default.type:
+        base = _MODES[body.mode]
+    asked = {"threshold": body.threshold, "window": body.window}
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name in given:
+        if name not in type(base).model_fields:
+            _refuse(name, f"'{name}' has no effect in mode '{base.type}'")
+    if body.window == 0 and not isinstance(base, SpeculativeMode):
+        _refuse("window", f"'window' must be at least 1 in mode '{base.type}'")
+    return base.model_copy(update=given)

@@ -1,0 +1,104 @@
+"""Metrics of a replica, on every Ray node's Prometheus endpoint under `ray_mars_...`.
+
+Names end as those of vLLM, which dashboards know; what only this service has is named after its
+terms. Serve adds the tags deployment, replica and application.
+"""
+
+from collections import Counter as Tally
+from typing import Any
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from mars_ray.serve.observe import AnswerSeen, EngineSeen
+
+_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
+_TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000]
+_PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
+_MODE = ("mode",)
+# Ray's annotation allows one tag only; its code, any number.
+_MODE_AND_REASON: Any = ("mode", "finished_reason")
+_MODE_AND_THRESHOLD: Any = ("mode", "threshold")
+
+
+class ReplicaMetrics:
+    """An observer; `engine` is called now and then with a new look at the engine."""
+
+    def __init__(self) -> None:
+        self._requests = Counter(
+            "mars_request_success", "Answers by how they ended.", _MODE_AND_REASON
+        )
+        self._prompt_tokens = Counter("mars_prompt_tokens", "Tokens of prompts.")
+        self._generation_tokens = Counter("mars_generation_tokens", "Tokens written.", _MODE)
+        self._forwards = Counter("mars_forwards", "Forwards that wrote tokens.", _MODE)
+        self._disagreed = Counter(
+            "mars_disagreed_tokens", "Tokens that AR decoding would not have chosen.", _MODE
+        )
+        self._first_token = _histogram("mars_time_to_first_token_seconds", _SECONDS)
+        self._inter_token = _histogram("mars_inter_token_latency_seconds", _SECONDS)
+        self._queue = _histogram("mars_request_queue_time_seconds", _SECONDS)
+        self._latency = _histogram("mars_e2e_request_latency_seconds", _SECONDS)
+        self._lengths = _histogram("mars_request_generation_tokens", _TOKENS)
+        self._per_forward = _histogram("mars_tokens_per_forward", _PER_FORWARD)
+        self._running = Gauge("mars_num_requests_running", "Sequences in the batch.")
+        self._waiting = Gauge("mars_num_requests_waiting", "Sequences that wait for room.")
+        self._cache = Gauge("mars_kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
+        self._window = Gauge("mars_window", "Masks per forward, mean over the batch.")
+        self._preemptions = Counter("mars_num_preemptions", "Sequences sent back to wait.")
+        self._counterfactual = Gauge(
+            "mars_counterfactual_tokens_per_forward",
+            "T/F that this threshold would have given on the same traffic.",
+            _MODE_AND_THRESHOLD,
+        )
+        self._checked = Counter(
+            "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
+        )
+        self._told: Tally[str] = Tally()
+
+    def answer(self, seen: AnswerSeen) -> None:
+        """See Observer."""
+        mode = {"mode": seen.mode}
+        self._requests.inc(tags=mode | {"finished_reason": seen.ending})
+        _add(self._prompt_tokens, seen.prompt_tokens)
+        _add(self._generation_tokens, seen.completion_tokens, mode)
+        _add(self._forwards, seen.forwards, mode)
+        _add(self._disagreed, seen.disagreed, mode)
+        self._latency.observe(seen.total_s, mode)
+        if seen.queue_s is not None:
+            self._queue.observe(seen.queue_s, mode)
+        if seen.first_token_s is not None:
+            self._first_token.observe(seen.first_token_s, mode)
+        for seconds, tokens in seen.gaps:
+            self._inter_token.observe(seconds / tokens, mode)
+        if seen.forwards:
+            self._lengths.observe(seen.completion_tokens, mode)
+            self._per_forward.observe(seen.completion_tokens / seen.forwards, mode)
+
+    def engine(self, seen: EngineSeen) -> None:
+        """Gauges, and what has been counted since the last look."""
+        self._running.set(seen.running)
+        self._waiting.set(seen.waiting)
+        self._cache.set(seen.cache_share)
+        if seen.windows:
+            self._window.set(sum(seen.windows) / len(seen.windows))
+        self._since("preemptions", seen.preemptions, self._preemptions)
+        for mode, checked in seen.checked.items():
+            self._since(f"checked {mode}", checked, self._checked, {"mode": mode})
+        for mode, curve in seen.tokens_per_forward_at.items():
+            for threshold, value in curve.items():
+                self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})
+
+    def _since(
+        self, name: str, count: int, counter: Counter, tags: dict[str, str] | None = None
+    ) -> None:
+        _add(counter, count - self._told[name], tags)
+        self._told[name] = count
+
+
+def _histogram(name: str, boundaries: list[float]) -> Histogram:
+    return Histogram(name, name.replace("_", " "), boundaries, _MODE)
+
+
+def _add(counter: Counter, count: int, tags: dict[str, str] | None = None) -> None:
+    # Ray refuses to count nothing.
+    if count > 0:
+        counter.inc(count, tags or {})

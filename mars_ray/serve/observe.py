@@ -1,0 +1,67 @@
+"""What is worth knowing of answers and engines, as plain values (`serve/metrics.py` exports it)."""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from mars_ray.decode.engine import Engine
+
+Ending = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class AnswerSeen:
+    """One answer from its submission to its end; times in seconds."""
+
+    mode: str
+    prompt_tokens: int
+    ending: Ending = "abort"
+    completion_tokens: int = 0
+    forwards: int = 0
+    disagreed: int = 0
+    queue_s: float | None = None  # until its first rows were forwarded
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    # Between two steps of it, and how many tokens the later one brought.
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeen:
+    """An engine between two steps. Counts are since its start."""
+
+    running: int
+    waiting: int
+    cache_share: float  # of the pages, those that sequences hold
+    preemptions: int
+    windows: tuple[int, ...]  # of the sequences in the batch
+    # By mode: forwards; checked and disagreed tokens; T/F that each threshold would have given.
+    forwards: dict[str, int]
+    checked: dict[str, int]
+    disagreed: dict[str, int]
+    tokens_per_forward_at: dict[str, dict[float, float]]
+
+
+class Observer(Protocol):
+    """Is told of every answer."""
+
+    def answer(self, seen: AnswerSeen) -> None:
+        """At its end, whatever that was."""
+        ...
+
+
+def engine_seen(engine: Engine) -> EngineSeen:
+    """For the engine's own thread."""
+    by_mode = engine.measures.by_mode
+    return EngineSeen(
+        running=engine.running,
+        waiting=engine.waiting,
+        cache_share=engine.pool.in_use / engine.pool.count,
+        preemptions=engine.preemptions,
+        windows=engine.windows,
+        forwards={mode: measures.forwards for mode, measures in by_mode.items()},
+        checked={mode: measures.checked for mode, measures in by_mode.items()},
+        disagreed={mode: measures.disagreed for mode, measures in by_mode.items()},
+        tokens_per_forward_at={
+            mode: measures.tokens_per_forward() for mode, measures in by_mode.items()
+        },
+    )

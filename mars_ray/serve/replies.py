@@ -1,0 +1,185 @@
+"""Bodies of replies, in OpenAI's shapes, for chats and for completions.
+
+A reply's `usage.mars`, and `mars` of a choice if asked for, are ours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mars_ray.config.decode import Mode
+from mars_ray.serve.messages import Call, Finish, Piece, Refusal, TokenText
+
+
+def threshold_of(mode: Mode) -> float | None:
+    """The threshold in force; some modes have none."""
+    return getattr(mode, "threshold", None)
+
+
+def usage(call: Call, finishes: Sequence[Finish]) -> dict[str, Any]:
+    """OpenAI's usage, and under `mars` what multi-token decoding did; `finishes` by choice."""
+    prompt = sum(finish.prompt_tokens for finish in finishes[:: call.n])
+    completion = sum(finish.completion_tokens for finish in finishes)
+    forwards = sum(finish.forwards for finish in finishes)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "mars": {
+            "forwards": forwards,
+            "tokens_per_forward": completion / forwards,
+            "mode": call.mode.type,
+            "threshold": threshold_of(call.mode),
+            "disagreement": sum(finish.disagreed for finish in finishes) / completion,
+        },
+    }
+
+
+class Shape(Protocol):
+    """How one API writes an answer."""
+
+    name: str  # the reply's `object`
+    chunk_name: str  # of a stream's chunks
+
+    def whole(self, text: str, logprobs: Sequence[TokenText] | None) -> dict[str, Any]:
+        """A choice's content, not streamed."""
+        ...
+
+    def delta(
+        self, text: str | None, logprobs: Sequence[TokenText] | None, *, first: bool
+    ) -> dict[str, Any]:
+        """A choice's content in a chunk; no text: nothing more to say."""
+        ...
+
+
+class ChatShape:
+    """`/v1/chat/completions`."""
+
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def whole(self, text: str, logprobs: Sequence[TokenText] | None) -> dict[str, Any]:
+        """See Shape."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"message": message, "logprobs": _chat_logprobs(logprobs)}
+
+    def delta(
+        self, text: str | None, logprobs: Sequence[TokenText] | None, *, first: bool
+    ) -> dict[str, Any]:
+        """See Shape."""
+        delta = {"role": "assistant"} if first else {}
+        delta |= {} if text is None else {"content": text}
+        return {"delta": delta, "logprobs": _chat_logprobs(logprobs)}
+
+
+class TextShape:
+    """`/v1/completions`."""
+
+    name = "text_completion"
+    chunk_name = "text_completion"
+
+    def whole(self, text: str, logprobs: Sequence[TokenText] | None) -> dict[str, Any]:
+        """See Shape."""
+        return {"text": text, "logprobs": _text_logprobs(logprobs)}
+
+    def delta(
+        self, text: str | None, logprobs: Sequence[TokenText] | None, *, first: bool
+    ) -> dict[str, Any]:
+        """See Shape."""
+        return {"text": text or "", "logprobs": _text_logprobs(logprobs)}
+
+
+def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    entries = [
+        _entry(token) | {"top_logprobs": [_entry(other) for other in token.top]}
+        for token in logprobs
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def _entry(token: TokenText) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def _text_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    offsets, offset = [], 0
+    for token in logprobs:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
+        "top_logprobs": [
+            {other.text: other.logprob for other in (token, *token.top)} for token in logprobs
+        ],
+        "text_offset": offsets,
+    }
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice in the making, from its pieces."""
+
+    text: str = ""
+    logprobs: list[TokenText] | None = None
+    forwards: list[int] | None = None  # of each token
+    finish: Finish | None = None
+
+    def add(self, piece: Piece) -> None:
+        """The next piece."""
+        self.text += piece.text
+        self.finish = piece.finish
+        if self.logprobs is not None:
+            self.logprobs += piece.logprobs
+        if self.forwards is not None:
+            self.forwards += [piece.forward] * piece.tokens
+
+
+def reply(
+    call: Call, shape: Shape, model: str, created: int, answers: Sequence[Answer]
+) -> dict[str, Any]:
+    """Body of a reply that is not streamed."""
+    choices, finishes = [], []
+    for index, answer in enumerate(answers):
+        assert answer.finish is not None
+        finishes.append(answer.finish)
+        choice = {"index": index} | shape.whole(answer.text, answer.logprobs)
+        choice["finish_reason"] = answer.finish.reason
+        if answer.forwards is not None:
+            choice["mars"] = {"forwards": answer.forwards}
+        choices.append(choice)
+    return {
+        "id": call.id,
+        "object": shape.name,
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage(call, finishes),
+    }
+
+
+def model_list(model: str, created: int) -> dict[str, Any]:
+    """Body of the list of models."""
+    entry = {"id": model, "object": "model", "created": created, "owned_by": "mars-ray"}
+    return {"object": "list", "data": [entry]}
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """Body of an error."""
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    if refusal.status == 429:
+        kind = "rate_limit_error"
+    if refusal.status == 401:
+        kind = "authentication_error"
+    return {
+        "error": {
+            "message": refusal.message,
+            "type": kind,
+            "param": refusal.param,
+            "code": refusal.code,
+        }
+    }

@@ -1,0 +1,304 @@
+"""A replica's work without Ray: from a checked call to the pieces of its answers."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from mars_ray.config.serve import ServeJob
+from mars_ray.data.chat import Message as ChatTurn
+from mars_ray.data.chat import encode_prompt
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.request import Request, TokenEvent
+from mars_ray.decode.thread import EngineThread
+from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
+from mars_ray.model.stop import stop_ids
+from mars_ray.serve.messages import (
+    Call,
+    Finish,
+    Message,
+    Piece,
+    Prompt,
+    Refusal,
+    Tokenized,
+    TokenText,
+    Turn,
+)
+from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
+from mars_ray.serve.stream import internal_error
+from mars_ray.serve.text import Writer
+from mars_ray.serve.token_text import TokenBytes
+
+logger = logging.getLogger(__name__)
+
+# A step may prefill a full batch of long prompts, which takes a large model on CPUs this long.
+_STALLED_S = 60.0
+_RETRY_AFTER_S = 1
+_SEEDS = 1 << 64
+
+
+class TextEngine:
+    """One engine and its tokenizer, answering calls. `start` it before use."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        job: ServeJob,
+        observer: Observer | None = None,
+    ) -> None:
+        """Raises ModelError if the model does not say how an answer ends."""
+        self._observer = observer
+        self._config = engine.config
+        self._thread = EngineThread(engine)
+        self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
+        self._vocabulary = engine.model.config.vocab_size
+        self._limits = job.limits
+        self._stop_ids = stop_ids(engine.model)
+        self._open = 0
+
+    def start(self) -> None:
+        """Let the engine's thread begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the engine's thread."""
+        self._thread.stop()
+
+    def check_health(self) -> None:
+        """Raises EngineError if the engine is dead or stuck."""
+        self._thread.check_health(_STALLED_S)
+
+    async def is_ready(self) -> bool:
+        """Whether the engine is alive."""
+        try:
+            self.check_health()
+        except EngineError:
+            return False
+        return True
+
+    async def seen(self) -> EngineSeen:
+        """The engine between two steps. Raises EngineError if it is dead."""
+        return await self._thread.ask(engine_seen)
+
+    @property
+    def open_answers(self) -> int:
+        """Answers being written or waiting."""
+        return self._open
+
+    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        """The pieces of all answers, one per engine step of each, or a refusal.
+
+        Closing the generator frees the call's places in the engine.
+        """
+        if self._open + call.choices > self._config.max_batch + self._limits.waiting_requests:
+            message = f"{self._open} answers are being written or wait; try again later"
+            yield Refusal(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
+            return
+        self._open += call.choices
+        try:
+            answers = [
+                self._pieces(call, request, choice)
+                for choice, request in enumerate(self._requests(call))
+            ]
+            async with aclosing(_merged(answers)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except PromptTooLongError as error:
+            param = _prompt_param(call)
+            yield Refusal(400, str(error), param=param, code="context_length_exceeded")
+        except RequestError as error:
+            param = _prompt_param(call) if error.field == "messages" else error.field
+            yield Refusal(400, str(error), param=param, code="invalid_value")
+        except DataError as error:
+            yield Refusal(400, str(error), param=_prompt_param(call), code="invalid_value")
+        except EngineError as error:
+            yield Refusal(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
+        except Exception:
+            logger.exception("request %s failed", call.id)
+            yield internal_error(call.id)
+        finally:
+            self._open -= call.choices
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
+        """As the prompt of a request. Special tokens are such in a text, but not in a message."""
+        try:
+            return Tokenized(self._encode(prompt), self._config.max_context)
+        except DataError as error:
+            return Refusal(400, str(error), param="messages", code="invalid_value")
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
+        """The text of tokens, special ones included."""
+        if any(token >= self._vocabulary for token in tokens):
+            message = f"a token is outside the vocabulary of {self._vocabulary}"
+            return Refusal(400, message, param="tokens", code="invalid_value")
+        text = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt))
+        turns = [ChatTurn(part.role, part.content) for part in prompt if isinstance(part, Turn)]
+        if turns:
+            return tuple(encode_prompt(turns, self._tokenizer))
+        return tuple(part for part in prompt if isinstance(part, int))
+
+    def _requests(self, call: Call) -> list[Request]:
+        """One for each choice; those to one prompt differ in their seeds."""
+        requests = []
+        for number, given in enumerate(call.prompts):
+            prompt = self._encode(given)
+            # At least one, so that a prompt without room is refused, and by the engine.
+            room = max(1, self._config.max_context - len(prompt))
+            for copy in range(call.n):
+                seed = (call.sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+                request = Request(
+                    id=f"{call.id}-{number * call.n + copy}",
+                    prompt=prompt,
+                    mode=call.mode,
+                    sampling=call.sampling.model_copy(update={"seed": seed}),
+                    max_new_tokens=call.max_new_tokens or min(room, call.new_tokens_limit),
+                    stop_ids=self._stop_ids,
+                    logprobs=call.logprobs,
+                )
+                requests.append(request)
+        return requests
+
+    async def _pieces(
+        self, call: Call, request: Request, choice: int
+    ) -> AsyncGenerator[Piece, None]:
+        seen = AnswerSeen(call.mode.type, len(request.prompt))
+        started = last = time.monotonic()
+        try:
+            async with aclosing(self._written(call, request, choice)) as pieces:
+                async for piece, event in pieces:
+                    now = time.monotonic()
+                    _look(seen, piece, event, now - last)
+                    last = now
+                    yield piece
+        except Exception:
+            seen.ending = "error"
+            raise
+        finally:
+            seen.total_s = time.monotonic() - started
+            if self._observer:
+                self._observer.answer(seen)
+
+    async def _written(
+        self, call: Call, request: Request, choice: int
+    ) -> AsyncGenerator[tuple[Piece, TokenEvent], None]:
+        writer = Writer(self._decode, call.stop)
+        tokens = 0
+        stream = self._thread.stream(request)
+        async with aclosing(stream) as events:
+            async for event in events:
+                # Only the last token can be a stop token; it ends the text and is not part of it.
+                shown = [token for token in event.tokens if token not in self._stop_ids]
+                written = writer.push(shown)
+                text, stopped = written.text, written.stopped
+                tokens += written.tokens if stopped else len(event.tokens)
+                reason = "stop" if stopped else None
+                if event.completion is not None and not stopped:
+                    rest = writer.flush()
+                    text += rest.text
+                    reason = "stop" if rest.stopped else event.completion.finish_reason
+                piece = Piece(
+                    text,
+                    choice=choice,
+                    forward=event.forward,
+                    tokens=written.tokens,
+                    logprobs=self._logprobs(event, written.tokens),
+                )
+                if reason is None:
+                    yield piece, event
+                    continue
+                assert reason in ("stop", "length"), reason
+                finish = Finish(reason, len(request.prompt), tokens, event.forward, event.disagreed)
+                yield replace(piece, finish=finish), event
+                return
+
+    def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
+        """Of the first tokens of an event, if the request asked for any."""
+        return tuple(
+            replace(
+                self._token_text(token, entry.logprob),
+                top=tuple(self._token_text(other, logprob) for other, logprob in entry.top),
+            )
+            for token, entry in zip(event.tokens[:count], event.logprobs, strict=False)
+        )
+
+    def _token_text(self, token: int, logprob: float) -> TokenText:
+        raw = self._bytes.of(token)
+        return TokenText(raw.decode("utf-8", "replace"), tuple(raw), logprob)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+def _look(seen: AnswerSeen, piece: Piece, event: TokenEvent, gap_s: float) -> None:
+    if seen.first_token_s is None:
+        seen.first_token_s, seen.queue_s = gap_s, event.queue_s
+    elif event.tokens:
+        seen.gaps.append((gap_s, len(event.tokens)))
+    seen.completion_tokens += len(event.tokens)
+    seen.forwards, seen.disagreed = event.forward, event.disagreed
+    if piece.finish:
+        seen.ending = piece.finish.reason
+
+
+def _prompt_param(call: Call) -> str:
+    """The request's field that the prompt came in."""
+    is_chat = isinstance(call.prompts[0], tuple) and isinstance(call.prompts[0][0], Turn)
+    return "messages" if is_chat else "prompt"
+
+
+async def _merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all answers as they come; the first failure ends them all."""
+    if len(answers) == 1:
+        async with aclosing(answers[0]) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+    async def forward(pieces: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    queue.put_nowait(piece)
+        except Exception as error:  # noqa: BLE001 - raised again by whoever reads the queue
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(forward(pieces)) for pieces in answers]
+    try:
+        open_answers = len(tasks)
+        while open_answers:
+            match await queue.get():
+                case None:
+                    open_answers -= 1
+                case Exception() as error:
+                    raise error
+                case piece:
+                    yield piece
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Once no task runs any more."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,87 @@
+"""`mars-ray chat` against a real service on a real port."""
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from rich.console import Console
+
+from mars_ray.errors import EngineError
+from mars_ray.serve.app import build_api
+from mars_ray.serve.terminal import Conversation, chat, first_model
+
+
+@pytest.fixture(scope="module")
+def url(job, text_engine) -> Iterator[str]:
+    config = uvicorn.Config(build_api(job, "tiny", text_engine), port=0, log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+
+
+def said(url: str, *lines: str) -> str:
+    """What the terminal shows after these lines, typed one after the other."""
+    typed = iter(lines)
+    console = Console(file=io.StringIO(), width=200)
+
+    def read(_prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    console.input = read  # type: ignore[method-assign]
+    chat(url, None, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_conversation(url):
+    """An answer, its figures, and a setting that changes them."""
+    typed = ("count", "/mode confidence", "/threshold 0", "/new", "go on")
+    shown = said(url, *typed, "/quit", "never said")
+    assert "tiny at http" in shown
+    assert "verified at 1" in shown
+    assert "settings: {'mode': 'confidence', 'threshold': 0.0}" in shown
+    assert "confidence at 0" in shown
+    assert "never said" not in shown
+
+
+def test_what_is_wrong_is_said_and_the_conversation_goes_on(url):
+    """Guards a traceback in the user's face."""
+    shown = said(url, "/nonsense", "/mode nonsense", "count", "/mode default", "count")
+    assert "Ctrl-D" in shown
+    assert "Input should be" in shown
+    assert "verified at 1" in shown
+
+
+def test_messages_are_remembered(url):
+    """The next question is asked with what was said before; a refused one is forgotten."""
+    conversation = Conversation(url, "tiny", settings={"max_tokens": 5, "mode": "exact"})
+    answer = "".join(
+        choice["delta"].get("content", "")
+        for chunk in conversation.ask("one")
+        for choice in chunk["choices"]
+    )
+    assert conversation.messages == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": answer},
+    ]
+    conversation.settings["threshold"] = 2
+    with pytest.raises(EngineError, match="threshold"):
+        list(conversation.ask("two"))
+    assert len(conversation.messages) == 2
+
+
+def test_no_service_is_told_so():
+    """With the address that was tried."""
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9.* cannot be reached"):
+        first_model("http://127.0.0.1:9", None)
