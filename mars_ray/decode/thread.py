@@ -4,6 +4,7 @@ Everything the outside asks for goes through one queue, and is done between two 
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -84,22 +85,22 @@ class EngineThread:
                 self._command(lambda: self._cancel(request.id, deliver))
 
     async def ask(self, question: Callable[[Engine], Answer]) -> Answer:
-        """What the engine's own thread says between two steps. Raises EngineError once it ended."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Answer] = loop.create_future()
+        """What the engine's own thread says between two steps.
 
-        def deliver(value: Answer) -> None:
-            if not answer.done():
-                answer.set_result(value)
+        Raises what the question raises, and EngineError once the thread has ended.
+        """
+        answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
 
         def reply() -> None:
-            value = question(self._engine)
-            # The loop may be closed by then.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(deliver, value)
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question(self._engine))
+            except Exception as error:  # noqa: BLE001 - a question must not end the thread
+                answer.set_exception(error)
 
         self._command(reply)
-        return await answer
+        return await asyncio.wrap_future(answer)
 
     def _command(self, command: Callable[[], None]) -> None:
         """Have the thread do this between two steps. Raises EngineError once it has ended."""

@@ -18,6 +18,8 @@ from mars_ray.model.card import ModelCard
 
 _CONTEXT = 128  # tokens before the rows
 _TIMES = 3
+# Long steps vary little: once is enough.
+_ENOUGH_S = 0.2
 
 
 def measure_steps(
@@ -30,11 +32,12 @@ def measure_steps(
     most = min(config.max_step_tokens, config.max_batch * (1 + 2 * max(1, card.block_size)))
     seconds = {}
     for rows in row_counts(most):
-        times = [
-            step_seconds(runner, cache, card, config, rows, min(rows, config.max_batch))
-            for _ in range(1 + _TIMES)
-        ]
-        seconds[rows] = min(times[1:])
+        sequences = min(rows, config.max_batch)
+        step_seconds(runner, cache, card, config, rows, sequences)
+        times: list[float] = []
+        while len(times) < _TIMES and sum(times) < _ENOUGH_S:
+            times.append(step_seconds(runner, cache, card, config, rows, sequences))
+        seconds[rows] = min(times)
     return StepCost(seconds)
 
 

@@ -109,3 +109,26 @@ def test_the_mask_token_is_never_emitted():
     ]
     for completion in generate_all(Engine(model, CARD, SIZE), requests):
         assert MASK not in completion.tokens
+
+
+@pytest.mark.parametrize("measure", ["probability", "entropy"])
+def test_events_tell_how_sure_the_model_was(model, measure):
+    """Of every token; those behind a commit's first passed the threshold."""
+    engine = Engine(model, CARD, SIZE)
+    mode = ConfidenceMode(threshold=0.5, measure=measure)
+    engine.submit(request("a", pattern(0, 2, 5), mode, max_new_tokens=16, stop=-1))
+    engine.submit(request("b", pattern(0, 2, 5), ExactMode(), max_new_tokens=4, stop=-1))
+    longest = 0
+    while engine.has_work:
+        for event in engine.step():
+            if event.request_id == "b":
+                assert event.confidences == ()
+                continue
+            assert len(event.confidences) == len(event.tokens)
+            passed = event.confidences[1:]
+            if measure == "entropy":
+                assert all(value <= 0.5 for value in passed)
+            else:
+                assert all(0.5 <= value <= 1 for value in passed)
+            longest = max(longest, len(event.tokens))
+    assert longest > 1

@@ -138,6 +138,23 @@ def test_a_failing_step_fails_its_requests_and_no_later_one(engine, thread, monk
     thread.check_health()
 
 
+def test_a_question_is_answered_between_steps(thread):
+    """With work and without; one that fails tells only who asked."""
+
+    async def ask():
+        assert await thread.ask(lambda engine: engine.running) == 0
+        stream = thread.stream(request("a", [1, 2], ExactMode(), max_new_tokens=100, stop=-1))
+        await anext(stream)
+        assert await thread.ask(lambda engine: engine.running) == 1
+        with pytest.raises(ZeroDivisionError):
+            await thread.ask(lambda engine: engine.running // 0)
+        await stream.aclose()
+        assert await thread.ask(lambda engine: engine.running) == 0
+
+    asyncio.run(ask())
+    thread.check_health()
+
+
 def test_after_stop_there_are_errors_not_silence(engine):
     """Both for a stream that is open and for one that comes later."""
     thread = EngineThread(engine)
