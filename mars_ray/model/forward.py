@@ -1,4 +1,4 @@
-"""The one way this package calls a model: hidden states first, the head only where it is wanted.
+"""How training and the reference call a model: hidden states first, the head where it is wanted.
 
 The vocabulary projection dominates memory, so which rows reach it is the caller's decision.
 

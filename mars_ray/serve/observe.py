@@ -34,10 +34,8 @@ class EngineSeen:
     cache_share: float  # of the pages, those that sequences hold
     preemptions: int
     windows: tuple[int, ...]  # of the sequences in the batch
-    # By mode: forwards; checked and disagreed tokens; T/F that each threshold would have given.
-    forwards: dict[str, int]
+    # By mode: checked tokens; T/F that each threshold would have given.
     checked: dict[str, int]
-    disagreed: dict[str, int]
     tokens_per_forward_at: dict[str, dict[float, float]]
 
 
@@ -58,9 +56,7 @@ def engine_seen(engine: Engine) -> EngineSeen:
         cache_share=engine.pool.in_use / engine.pool.count,
         preemptions=engine.preemptions,
         windows=engine.windows,
-        forwards={mode: measures.forwards for mode, measures in by_mode.items()},
         checked={mode: measures.checked for mode, measures in by_mode.items()},
-        disagreed={mode: measures.disagreed for mode, measures in by_mode.items()},
         tokens_per_forward_at={
             mode: measures.tokens_per_forward() for mode, measures in by_mode.items()
         },

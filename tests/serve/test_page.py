@@ -1,12 +1,10 @@
 """The page in a real browser: Debian's Chromium, where it is installed."""
 
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
+from serve.real_port import served
 
 from mars_ray.config.serve import Limits
 from mars_ray.serve.app import build_api
@@ -23,15 +21,8 @@ pytestmark = [
 def url(job, text_engine) -> Iterator[str]:
     # Short answers: several fit the context.
     short = job.model_copy(update={"limits": Limits(new_tokens=15)})
-    config = uvicorn.Config(build_api(short, "tiny", text_engine), port=0, log_level="critical")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+    with served(build_api(short, "tiny", text_engine)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """`mars-ray chat` against a real service on a real port."""
 
 import io
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
 from rich.console import Console
+from serve.real_port import served
 
 from mars_ray.errors import EngineError
 from mars_ray.serve.app import build_api
@@ -16,15 +14,8 @@ from mars_ray.serve.terminal import Conversation, chat, first_model
 
 @pytest.fixture(scope="module")
 def url(job, text_engine) -> Iterator[str]:
-    config = uvicorn.Config(build_api(job, "tiny", text_engine), port=0, log_level="critical")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+    with served(build_api(job, "tiny", text_engine)) as url:
+        yield url
 
 
 def said(url: str, *lines: str) -> str:

@@ -1,0 +1,33 @@
+"""How tests ask the API, and read what it says."""
+
+import json
+from typing import Any
+
+from fastapi.testclient import TestClient
+
+ASK = "count from one to ten"
+
+
+def ask(client: TestClient, **fields: Any):
+    request = {"model": "tiny", "temperature": 0, "max_tokens": 24, "mode": "exact"}
+    messages = [{"role": "user", "content": ASK}]
+    return client.post("/v1/chat/completions", json=request | {"messages": messages} | fields)
+
+
+def text_of(response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def streamed(response) -> list[dict]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = response.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
