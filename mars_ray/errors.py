@@ -10,6 +10,7 @@ MarsError
 ├── RequestError               a decoding request is wrong (an HTTP 400)
 │   └── PromptTooLongError     the prompt and the answer do not fit the context
 └── EngineError                the decoding engine failed or was shut down
+    └── PoisonError            the decoding engine failed on this request, and on no other
 
 Messages say what is wrong, where, and what to do about it. Broken invariants are `assert`s, not
 members of this tree.
@@ -58,3 +59,7 @@ class PromptTooLongError(RequestError):
 
 class EngineError(MarsError):
     """The decoding engine failed or was shut down."""
+
+
+class PoisonError(EngineError):
+    """The decoding engine failed on this request, and on no other."""

@@ -15,7 +15,13 @@ from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.thread import EngineThread
-from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
+from mars_ray.errors import (
+    DataError,
+    EngineError,
+    PoisonError,
+    PromptTooLongError,
+    RequestError,
+)
 from mars_ray.model.stop import stop_ids
 from mars_ray.serve.messages import (
     Call,
@@ -117,6 +123,8 @@ class TextEngine:
             yield Refusal(400, str(error), param=param, code="invalid_value")
         except DataError as error:
             yield Refusal(400, str(error), param=_prompt_param(call), code="invalid_value")
+        except PoisonError:
+            yield internal_error(call.id)
         except EngineError as error:
             yield Refusal(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
         except Exception:
