@@ -99,12 +99,13 @@ def serve(
     else:
         table = {"kind": "serve", "checkpoint": str(target)}
         job = _job(ServeJob, table, overrides, dry_run)
-    from mars_ray.serve.build import start, wait_until_stopped
+    from mars_ray.serve.build import APP_NAME, start
+    from mars_ray.serve.stop import wait_until_stopped
 
     with _Cluster():
         url = start(job)
         print(f"serving on {url}, Ctrl-C stops", file=sys.stderr)
-        wait_until_stopped()
+        wait_until_stopped(APP_NAME, job.drain_s)
 
 
 @app.command()

@@ -33,6 +33,16 @@ class ServeJob(Config):
     keys_file: str | None = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
     )
+    drain_s: float = Field(
+        default=60, ge=0, description="for accepted requests to finish when a process is to end"
+    )
+    update_surge_percent: int = Field(
+        default=100,
+        ge=0,
+        le=100,
+        description="replicas that an update may start before it stops as many old ones; 0 on a "
+        "cluster without room for more",
+    )
     default_mode: Mode = VerifiedMode()
     engine: EngineConfig = EngineConfig()
     limits: Limits = Limits()

@@ -26,6 +26,7 @@ from mars_ray.serve.bodies import (
     parse,
 )
 from mars_ray.serve.calls import to_call
+from mars_ray.serve.gate import Gate
 from mars_ray.serve.keys import Key, Keys
 from mars_ray.serve.messages import Call, Message, Piece, Prompt, Refusal, Tokenized
 from mars_ray.serve.replies import (
@@ -75,9 +76,10 @@ class Backend(Protocol):
         ...
 
 
-def build_api(job: ServeJob, model: str, backend: Backend) -> FastAPI:
-    """The API of one model; `model` is its name in requests."""
-    routes = _Routes(job, model, backend)
+def build_api(job: ServeJob, model: str, backend: Backend, gate: Gate | None = None) -> FastAPI:
+    """The API of one model, behind a gate; `model` is its name in requests."""
+    gate = gate or Gate()
+    routes = _Routes(job, model, backend, gate)
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
@@ -97,12 +99,14 @@ def build_api(job: ServeJob, model: str, backend: Backend) -> FastAPI:
         api.add_api_route(path, route, methods=["POST"], response_model=None)
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
+    api.add_middleware(gate.around)
     return api
 
 
 class _Routes:
-    def __init__(self, job: ServeJob, model: str, backend: Backend) -> None:
+    def __init__(self, job: ServeJob, model: str, backend: Backend, gate: Gate) -> None:
         self._job = job
+        self._gate = gate
         self._model = model
         self._backend = backend
         self._keys = Keys(job.keys_file)
@@ -116,8 +120,8 @@ class _Routes:
         return {"status": "ok"}
 
     async def readyz(self) -> Response:
-        ready = await self._backend.is_ready()
-        status = "ready" if ready else "not ready"
+        ready = self._gate.is_open and await self._backend.is_ready()
+        status = "ready" if ready else "not ready" if self._gate.is_open else "draining"
         return JSONResponse({"status": status}, 200 if ready else 503)
 
     async def version(self, request: Request) -> dict[str, str]:

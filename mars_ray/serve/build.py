@@ -1,10 +1,9 @@
-"""The service as a Serve application, and its start and stop."""
+"""The service as a Serve application, and its start."""
 
 import logging
-import signal
 import socket
-import threading
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 
@@ -24,6 +23,10 @@ APP_NAME = "mars-ray"
 _INGRESS_CPUS = 0.1
 # Places beyond the engine's own limit, for requests on their way to be refused by it.
 _REFUSAL_PLACES = 64
+# How often a process that is to end looks whether its requests have.
+_DRAIN_LOOK_S = 0.2
+# Three checks that fail in a row have a replica replaced.
+_HEALTH_CHECK_S = 2.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -41,14 +44,26 @@ def build_app(job: ServeJob) -> serve.Application:
         # The ingress logs every request already.
         logging_config={"enable_access_log": False},
         max_ongoing_requests=places,
+        **_life(job),
         ray_actor_options={"num_cpus": job.cpus_per_replica, "num_gpus": job.gpus_per_replica},
     )(Replica)
     ingress = serve.deployment(
         max_ongoing_requests=places * job.replicas,
+        **_life(job),
         ray_actor_options={"num_cpus": _INGRESS_CPUS},
     )(Ingress)
     name = job.model_name or Path(job.checkpoint).name
     return ingress.bind(job, name, replica.bind(job))
+
+
+def _life(job: ServeJob) -> dict[str, Any]:
+    """How Serve ends and replaces the processes of a deployment."""
+    return {
+        "graceful_shutdown_timeout_s": job.drain_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,
+        "health_check_period_s": _HEALTH_CHECK_S,
+        "max_surge_percent": job.update_surge_percent,
+    }
 
 
 def start(job: ServeJob) -> str:
@@ -78,22 +93,6 @@ def start(job: ServeJob) -> str:
         raise EngineError(f"the service did not start: {error}") from error
     host = _ANY_HOST.get(job.host, job.host)
     return f"http://[{host}]:{job.port}" if ":" in host else f"http://{host}:{job.port}"
-
-
-def wait_until_stopped() -> None:
-    """Blocks until SIGINT or SIGTERM, then stops Serve.
-
-    Only for the main thread, which receives the signals.
-    """
-    stopped = threading.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: stopped.set()) for number in signals]
-    try:
-        stopped.wait()
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-        serve.shutdown()
 
 
 def _checked(job: ServeJob) -> ServeJob:

@@ -9,6 +9,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
+from mars_ray.serve.gate import Gate
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 
 # A replica that takes longer to say that it is ready, is not.
@@ -25,9 +26,18 @@ class Ingress:
         self._job = job
         self._model = model
         self._replica = replica
+        self._gate = Gate()
+
+    def close(self) -> None:
+        """Let no request in any more."""
+        self._gate.close()
+
+    def inside(self) -> int:
+        """Accepted requests that are not finished."""
+        return self._gate.inside
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._job, self._model, _Replicas(self._replica))
+        return build_api(self._job, self._model, _Replicas(self._replica), self._gate)
 
 
 class _Replicas:
