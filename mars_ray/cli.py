@@ -204,6 +204,9 @@ class _Cluster:
 
     def __enter__(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Read by Serve's proxies when they start (serve/slow_readers.py).
+        callback = "mars_ray.serve.slow_readers.middlewares"
+        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", callback)
         import ray
 
         address = os.environ.get("RAY_ADDRESS", "local")

@@ -9,6 +9,7 @@ MarsError
 │   └── NonFiniteLossError     the loss became NaN or infinite
 ├── RequestError               a decoding request is wrong (an HTTP 400)
 │   └── PromptTooLongError     the prompt and the answer do not fit the context
+├── DeadlineError              an answer was not finished in the time that its request had
 └── EngineError                the decoding engine failed or was shut down
     └── PoisonError            the decoding engine failed on this request, and on no other
 
@@ -55,6 +56,10 @@ class RequestError(MarsError):
 
 class PromptTooLongError(RequestError):
     """The prompt and the answer do not fit the context."""
+
+
+class DeadlineError(MarsError):
+    """An answer was not finished in the time that its request had."""
 
 
 class EngineError(MarsError):

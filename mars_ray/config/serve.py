@@ -15,6 +15,12 @@ class Limits(Config):
     new_tokens: int = Field(default=1024, ge=1)
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
+    request_s: float = Field(
+        default=600, gt=0, description="for a request, waiting included; its timeout_s may be less"
+    )
+    slow_reader_s: float = Field(
+        default=30, gt=0, description="without the client reading anything of a stream"
+    )
 
 
 class ServeJob(Config):
@@ -33,6 +39,10 @@ class ServeJob(Config):
     keys_file: str | None = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
     )
+    request_log: str | None = Field(
+        default=None, description="file for a line of JSON per request; default: standard output"
+    )
+    log_prompts: bool = Field(default=False, description="have the prompts in these lines")
     drain_s: float = Field(
         default=60, ge=0, description="for accepted requests to finish when a process is to end"
     )

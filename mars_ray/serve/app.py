@@ -38,6 +38,8 @@ from mars_ray.serve.replies import (
     model_list,
     reply,
 )
+from mars_ray.serve.request_log import Entry, entry_of, logged
+from mars_ray.serve.slow_readers import LIMIT_HEADER
 from mars_ray.serve.stream import Chunks, events, internal_error
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,9 @@ def build_api(job: ServeJob, model: str, backend: Backend, gate: Gate | None = N
         api.add_api_route(path, route, methods=["POST"], response_model=None)
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
+    # The last one is the first to be asked: what the gate refuses is logged.
     api.add_middleware(gate.around)
+    api.add_middleware(logged)
     return api
 
 
@@ -133,14 +137,14 @@ class _Routes:
         return model_list(self._model, self._started)
 
     async def chat(self, request: Request) -> Response:
-        async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
-            return await self._answer(parse(ChatBody, raw), request_id, key, ChatShape())
+        async def answer(raw: bytes, entry: Entry, key: Key | None) -> Response:
+            return await self._answer(parse(ChatBody, raw), entry, key, ChatShape())
 
         return await self._guarded(request, f"chatcmpl-{uuid.uuid4().hex}", answer)
 
     async def complete(self, request: Request) -> Response:
-        async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
-            return await self._answer(parse(CompletionBody, raw), request_id, key, TextShape())
+        async def answer(raw: bytes, entry: Entry, key: Key | None) -> Response:
+            return await self._answer(parse(CompletionBody, raw), entry, key, TextShape())
 
         return await self._guarded(request, f"cmpl-{uuid.uuid4().hex}", answer)
 
@@ -154,14 +158,17 @@ class _Routes:
         self,
         request: Request,
         request_id: str,
-        answer: Callable[[bytes, str, Key | None], Awaitable[Response]],
+        answer: Callable[[bytes, Entry, Key | None], Awaitable[Response]],
     ) -> Response:
         """The answer to a body; what fails unforeseen is logged under the request's id."""
+        entry = entry_of(request)
+        entry.id = request_id
         # Before a byte of the body is read.
         key = self._holder(request)
+        entry.key = key.name if key else None
         try:
             body = await _read(request, self._job.limits.body_bytes)
-            return await answer(body, request_id, key)
+            return await answer(body, entry, key)
         except ApiError:
             raise
         except ClientDisconnect:
@@ -177,16 +184,16 @@ class _Routes:
     async def _answer(
         self,
         body: ChatBody | CompletionBody,
-        request_id: str,
+        entry: Entry,
         key: Key | None,
         shape: Shape,
     ) -> Response:
         self._check_model(body.model)
-        call = _within(to_call(body, request_id, secrets.randbits(63), self._job), key)
-        by = key.name if key else None
-        logger.info("request %s: %s, key %s, user %s", request_id, call.mode.type, by, body.user)
+        assert entry.id
+        call = _within(to_call(body, entry.id, secrets.randbits(63), self._job), key)
+        entry.called(call, body.user, with_prompt=self._job.log_prompts)
         created = int(time.time())
-        messages = self._admitted(call, key)
+        messages = self._admitted(call, key, entry)
         # The status line depends on the first message.
         first = await anext(messages)
         if isinstance(first, Refusal):
@@ -197,7 +204,7 @@ class _Routes:
             return StreamingResponse(
                 events(chunks, first, messages),
                 media_type="text/event-stream",
-                headers=_STREAM_HEADERS,
+                headers=_STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)},
             )
         answers = [
             Answer(
@@ -208,7 +215,7 @@ class _Routes:
         await _collect(answers, first, messages)
         return JSONResponse(reply(call, shape, self._model, created, answers))
 
-    async def _tokenize(self, raw: bytes, _request_id: str, _key: Key | None) -> Response:
+    async def _tokenize(self, raw: bytes, _entry: Entry, _key: Key | None) -> Response:
         body = parse(TokenizeBody, raw)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -223,7 +230,7 @@ class _Routes:
             {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
         )
 
-    async def _detokenize(self, raw: bytes, _request_id: str, _key: Key | None) -> Response:
+    async def _detokenize(self, raw: bytes, _entry: Entry, _key: Key | None) -> Response:
         body = parse(DetokenizeBody, raw)
         self._check_model(body.model)
         text = await self._backend.detokenize(body.tokens)
@@ -231,11 +238,14 @@ class _Routes:
             raise ApiError(text)
         return JSONResponse({"prompt": text})
 
-    async def _admitted(self, call: Call, key: Key | None) -> AsyncGenerator[Message, None]:
+    async def _admitted(
+        self, call: Call, key: Key | None, entry: Entry
+    ) -> AsyncGenerator[Message, None]:
         """The backend's messages, counted against the key until they end or are closed."""
         with self._keys.admitted(key, call.choices):
             async with aclosing(self._backend.answer(call)) as messages:
                 async for message in messages:
+                    entry.told(message)
                     yield message
 
     def _check_model(self, model: str | None) -> None:
@@ -282,10 +292,14 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _api_error(_request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     refusal = error.refusal
+    entry_of(request).ending = refusal.code
     headers = {}
+    if refusal.status == 408:
+        # OpenAI's clients would ask again, and wait as long again.
+        headers["x-should-retry"] = "false"
     if refusal.retry_after_s is not None:
         headers["Retry-After"] = str(refusal.retry_after_s)
     if refusal.status == 401:

@@ -106,6 +106,8 @@ def _checked(job: ServeJob) -> ServeJob:
         raise ConfigError(f"default_mode of {job.checkpoint}: {error}") from error
     Keys(job.keys_file)
     changes = {"checkpoint": str(Path(job.checkpoint).resolve())}
+    if job.request_log:
+        changes["request_log"] = str(Path(job.request_log).resolve())
     if job.keys_file:
         changes["keys_file"] = str(Path(job.keys_file).resolve())
     elif job.host not in _LOOPBACK:

@@ -11,6 +11,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+from mars_ray.serve.request_log import write_to
 
 # A replica that takes longer to say that it is ready, is not.
 _READY_S = 5.0
@@ -27,6 +28,7 @@ class Ingress:
         self._model = model
         self._replica = replica
         self._gate = Gate()
+        write_to(job.request_log)
 
     def close(self) -> None:
         """Let no request in any more."""

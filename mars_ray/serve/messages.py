@@ -64,6 +64,7 @@ class Call:
     quality: Quality | None = None  # in place of the mode's threshold
     schema: dict[str, Any] | None = None  # of the JSON that the answer must be
     tools: Tools | None = None
+    timeout_s: float | None = None  # from its arrival at the replica
 
     @property
     def choices(self) -> int:
