@@ -23,7 +23,14 @@ LEVELS = {
     "__main__": 8,
 }
 ONLY_IN = {
-    "ray": {"train/on_ray.py", "serve/ingress.py", "serve/build.py", "serve/metrics.py", "cli.py"},
+    "ray": {
+        "train/on_ray.py",
+        "serve/build.py",
+        "serve/ingress.py",
+        "serve/metrics.py",
+        "serve/router.py",
+        "cli.py",
+    },
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
     "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
