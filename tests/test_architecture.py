@@ -33,6 +33,7 @@ ONLY_IN = {
     },
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
+    "llguidance": {"decode/grammar.py"},
     "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
 }
 

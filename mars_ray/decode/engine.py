@@ -15,6 +15,7 @@ from mars_ray.decode.drafter import Drafter
 from mars_ray.decode.kv_cache import PagedCache, page_bytes
 from mars_ray.decode.measures import LiveMeasures
 from mars_ray.decode.pages import PagePool
+from mars_ray.decode.quality import Budget, Thresholds
 from mars_ray.decode.request import (
     Completion,
     Request,
@@ -28,6 +29,7 @@ from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
+from mars_ray.decode.strategies.base import Plan, Rows
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
@@ -63,6 +65,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
         self.measures = LiveMeasures()
+        self.thresholds = Thresholds()
         self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
 
@@ -146,12 +149,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """One forward; what it committed, and which requests are over."""
         events = self._expire()
-        running = self._scheduler.running_sequences()
-        if self.control:
-            self.control.set_windows(running)
-        if self._drafter:
-            wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
-            self._drafter.extend((s, count) for s, count in wanting if count)
+        self._prepare(self._scheduler.running_sequences())
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
@@ -163,23 +161,49 @@ class Engine:
                 sequence.cached += item.count
                 self._scheduler.publish(sequence)
                 continue
-            tokens = strategy_of(sequence).absorb(sequence, item.plan, own)
-            self.measures.observe(sequence, item.plan, own, tokens)
-            if self.control:
-                self.control.observe(sequence, len(item.plan.drafts), len(tokens))
-            event = sequence.commit(tokens)
-            measure = getattr(sequence.request.mode, "measure", None)
-            if measure:
-                count = len(event.tokens)
-                event = replace(event, confidences=tuple(own.numbers[measure][:count]))
-            if own.log_p_NV is not None:
-                event = replace(event, logprobs=_logprobs(event, own.log_p_NV, sequence.request))
+            event = self._absorb(sequence, item.plan, own)
             if event.completion:
                 self.cancel(event.request_id)
             else:
                 self._scheduler.publish(sequence)
             events.append(event)
         return events
+
+    def _prepare(self, running: list[Sequence]) -> None:
+        """What the next step may do for each sequence that runs."""
+        for sequence in running:
+            if quality := sequence.request.quality:
+                sequence.threshold = self.thresholds.of(quality)
+        if self.control:
+            self.control.set_windows(running)
+        if self._drafter:
+            wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
+            self._drafter.extend((s, count) for s, count in wanting if count)
+            for sequence in running:
+                sequence.follow_grammar()
+
+    def _absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> TokenEvent:
+        """What the sequence's rows commit, and what is learnt from them."""
+        disagreed = sequence.disagreed
+        tokens = strategy_of(sequence).absorb(sequence, plan, rows)
+        # Where a grammar forces tokens, acceptance says nothing about masks.
+        if self.control and not sequence.grammar:
+            self.control.observe(sequence, len(plan.drafts), len(tokens))
+        kept = sequence.kept(tokens)
+        self.measures.observe(sequence, plan, rows, kept)
+        quality = sequence.request.quality
+        if quality and plan.drafts:
+            assert sequence.lowest_threshold is not None
+            sequence.lowest_threshold = min(sequence.lowest_threshold, sequence.threshold)
+            if isinstance(quality, Budget):
+                self.thresholds.observe(quality, len(kept), sequence.disagreed - disagreed)
+        event = sequence.commit(kept)
+        measure = getattr(sequence.request.mode, "measure", None)
+        if measure:
+            event = replace(event, confidences=tuple(rows.numbers[measure][: len(kept)]))
+        if rows.log_p_NV is not None:
+            event = replace(event, logprobs=_logprobs(event, rows.log_p_NV, sequence.request))
+        return event
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps."""

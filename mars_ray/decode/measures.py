@@ -85,7 +85,8 @@ class LiveMeasures:
         mode = sequence.request.mode
         drafts = len(plan.drafts)
         if isinstance(mode, _VERIFYING):
-            values, committed = rows.numbers["ratio"][:drafts], tokens[:-1]
+            values = rows.numbers["ratio"][:drafts]
+            committed = tokens[: sequence.cached - sequence.committed]  # the accepted drafts
             own = rows.best
         elif isinstance(mode, _CONFIDENT) and mode.measure == "probability":
             values, own = rows.numbers["probability"][1:], rows.earlier

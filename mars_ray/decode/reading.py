@@ -93,15 +93,18 @@ def _rows(
 
 
 def _adjust(logits_PV: Tensor, work: Several[Work], owns: Several[slice]) -> None:
-    """Penalties and biases of the requests that have some, in place."""
+    """Penalties, biases and grammars of the requests that have some, in place."""
     for item, own in zip(work, owns, strict=True):
         request, plan = item.sequence.request, cast(Plan, item.plan)
-        if not request.sampling.changes_logits:
-            continue
-        answer = item.sequence.tokens[len(request.prompt) :]
-        answers = [answer[: index - plan.review] for index in range(plan.review)]
-        answers += [answer + drafts for drafts in plan.drafts_before()]
-        adjust(logits_PV[own], request.sampling, request.prompt, answers, request.stop_ids)
+        if request.sampling.changes_logits:
+            answer = item.sequence.tokens[len(request.prompt) :]
+            answers = [answer[: index - plan.review] for index in range(plan.review)]
+            answers += [answer + drafts for drafts in plan.drafts_before()]
+            adjust(logits_PV[own], request.sampling, request.prompt, answers, request.stop_ids)
+        if item.sequence.grammar:
+            allowed_RV = item.sequence.grammar.allowed(plan.review, plan.drafts)
+            forbidden_RV = torch.from_numpy(~allowed_RV).to(logits_PV.device)
+            logits_PV[own][: len(allowed_RV)].masked_fill_(forbidden_RV, -torch.inf)
 
 
 def _sample(

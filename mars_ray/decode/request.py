@@ -14,6 +14,8 @@ from mars_ray.config.decode import (
     SpeculativeMode,
     VerifiedMode,
 )
+from mars_ray.decode.constraint import Grammar
+from mars_ray.decode.quality import Quality
 from mars_ray.errors import PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
 
@@ -34,6 +36,8 @@ class Request:
     priority: int = 0  # smaller goes first
     deadline: float | None = None  # on the clock of `time.monotonic`
     logprobs: int | None = None  # how many of the likeliest tokens to report beside each token
+    grammar: Grammar | None = None  # what the answer must be
+    quality: Quality | None = None  # in place of the mode's threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class TokenEvent:
     # last step of `confidence` committed is never seen again.
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the first forward with rows of it
+    threshold: float | None = None  # the lowest in force so far, in modes that verify
 
 
 def window_of(mode: Mode, card: ModelCard) -> int:
@@ -112,6 +117,11 @@ def groups_of(mode: Mode, window: int) -> int:
             return 1
 
 
+def has_drafts(mode: Mode) -> bool:
+    """Whether a step checks what was guessed before it."""
+    return isinstance(mode, VerifiedMode | SpeculativeMode | JacobiMode)
+
+
 def most_rows(mode: Mode, window: int) -> int:
     """Rows of a decoding step at most, the last committed token's included."""
     match mode:
@@ -147,6 +157,16 @@ def check_request(
         )
     if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
         raise RequestError(f"logprobs must lie in 0 .. {_MOST_LOGPROBS}", field="logprobs")
+    if request.grammar and request.sampling.min_new_tokens:
+        raise RequestError(
+            "a least length may contradict the format asked for; leave one of the two out",
+            field="min_tokens",
+        )
+    if request.quality and not isinstance(request.mode, VerifiedMode | SpeculativeMode):
+        raise RequestError(
+            f"a quality has no effect in mode {request.mode.type!r}; use 'verified'",
+            field="quality",
+        )
     total = len(request.prompt) + request.max_new_tokens
     if total > max_context:
         raise PromptTooLongError(

@@ -6,7 +6,16 @@
 
 from dataclasses import dataclass, field
 
-from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent, groups_of
+from mars_ray.config.decode import SpeculativeMode, VerifiedMode
+from mars_ray.decode.constraint import GrammarState
+from mars_ray.decode.request import (
+    Completion,
+    FinishReason,
+    Request,
+    TokenEvent,
+    groups_of,
+    has_drafts,
+)
 
 
 @dataclass(slots=True)
@@ -24,6 +33,9 @@ class Sequence:
     token_forward: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
+    threshold: float = field(init=False)  # in force in the next step, in modes that verify
+    lowest_threshold: float | None = field(init=False)  # of all steps so far
+    grammar: GrammarState | None = field(init=False)
     extended: int = 0  # the forward after which a draft model has added to the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of its first full pages, published
@@ -35,7 +47,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.window = self.widest
-        self.groups = groups_of(self.request.mode, self.widest)
+        mode = self.request.mode
+        self.groups = groups_of(mode, self.widest)
+        verifies = isinstance(mode, VerifiedMode | SpeculativeMode)
+        self.threshold = mode.threshold if verifies else 1.0
+        self.lowest_threshold = self.threshold if verifies else None
+        self.grammar = self.request.grammar.start() if self.request.grammar else None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -68,19 +85,28 @@ class Sequence:
         assert order == tuple(sorted(order)), f"{self.request.id}: {order} is out of order"
         assert self.cached < self.committed, f"{self.request.id}: nothing to forward"
 
-    def commit(self, tokens: list[int]) -> TokenEvent:
-        """Append what this forward committed, up to a stop token or the limit."""
-        self.forwards += 1
+    def kept(self, tokens: list[int]) -> list[int]:
+        """Those of a forward that are committed: up to a stop token, the limit, or one that the
+        grammar forbids."""
         kept = tokens[: self.remaining]
-        stop = next((i for i, t in enumerate(kept) if t in self.request.stop_ids), None)
-        if stop is not None:
-            kept = kept[: stop + 1]
+        stop = next((i for i, t in enumerate(kept) if t in self.request.stop_ids), len(kept))
+        kept = kept[: stop + 1]
+        return kept[: self.grammar.admissible(kept)] if self.grammar else kept
+
+    def commit(self, kept: list[int]) -> TokenEvent:
+        """Append what this forward committed."""
+        assert kept, f"{self.request.id}: a forward without a token"
+        self.forwards += 1
         self.tokens += kept
         self.last_commit = len(kept)
         self.token_forward += [self.forwards] * len(kept)
         completion = None
-        if stop is not None or self.remaining == 0:
-            completion = self.completion("length" if stop is None else "stop")
+        stopped = kept[-1] in self.request.stop_ids
+        if stopped or self.remaining == 0:
+            completion = self.completion("stop" if stopped else "length")
+        elif self.grammar:
+            self.grammar.consume(kept)
+            self.follow_grammar()
         return TokenEvent(
             self.request.id,
             tuple(kept),
@@ -88,7 +114,20 @@ class Sequence:
             completion,
             disagreed=self.disagreed,
             queue_s=self.queue_s,
+            threshold=self.lowest_threshold,
         )
+
+    def follow_grammar(self) -> None:
+        """Drop the drafts that cannot follow; if only one text can, its tokens are the drafts."""
+        if not self.grammar or not has_drafts(self.request.mode):
+            return
+        count = self.grammar.admissible(self.drafts)
+        forced = self.grammar.forced()[: max(len(self.drafts), self.widest)]
+        if len(forced) >= count:
+            self.drafts, self.draft_probabilities = forced, [1.0] * len(forced)
+        else:
+            self.drafts = self.drafts[:count]
+            self.draft_probabilities = self.draft_probabilities[:count]
 
     def completion(self, reason: FinishReason) -> Completion:
         """The result as it stands."""

@@ -1,6 +1,7 @@
 """How many masks a step of `verified` gets: as many as pay for their rows.
 
-Only for requests at threshold 1, whose output does not depend on it. Masks cost a row now, and
+Only for requests at threshold 1, whose output does not depend on it, and for those without a fixed
+threshold, whose output depends on the load anyway. Masks cost a row now, and
 the drafts they become another one in the next step; what they bring is known from how often the
 drafts of each depth were accepted lately. Under load rows cost more, and the window shrinks to
 nothing before it would make decoding slower than `exact`.
@@ -121,7 +122,7 @@ def all_choices(window: int, groups: int | None, most_rows: int) -> tuple[Choice
 
 
 class WindowControl:
-    """Sets the window and the groups of every lossless sequence before each step."""
+    """Sets the window and the groups of every such sequence before each step."""
 
     def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
         """`most_rows` of one sequence in one step."""
@@ -137,7 +138,7 @@ class WindowControl:
         self._steps += 1
         if self._steps % _KEEP == 0:
             self._chosen.clear()
-        others = sum(1 + len(s.drafts) + s.window for s in running if not _is_lossless(s))
+        others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
         for sampled, members in _by_sampling(running):
             for sequence in members:
                 choice = self._choice(sequence, sampled, len(members), others)
@@ -159,20 +160,22 @@ class WindowControl:
 
     def observe(self, sequence: Sequence, drafts: int, committed: int) -> None:
         """What a step made of a sequence's drafts."""
-        if drafts and _is_lossless(sequence):
+        if drafts and _is_controlled(sequence):
             self.rates[_is_sampled(sequence)].observe(drafts, committed - 1)
 
 
 def _by_sampling(running: Several[Sequence]) -> Iterator[tuple[bool, list[Sequence]]]:
     for sampled in (False, True):
-        members = [s for s in running if _is_lossless(s) and _is_sampled(s) == sampled]
+        members = [s for s in running if _is_controlled(s) and _is_sampled(s) == sampled]
         if members:
             yield sampled, members
 
 
-def _is_lossless(sequence: Sequence) -> bool:
+def _is_controlled(sequence: Sequence) -> bool:
     mode = sequence.request.mode
-    return isinstance(mode, VerifiedMode) and mode.threshold == 1
+    return isinstance(mode, VerifiedMode) and (
+        mode.threshold == 1 or sequence.request.quality is not None
+    )
 
 
 def _is_sampled(sequence: Sequence) -> bool:

@@ -7,8 +7,8 @@ The step's outcome is how many drafts are accepted. Masks behind all drafts mean
 all are; a group of masks for another outcome stands behind fewer drafts and sees no others.
 """
 
-from mars_ray.config.decode import SpeculativeMode, VerifiedMode
 from mars_ray.core.outcomes import likeliest_outcomes
+from mars_ray.decode.quality import Budget
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows, Strategy
 
@@ -31,15 +31,28 @@ class Verified(Strategy):
         return Plan(drafts, groups, ("ratio",))
 
     def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
-        threshold, drafts = _mode(sequence).threshold, plan.drafts
-        if threshold == 1:
-            accepts = [best == draft for best, draft in zip(rows.best, drafts, strict=False)]
-        else:
-            accepts = [ratio >= threshold for ratio in rows.numbers["ratio"][: len(drafts)]]
-        accepted = [*accepts, False].index(False)
+        drafts = plan.drafts
+        accepted = _accepted(sequence, plan, rows)
         sequence.cached = sequence.committed + accepted
         sequence.drafts, sequence.draft_probabilities = _next_drafts(plan, rows, accepted)
         return [*drafts[:accepted], rows.best[accepted]]
+
+
+def _accepted(sequence: Sequence, plan: Plan, rows: Rows) -> int:
+    """How many drafts are: those which are the row's token, and below threshold 1 those which are
+    nearly as good, while the request's budget allows it."""
+    budget = sequence.request.quality
+    answer = sequence.committed - len(sequence.request.prompt)
+    disagreed = sequence.disagreed
+    for index, draft in enumerate(plan.drafts):
+        if rows.best[index] == draft:
+            continue
+        if sequence.threshold == 1 or rows.numbers["ratio"][index] < sequence.threshold:
+            return index
+        if isinstance(budget, Budget) and not budget.allows(disagreed, answer + index + 1):
+            return index
+        disagreed += 1
+    return len(plan.drafts)
 
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
@@ -59,8 +72,3 @@ def _next_drafts(plan: Plan, rows: Rows, accepted: int) -> tuple[list[int], list
             return rows.best[own], probabilities[own]
         start = own.stop
     return [], []
-
-
-def _mode(sequence: Sequence) -> VerifiedMode | SpeculativeMode:
-    assert isinstance(sequence.request.mode, VerifiedMode | SpeculativeMode)
-    return sequence.request.mode

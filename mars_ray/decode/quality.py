@@ -1,0 +1,57 @@
+"""How far an answer may leave the model's own choices when nothing is pinned.
+
+A request may name the lowest threshold that it tolerates; the one in force is then the service's
+set-point, and never below that floor. Or it states a budget: the share of its tokens that may
+differ from AR decoding. The threshold in force is then found by feedback, and the share is kept in
+every answer at every moment, whatever the feedback does.
+"""
+
+import math
+from dataclasses import dataclass
+
+# Where the search for a budget's threshold begins, how fast it moves, how far it goes.
+_FIRST, _GAIN, _LOWEST = 0.5, 0.1, 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """The service's set-point, but never below `floor`."""
+
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """At most this share of the answer's tokens may differ from AR decoding."""
+
+    share: float
+
+    def allows(self, disagreed: int, tokens: int) -> bool:
+        """Whether one more of them may, as the last of so many tokens."""
+        return disagreed + 1 <= self.share * tokens
+
+
+Quality = Elastic | Budget
+
+
+class Thresholds:
+    """The thresholds in force in one engine."""
+
+    def __init__(self) -> None:
+        self.set_point = 1.0
+        self._log_of: dict[float, float] = {}  # by budget
+
+    def of(self, quality: Quality) -> float:
+        """For a step of a request."""
+        if isinstance(quality, Elastic):
+            return max(quality.floor, self.set_point)
+        return math.exp(self._log_of.get(quality.share, math.log(_FIRST)))
+
+    def observe(self, budget: Budget, tokens: int, disagreed: int) -> None:
+        """A step has committed so many tokens: the threshold rises if too many of them differ.
+
+        It moves until, in the long run, the share that differs is the budget.
+        """
+        before = self._log_of.get(budget.share, math.log(_FIRST))
+        moved = before + _GAIN * (disagreed - budget.share * tokens)
+        self._log_of[budget.share] = min(0.0, max(math.log(_LOWEST), moved))
