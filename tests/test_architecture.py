@@ -28,6 +28,7 @@ ONLY_IN = {
         "serve/build.py",
         "serve/ingress.py",
         "serve/metrics.py",
+        "serve/router.py",
         "serve/stop.py",
         "cli.py",
     },

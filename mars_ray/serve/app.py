@@ -1,17 +1,18 @@
 """The HTTP API: routes, limits and errors, over any backend."""
 
+import asyncio
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -28,7 +29,8 @@ from mars_ray.serve.bodies import (
 from mars_ray.serve.calls import to_call
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.keys import Key, Keys
-from mars_ray.serve.messages import Call, Message, Piece, Prompt, Refusal, Tokenized
+from mars_ray.serve.messages import Call, Message, Piece, Refusal
+from mars_ray.serve.models import Backend, Models
 from mars_ray.serve.replies import (
     Answer,
     ChatShape,
@@ -40,7 +42,8 @@ from mars_ray.serve.replies import (
 )
 from mars_ray.serve.request_log import Entry, entry_of, logged
 from mars_ray.serve.slow_readers import LIMIT_HEADER
-from mars_ray.serve.stream import Chunks, events, internal_error
+from mars_ray.serve.status import model_status
+from mars_ray.serve.stream import Chunks, EventStream, events, internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -58,30 +61,10 @@ _PAGE_HEADERS = {
 }
 
 
-class Backend(Protocol):
-    """What answers: an engine in this process, or replicas behind a handle."""
-
-    def answer(self, call: Call) -> AsyncGenerator[Message, None]:
-        """Ends when every choice has finished, or with a refusal; closing it ends the work."""
-        ...
-
-    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        """A prompt's tokens."""
-        ...
-
-    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        """The text of tokens, special ones included."""
-        ...
-
-    async def is_ready(self) -> bool:
-        """Whether a request would be answered now."""
-        ...
-
-
-def build_api(job: ServeJob, model: str, backend: Backend, gate: Gate | None = None) -> FastAPI:
-    """The API of one model, behind a gate; `model` is its name in requests."""
+def build_api(job: ServeJob, backends: Mapping[str, Backend], gate: Gate | None = None) -> FastAPI:
+    """The API of the job's models, each with what answers for it by name, behind a gate."""
     gate = gate or Gate()
-    routes = _Routes(job, model, backend, gate)
+    routes = _Routes(job, Models(job, backends), gate)
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
@@ -90,6 +73,7 @@ def build_api(job: ServeJob, model: str, backend: Backend, gate: Gate | None = N
         ("/readyz", routes.readyz),
         ("/version", routes.version),
         ("/v1/models", routes.models),
+        ("/v1/mars/status", routes.status),
     ):
         api.add_api_route(path, route, methods=["GET"], response_model=None)
     for path, route in (
@@ -108,11 +92,10 @@ def build_api(job: ServeJob, model: str, backend: Backend, gate: Gate | None = N
 
 
 class _Routes:
-    def __init__(self, job: ServeJob, model: str, backend: Backend, gate: Gate) -> None:
+    def __init__(self, job: ServeJob, models: Models, gate: Gate) -> None:
         self._job = job
+        self._models = models
         self._gate = gate
-        self._model = model
-        self._backend = backend
         self._keys = Keys(job.keys_file)
         self._started = int(time.time())
 
@@ -124,8 +107,11 @@ class _Routes:
         return {"status": "ok"}
 
     async def readyz(self) -> Response:
-        ready = self._gate.is_open and await self._backend.is_ready()
-        status = "ready" if ready else "not ready" if self._gate.is_open else "draining"
+        if not self._gate.is_open:
+            return JSONResponse({"status": "draining"}, 503)
+        models = self._models.of(key=None)
+        ready = all(await asyncio.gather(*(model.backend.is_ready() for model in models)))
+        status = "ready" if ready else "not ready"
         return JSONResponse({"status": status}, 200 if ready else 503)
 
     async def version(self, request: Request) -> dict[str, str]:
@@ -133,8 +119,20 @@ class _Routes:
         return {"version": __version__}
 
     async def models(self, request: Request) -> dict[str, Any]:
-        self._holder(request)
-        return model_list(self._model, self._started)
+        models = self._models.of(self._holder(request))
+        return model_list([model.name for model in models], self._started)
+
+    async def status(self, request: Request) -> dict[str, Any]:
+        """What the models are doing at the moment."""
+        models = self._models.of(self._holder(request))
+        statuses = await asyncio.gather(*(model.backend.status() for model in models))
+        return {
+            "object": "list",
+            "data": [
+                model_status(model.name, replicas)
+                for model, replicas in zip(models, statuses, strict=True)
+            ],
+        }
 
     async def chat(self, request: Request) -> Response:
         async def answer(raw: bytes, entry: Entry, key: Key | None) -> Response:
@@ -188,24 +186,21 @@ class _Routes:
         key: Key | None,
         shape: Shape,
     ) -> Response:
-        self._check_model(body.model)
         assert entry.id
-        call = _within(to_call(body, entry.id, secrets.randbits(63), self._job), key)
-        entry.called(call, body.user, with_prompt=self._job.log_prompts)
+        model = self._models.asked(body.model, key)
+        call = _within(to_call(body, entry.id, secrets.randbits(63), model.job), key)
+        entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
         created = int(time.time())
-        messages = self._admitted(call, key, entry)
+        messages = self._admitted(model.backend, call, key, entry)
         # The status line depends on the first message.
         first = await anext(messages)
         if isinstance(first, Refusal):
             raise ApiError(first)
         forwards = bool(body.return_forwards)
         if body.stream:
-            chunks = Chunks(call, shape, self._model, created, body.wants_usage, forwards)
-            return StreamingResponse(
-                events(chunks, first, messages),
-                media_type="text/event-stream",
-                headers=_STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)},
-            )
+            chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
+            headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
+            return EventStream(events(chunks, first, messages), headers)
         answers = [
             Answer(
                 logprobs=None if call.logprobs is None else [], forwards=[] if forwards else None
@@ -213,16 +208,16 @@ class _Routes:
             for _ in range(call.choices)
         ]
         await _collect(answers, first, messages)
-        return JSONResponse(reply(call, shape, self._model, created, answers))
+        return JSONResponse(reply(call, shape, model.name, created, answers))
 
-    async def _tokenize(self, raw: bytes, _entry: Entry, _key: Key | None) -> Response:
+    async def _tokenize(self, raw: bytes, _entry: Entry, key: Key | None) -> Response:
         body = parse(TokenizeBody, raw)
-        self._check_model(body.model)
+        backend = self._models.asked(body.model, key).backend
         if (body.prompt is None) == (body.messages is None):
             message = "give either 'prompt' or 'messages'"
             raise ApiError(Refusal(400, message, param="prompt", code="invalid_value"))
         turns = tuple(message.turn() for message in body.messages or ())
-        made = await self._backend.tokenize(turns if body.prompt is None else body.prompt)
+        made = await backend.tokenize(turns if body.prompt is None else body.prompt)
         if isinstance(made, Refusal):
             raise ApiError(made)
         count = len(made.tokens)
@@ -230,28 +225,22 @@ class _Routes:
             {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
         )
 
-    async def _detokenize(self, raw: bytes, _entry: Entry, _key: Key | None) -> Response:
+    async def _detokenize(self, raw: bytes, _entry: Entry, key: Key | None) -> Response:
         body = parse(DetokenizeBody, raw)
-        self._check_model(body.model)
-        text = await self._backend.detokenize(body.tokens)
+        text = await self._models.asked(body.model, key).backend.detokenize(body.tokens)
         if isinstance(text, Refusal):
             raise ApiError(text)
         return JSONResponse({"prompt": text})
 
     async def _admitted(
-        self, call: Call, key: Key | None, entry: Entry
+        self, backend: Backend, call: Call, key: Key | None, entry: Entry
     ) -> AsyncGenerator[Message, None]:
         """The backend's messages, counted against the key until they end or are closed."""
         with self._keys.admitted(key, call.choices):
-            async with aclosing(self._backend.answer(call)) as messages:
+            async with aclosing(backend.answer(call)) as messages:
                 async for message in messages:
                     entry.told(message)
                     yield message
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._model:
-            message = f"there is no model {model!r} here, only {self._model!r}"
-            raise ApiError(Refusal(404, message, param="model", code="model_not_found"))
 
 
 def _within(call: Call, key: Key | None) -> Call:

@@ -34,6 +34,7 @@ class Entry:
     id: str | None = None  # of the reply
     key: str | None = None
     user: str | None = None
+    model: str | None = None
     mode: str | None = None
     status: int | None = None  # of HTTP; none if the client left before
     ending: str | None = None  # of the answers: stop, length, tool_calls, abort, or an error's code
@@ -46,9 +47,9 @@ class Entry:
     prompt: Any = None
     _started: float = field(default_factory=time.monotonic)
 
-    def called(self, call: Call, user: str | None, *, with_prompt: bool) -> None:
+    def called(self, call: Call, model: str, user: str | None, *, with_prompt: bool) -> None:
         """The request was right, and is sent to a replica."""
-        self.mode, self.user = call.mode.type, user
+        self.mode, self.model, self.user = call.mode.type, model, user
         self.ending = "abort"
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]

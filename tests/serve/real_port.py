@@ -1,16 +1,24 @@
 """The API on a real port, for clients that want one."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager
-def served(api: FastAPI) -> Iterator[str]:
+def served(api: ASGIApp) -> Iterator[str]:
     """The URL, for as long as it is served."""
     server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -11,6 +11,7 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, streamed, text_of
+from serve.saying import Saying
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray import __version__
@@ -23,9 +24,7 @@ from mars_ray.serve.messages import (
     Finish,
     Message,
     Piece,
-    Prompt,
     Refusal,
-    Tokenized,
     Turn,
 )
 from mars_ray.serve.text_engine import TextEngine
@@ -125,7 +124,7 @@ def test_the_end_token_is_counted_but_not_shown(checkpoint, job):
     engine.model.generation_config.eos_token_id = [end]
     chat = TextEngine(engine, tokenizer, job)
     chat.start()
-    reply = ask(TestClient(build_api(job, "tiny", chat)))
+    reply = ask(TestClient(build_api(job, {"tiny": chat})))
     chat.stop()
     assert text_of(reply) == tokenizer.decode(tokens[:cut]).rstrip("\ufffd")
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
@@ -225,7 +224,7 @@ def test_a_full_queue_is_a_429_and_places_come_back(client, text_engine, job):
     assert (refused.status, refused.retry_after_s) == (429, 1)
     assert text_engine.open_answers == 0
     assert text_of(ask(client))
-    full = TestClient(build_api(job, "tiny", Saying(refused)))
+    full = TestClient(build_api(job, {"tiny": Saying(refused)}))
     assert ask(full).headers["Retry-After"] == "1"
     assert error_of(ask(full, stream=True), 429)["type"] == "rate_limit_error"
 
@@ -234,29 +233,9 @@ def call(name: str, tokens: int = 100) -> Call:
     return Call(name, ((Turn("user", ASK),),), ExactMode(), Sampling(), tokens, 100)
 
 
-class Saying:
-    """A backend that says what it was told to say."""
-
-    def __init__(self, *messages: Message) -> None:
-        self._messages = messages
-
-    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
-        for message in self._messages:
-            yield message
-
-    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        return Refusal(503, "gone")
-
-    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        return Refusal(503, "gone")
-
-    async def is_ready(self) -> bool:
-        return False
-
-
 def test_an_answer_that_fails_midway_is_an_error_not_half_an_answer(job):
     """Without streaming the status line can still tell."""
-    client = TestClient(build_api(job, "tiny", Saying(Piece("x"), Refusal(503, "gone"))))
+    client = TestClient(build_api(job, {"tiny": Saying(Piece("x"), Refusal(503, "gone"))}))
     assert error_of(ask(client), 503)["message"] == "gone"
 
 
@@ -269,7 +248,7 @@ def test_a_fault_is_a_500_with_a_request_id_and_no_details(job, caplog):
             raise RuntimeError("secret")
             yield Piece("", Finish("stop", 1, 1, 1))
 
-    response = ask(TestClient(build_api(job, "tiny", Broken())))
+    response = ask(TestClient(build_api(job, {"tiny": Broken()})))
     error = error_of(response, 500)
     request_id = error["message"].split()[-1]
     assert request_id.startswith("chatcmpl-")
@@ -292,7 +271,7 @@ def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
 
     monkeypatch.setattr(engine, "step", broken)
     chat.start()
-    client = TestClient(build_api(job, "tiny", chat))
+    client = TestClient(build_api(job, {"tiny": chat}))
     for _ in range(2):
         response = ask(client)
         assert error_of(response, 500)["code"] == "internal_error"
@@ -331,7 +310,7 @@ async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:
 
 def test_a_client_that_goes_away_frees_its_place(job, text_engine):
     """The disconnect reaches the engine through Starlette, the events and the generator."""
-    api = build_api(job, "tiny", text_engine)
+    api = build_api(job, {"tiny": text_engine})
     body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": ASK}]}
     request = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent = asyncio.run(talk(api, request, hang_up_after=3))
@@ -341,7 +320,7 @@ def test_a_client_that_goes_away_frees_its_place(job, text_engine):
 
 def test_half_a_request_is_no_fault_of_ours(job, text_engine, caplog):
     """Guards an error and its trace in the log for every client that gives up early."""
-    api = build_api(job, "tiny", text_engine)
+    api = build_api(job, {"tiny": text_engine})
     half = [{"type": "http.request", "body": b'{"mod', "more_body": True}]
     sent = asyncio.run(talk(api, half, hang_up_after=0))
     assert sent[0]["status"] == 499

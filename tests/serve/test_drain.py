@@ -32,7 +32,7 @@ TOKENS = 200
 def test_a_closed_gate_refuses_and_says_so(job, text_engine):
     """Probes still answer: Kubernetes must see a process that lives and takes no more."""
     gate = Gate()
-    client = TestClient(build_api(job, "tiny", text_engine, gate))
+    client = TestClient(build_api(job, {"tiny": text_engine}, gate))
     assert ask(client).status_code == 200
     gate.close()
     refused = ask(client)
@@ -54,7 +54,7 @@ def test_whoever_is_inside_is_counted_to_the_last_byte(job, text_engine):
             seen.append(gate.inside)
             await send(message)
 
-        await build_api(job, "tiny", text_engine, gate)(scope, receive, look)
+        await build_api(job, {"tiny": text_engine}, gate)(scope, receive, look)
 
     client = TestClient(app)
     assert ask(client, stream=True).status_code == 200
