@@ -29,6 +29,7 @@ ONLY_IN = {
         "serve/control.py",
         "serve/ingress.py",
         "serve/metrics.py",
+        "serve/retry.py",
         "serve/router.py",
         "serve/stop.py",
         "cli.py",

@@ -83,6 +83,9 @@ class ServeJob(ServedModel):
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    ingress_replicas: int = Field(
+        default=1, ge=1, description="processes that speak HTTP; one serves several engines"
+    )
     keys_file: str | None = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
     )

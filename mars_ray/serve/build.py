@@ -44,6 +44,7 @@ def build_app(job: ServeJob) -> serve.Application:
     job = _checked(job)
     models = job.each()
     ingress = serve.deployment(
+        num_replicas=job.ingress_replicas,
         max_ongoing_requests=sum(_places(model) * model.replicas for model in models.values()),
         **_life(job),
         ray_actor_options={"num_cpus": _INGRESS_CPUS},

@@ -65,6 +65,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         schema=_schema(body),
         tools=_tools(body),
         timeout_s=_timeout_s(body, job.limits),
+        is_streamed=bool(body.stream),
     )
     if call.choices > job.limits.choices:
         field = "n" if call.n > 1 else "prompt"

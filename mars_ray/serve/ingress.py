@@ -13,6 +13,7 @@ from mars_ray.serve.gate import Gate
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.recent import Recent
 from mars_ray.serve.request_log import write_to
+from mars_ray.serve.retry import answered, insisted
 from mars_ray.serve.status import ReplicaStatus
 
 # A replica that takes longer to say that it is ready, is not.
@@ -55,7 +56,10 @@ class _Replicas:
         self._status = Recent(self._asked_for_status, _STATUS_S)
         self._streaming = handle.options(stream=True)
 
-    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+    def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        return answered(self._once, call)
+
+    async def _once(self, call: Call) -> AsyncGenerator[Message, None]:
         messages = self._streaming.answer.remote(call)
         assert isinstance(messages, DeploymentResponseGenerator)
         finished = False
@@ -68,10 +72,10 @@ class _Replicas:
                 messages.cancel()
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        return await self._handle.tokenize.remote(prompt)
+        return await insisted(lambda: self._handle.tokenize.remote(prompt))
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        return await self._handle.detokenize.remote(tokens)
+        return await insisted(lambda: self._handle.detokenize.remote(tokens))
 
     async def is_ready(self) -> bool:
         try:

@@ -65,6 +65,7 @@ class Call:
     schema: dict[str, Any] | None = None  # of the JSON that the answer must be
     tools: Tools | None = None
     timeout_s: float | None = None  # from its arrival at the replica
+    is_streamed: bool = False
 
     @property
     def choices(self) -> int:
