@@ -126,6 +126,27 @@ def start(job: ServeJob) -> str:
     return f"http://[{host}]:{job.port}" if ":" in host else f"http://{host}:{job.port}"
 
 
+def update(job: ServeJob) -> None:
+    """Has the running service go on with this job: new processes take over from the old ones.
+
+    No request fails meanwhile. Raises ConfigError if there is no service or it cannot be changed
+    so, EngineError if the new replicas do not come up; the old ones then go on.
+    """
+    app = build_app(job)
+    if APP_NAME not in serve.status().applications:
+        raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
+    address = serve.get_deployment_handle(Ingress.__name__, APP_NAME).address.remote().result()
+    if address != (job.host, job.port):
+        raise ConfigError(
+            f"the service listens on {address[0]}:{address[1]} as long as it runs, so the job must "
+            f"say host={address[0]} port={address[1]}"
+        )
+    try:
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise EngineError(f"the service was not updated: {error}") from error
+
+
 def _checked(job: ServeJob) -> ServeJob:
     """The job with names of files and checkpoints that also workers elsewhere understand."""
     first, *others = (_checked_model(model) for model in job.each().values())

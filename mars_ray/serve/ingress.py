@@ -35,6 +35,10 @@ class Ingress:
         self._gate = Gate()
         write_to(job.request_log)
 
+    def address(self) -> tuple[str, int]:
+        """Host and port of the job."""
+        return self._job.host, self._job.port
+
     def close(self) -> None:
         """Let no request in any more."""
         self._gate.close()
