@@ -218,8 +218,8 @@ def _print_result(result: dict[str, Any]) -> None:
 
 
 class _Cluster:
-    """The cluster that RAY_ADDRESS names; else "local": one for as long as it takes; "auto": the one
-    that runs on this machine."""
+    """The cluster that RAY_ADDRESS names. Otherwise "local": one for as long as it takes; "auto":
+    the one that runs on this machine."""
 
     def __init__(self, otherwise: str = "local") -> None:
         self._otherwise = otherwise

@@ -27,6 +27,7 @@ ONLY_IN = {
         "train/on_ray.py",
         "serve/build.py",
         "serve/control.py",
+        "serve/exposition.py",
         "serve/ingress.py",
         "serve/metrics.py",
         "serve/retry.py",
