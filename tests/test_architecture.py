@@ -26,6 +26,7 @@ ONLY_IN = {
     "ray": {
         "train/on_ray.py",
         "serve/build.py",
+        "serve/control.py",
         "serve/ingress.py",
         "serve/metrics.py",
         "serve/router.py",
