@@ -96,13 +96,13 @@ def serve(
 ) -> None:
     """Serve a checkpoint behind an OpenAI-compatible API until stopped."""
     job = _serve_job(target, overrides, dry_run)
-    from mars_ray.serve.build import APP_NAME, start
+    from mars_ray.serve.build import start
     from mars_ray.serve.stop import wait_until_stopped
 
     with _Cluster():
         url = start(job)
         print(f"serving on {url}, Ctrl-C stops", file=sys.stderr)
-        wait_until_stopped(APP_NAME, job.drain_s)
+        wait_until_stopped(job)
 
 
 @app.command()
@@ -117,6 +117,18 @@ def update(
 
     with _Cluster("auto"):
         update_service(job)
+
+
+@app.command()
+def threshold(
+    value: Annotated[float, typer.Argument(min=0, max=1, help="1: never deviate from the model.")],
+    model: Annotated[str, typer.Option(help="As requests name it.")],
+) -> None:
+    """Change the set-point of a running service, for requests whose quality tolerates it."""
+    from mars_ray.serve.control import publish
+
+    with _Cluster("auto"):
+        publish(model, value)
 
 
 @app.command()

@@ -55,6 +55,11 @@ class ServedModel(Config):
     default_quality: str = Field(
         default="lossless", description="of requests that pin no mode, threshold or quality"
     )
+    threshold_setpoint: Threshold = Field(
+        default=1.0,
+        description="in force for requests whose quality tolerates it, until `mars-ray threshold` "
+        "changes it",
+    )
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")

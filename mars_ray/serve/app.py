@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 # Streams must reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PROMETHEUS = "text/plain; version=0.0.4"
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
     # Its own lines and this server, nothing else.
@@ -61,10 +62,18 @@ _PAGE_HEADERS = {
 }
 
 
-def build_api(job: ServeJob, backends: Mapping[str, Backend], gate: Gate | None = None) -> FastAPI:
-    """The API of the job's models, each with what answers for it by name, behind a gate."""
+def build_api(
+    job: ServeJob,
+    backends: Mapping[str, Backend],
+    gate: Gate | None = None,
+    metrics: Callable[[], Awaitable[str]] | None = None,
+) -> FastAPI:
+    """The API of the job's models, each with what answers for it by name, behind a gate.
+
+    `metrics` is what `/metrics` shows; without, there is no such route.
+    """
     gate = gate or Gate()
-    routes = _Routes(job, Models(job, backends), gate)
+    routes = _Routes(job, Models(job, backends), gate, metrics)
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
@@ -72,6 +81,7 @@ def build_api(job: ServeJob, backends: Mapping[str, Backend], gate: Gate | None 
         ("/healthz", routes.healthz),
         ("/readyz", routes.readyz),
         ("/version", routes.version),
+        ("/metrics", routes.metrics),
         ("/v1/models", routes.models),
         ("/v1/mars/status", routes.status),
     ):
@@ -92,8 +102,15 @@ def build_api(job: ServeJob, backends: Mapping[str, Backend], gate: Gate | None 
 
 
 class _Routes:
-    def __init__(self, job: ServeJob, models: Models, gate: Gate) -> None:
+    def __init__(
+        self,
+        job: ServeJob,
+        models: Models,
+        gate: Gate,
+        metrics: Callable[[], Awaitable[str]] | None,
+    ) -> None:
         self._job = job
+        self._metrics = metrics
         self._models = models
         self._gate = gate
         self._keys = Keys(job.keys_file)
@@ -113,6 +130,12 @@ class _Routes:
         ready = all(await asyncio.gather(*(model.backend.is_ready() for model in models)))
         status = "ready" if ready else "not ready"
         return JSONResponse({"status": status}, 200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        self._holder(request)
+        if self._metrics is None:
+            raise HTTPException(404)
+        return PlainTextResponse(await self._metrics(), media_type=_PROMETHEUS)
 
     async def version(self, request: Request) -> dict[str, str]:
         self._holder(request)

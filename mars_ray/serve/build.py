@@ -12,6 +12,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, EngineError, RequestError
 from mars_ray.model.source import Source, pinned
+from mars_ray.serve.control import end_control
 from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
@@ -110,6 +111,9 @@ def start(job: ServeJob) -> str:
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
     _check_port(job.host, job.port)
+    for name in job.each():
+        # Of a service before this one, which did not end as it should have.
+        end_control(name)
     # What Serve says of itself while it starts would bury what the command says.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(

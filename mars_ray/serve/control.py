@@ -15,6 +15,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from mars_ray.errors import ConfigError
+
 _NAMESPACE = "mars-ray"
 # A wait that ends without news: so that a caller which is gone is not waited for in vain.
 _WAIT_S = 30.0
@@ -58,6 +60,15 @@ def control_of(model: str, threshold: float) -> ActorHandle:
     options = {"name": f"control:{model}", "namespace": _NAMESPACE, "get_if_exists": True}
     made = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(Control)
     return made.remote(threshold)
+
+
+def publish(model: str, threshold: float) -> None:
+    """Has the model's replicas follow. Raises ConfigError if no service has this model."""
+    try:
+        control = ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
+    except ValueError as error:
+        raise ConfigError(f"no service on this cluster has a model {model!r}") from error
+    ray.get(control.publish.remote(threshold, 0.0))
 
 
 def end_control(model: str) -> None:

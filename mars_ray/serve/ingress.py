@@ -9,6 +9,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
+from mars_ray.serve.exposition import of_all_nodes
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.recent import Recent
@@ -49,7 +50,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         backends = {name: _Replicas(handle) for name, handle in self._replicas.items()}
-        return build_api(self._job, backends, self._gate)
+        return build_api(self._job, backends, self._gate, of_all_nodes)
 
 
 class _Replicas:

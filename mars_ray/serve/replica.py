@@ -11,6 +11,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.engine import load_engine
 from mars_ray.errors import EngineError
 from mars_ray.model.source import Source, local_copy
+from mars_ray.serve.control import SetPoint, follow
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
@@ -30,6 +31,8 @@ class Replica:
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()
         self._looking = asyncio.create_task(self._look())
+        following = follow(job.name, job.threshold_setpoint, self._set)
+        self._following = asyncio.create_task(following)
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
@@ -52,6 +55,11 @@ class Replica:
     async def status(self) -> Sequence[ReplicaStatus]:
         """What this replica is doing at the moment."""
         return await self._engine.status()
+
+    async def _set(self, point: SetPoint) -> None:
+        # A dead engine needs none: `check_health` tells, and the next replica asks for itself.
+        with contextlib.suppress(EngineError):
+            await self._engine.set_threshold(point.threshold)
 
     async def _look(self) -> None:
         """Export what the engine says, for as long as it lives."""

@@ -10,6 +10,9 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from mars_ray.config.serve import ServeJob
+from mars_ray.serve.build import APP_NAME
+from mars_ray.serve.control import end_control
 from mars_ray.serve.ingress import Ingress
 
 logger = logging.getLogger(__name__)
@@ -20,8 +23,8 @@ _FLUSH_S = 1.0
 _ANSWER_S = 10.0
 
 
-def wait_until_stopped(app_name: str, drain_s: float) -> None:
-    """Blocks until SIGINT or SIGTERM, then drains the application and stops Serve.
+def wait_until_stopped(job: ServeJob) -> None:
+    """Blocks until SIGINT or SIGTERM, then drains the job's service and stops Serve.
 
     A second signal ends the draining at once. Only for the main thread, which gets the signals.
     """
@@ -34,18 +37,20 @@ def wait_until_stopped(app_name: str, drain_s: float) -> None:
     before = [signal.signal(number, on_signal) for number in signals]
     try:
         stop.wait()
-        drain(app_name, drain_s, at_once)
+        drain(job.drain_s, at_once)
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
         serve.shutdown()
+        for name in job.each():
+            end_control(name)
 
 
-def drain(app_name: str, limit_s: float, at_once: threading.Event) -> None:
+def drain(limit_s: float, at_once: threading.Event) -> None:
     """Refuse new requests and wait for the accepted ones: so long, or until told otherwise."""
     deadline = time.monotonic() + limit_s
     try:
-        ingress = serve.get_deployment_handle(Ingress.__name__, app_name)
+        ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
         ingress.broadcast("close").results(timeout_s=_ANSWER_S)
         while open_requests := sum(ingress.broadcast("inside").results(timeout_s=_ANSWER_S)):
             left_s = deadline - time.monotonic()

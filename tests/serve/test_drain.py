@@ -70,17 +70,18 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
     """Guards a Ctrl-C that leaves the service running, and handlers that stay behind."""
     did = []
 
-    def wait(_app: str, _limit_s: float, at_once: threading.Event) -> None:
+    def wait(_limit_s: float, at_once: threading.Event) -> None:
         did.append("drain")
         assert at_once.wait(10)
 
     monkeypatch.setattr(stop, "drain", wait)
     monkeypatch.setattr(serve, "shutdown", lambda: did.append("stop"))
+    monkeypatch.setattr(stop, "end_control", did.append)
     before = signal.getsignal(number)
     for delay_s in (0.2, 0.4):
         threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
-    stop.wait_until_stopped("app", 60)
-    assert did == ["drain", "stop"]
+    stop.wait_until_stopped(ServeJob(checkpoint="m"))
+    assert did == ["drain", "stop", "m"]
     assert signal.getsignal(number) is before
 
 
