@@ -9,9 +9,10 @@ from mars_ray.config.decode import EngineConfig, Mode, VerifiedMode
 
 
 class Limits(Config):
-    """What one request may ask for; more is refused with a 400, 413 or 429."""
+    """What one request may ask for; more is refused with a 400, 408, 413 or 429."""
 
     body_bytes: int = Field(default=1_000_000, ge=1_000)
+    body_s: float = Field(default=30.0, gt=0, description="for the whole body to arrive; then 408")
     new_tokens: int = Field(default=1024, ge=1)
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")

@@ -49,7 +49,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         sampling=_sampling(body, seed),
         max_new_tokens=_max_new_tokens(body, job.limits),
         new_tokens_limit=job.limits.new_tokens,
-        stop=body.stop or (),
+        stop=body.stops,
         n=body.n or 1,
         logprobs=_logprobs(body),
     )
