@@ -97,8 +97,8 @@ def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
 
     names: of the models served. with_keys: whether the service asks for API keys.
     """
-    models = {model for route in _ROUTES for model in (route.reply, route.body, route.chunk)}
-    models = sorted((models | {ErrorReply}) - {None}, key=lambda model: model.__name__)
+    used = {model for route in _ROUTES for model in (route.reply, route.body, route.chunk) if model}
+    models = sorted(used | {ErrorReply}, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS + "{model}"
     )
