@@ -32,7 +32,7 @@ def fit(body: dict[str, Any]) -> dict[str, Any]:
         if name in body:
             fitted[name] = _known(body[name])
     prompt = fitted.get("prompt")
-    if isinstance(prompt, list) and all(isinstance(part, str | list) for part in prompt):
+    if isinstance(prompt, list) and len(prompt) <= 128 and _all_text(prompt):
         fitted["prompt"] = prompt[:_PROMPTS]
     return fitted
 
@@ -58,6 +58,10 @@ def _replace(body: dict[str, Any], name: str, count: int) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _all_text(prompt: list[Any]) -> bool:
+    return all(isinstance(part, str) for part in prompt)
 
 
 def _known(prompt: Any) -> Any:

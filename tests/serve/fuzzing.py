@@ -44,6 +44,7 @@ def fuzz(url: str, path: str, examples: int, seed: int, fuzzed: Fuzzed) -> None:
         {
             "seed": seed,
             "request-timeout": _ANSWER_S,
+            "max-stream-events": 1000,
             "continue-on-failure": True,
             "generation": {"max-examples": examples, "database": "none", "no-shrink": True},
             "phases": {"stateful": {"enabled": False}},

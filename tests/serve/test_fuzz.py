@@ -1,9 +1,9 @@
 """Thousands of made-up requests: `FUZZ_REQUESTS=6000 pytest -s tests/serve/test_fuzz.py`."""
 
 import os
-import time
 
 import pytest
+from serve.asking import wait_until_free
 from serve.fuzzing import SHARES, Fuzzed, fuzz
 from serve.real_port import served
 
@@ -34,12 +34,7 @@ def test_no_request_breaks_the_service(job):
     assert not fuzzed.failures, "\n".join(fuzzed.failures[:20])
     assert fuzzed.requests >= REQUESTS
     assert not [status for _, status in fuzzed.statuses if status >= 500]
-    # What a client left behind goes with the engine's next step.
-    for _ in range(100):
-        if not engine.has_work:
-            break
-        time.sleep(0.02)
-    assert text_engine.open_answers == 0
+    wait_until_free(text_engine)
     text_engine.stop()
     engine.check_integrity()
     assert engine.pool.in_use == 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from serve.asking import ASK, text_of
+from serve.asking import ASK, text_of, wait_until_free
 from serve.asking import ask as plainly_ask
 from serve.real_port import served
 
@@ -108,11 +108,7 @@ def test_the_async_client(url, expected, text_engine):
             return [reply.choices[0].message.content for reply in replies]
 
     assert asyncio.run(run()) == [expected] * 4
-    for _ in range(200):
-        if text_engine.open_answers == 0:
-            break
-        time.sleep(0.01)
-    assert text_engine.open_answers == 0
+    wait_until_free(text_engine)
 
 
 def test_errors_are_of_the_clients_types(official):

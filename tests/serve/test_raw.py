@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from serve.asking import wait_until_free
 from serve.real_port import served
 
 from mars_ray.serve.app import build_api
@@ -126,11 +127,7 @@ def test_those_who_leave_hold_nothing(port, text_engine):
     with connected(port) as link:
         link.sendall(whole)
         assert status_of(link) == 200
-    for _ in range(500):
-        if text_engine.open_answers == 0:
-            break
-        time.sleep(0.01)
-    assert text_engine.open_answers == 0
+    wait_until_free(text_engine)
     with connected(port) as link:
         link.sendall(chat())
         assert status_of(link) == 200
