@@ -26,6 +26,7 @@ ONLY_IN = {
     "ray": {"train/on_ray.py", "serve/ingress.py", "serve/build.py", "serve/metrics.py", "cli.py"},
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
+    "llguidance": {"decode/grammar.py"},
     "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
 }
 

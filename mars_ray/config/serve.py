@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
-from mars_ray.config.decode import EngineConfig, Mode, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Mode, Threshold, VerifiedMode
 
 
 class Limits(Config):
@@ -35,5 +35,18 @@ class ServeJob(Config):
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
     )
     default_mode: Mode = VerifiedMode()
+    qualities: dict[str, Threshold] = Field(
+        default={"lossless": 1.0, "balanced": 0.3, "fast": 0.0},
+        description="the classes that requests may name, and the lowest threshold each tolerates",
+    )
+    default_quality: str = Field(
+        default="lossless", description="of requests that pin no mode, threshold or quality"
+    )
     engine: EngineConfig = EngineConfig()
     limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _default_exists(self) -> "ServeJob":
+        if self.default_quality not in self.qualities:
+            raise ValueError(f"default_quality {self.default_quality!r} is not among qualities")
+        return self

@@ -12,10 +12,10 @@ same way when a model is served, so it meets the token boundaries it was trained
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -23,11 +23,19 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mars_ray.errors import DataError, ModelError
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 # Encoders of this many tokenizers are kept; a process rarely has more than one.
 _KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that an assistant has called; `arguments` is what JSON can hold."""
+
+    name: str
+    arguments: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,15 @@ class Message:
 
     role: Role
     content: str
+    calls: tuple[Call, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
+            plain["tool_calls"] = [{"type": "function", "function": f} for f in functions]
+        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +80,23 @@ def encode(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> E
     return encoder.encode([encoder.plan(messages)])[0]
 
 
-def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The conversation and the start of the answer to come, as token ids; raises as `encode`."""
+def encode_prompt(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[int]:
+    """The conversation and the start of the answer to come, as token ids; raises as `encode`.
+
+    `tools` are described to the model as its template does it.
+    """
     encoder = encoder_of(tokenizer)
-    return encoder.encode([encoder.plan_prompt(messages)])[0].input_ids.tolist()
+    return encoder.encode([encoder.plan_prompt(messages, tools)])[0].input_ids.tolist()
+
+
+def writes_tool_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template knows tools, and has them called as <tool_call>...</tool_call>."""
+    template = _template(tokenizer)
+    return "tools" in template and "<tool_call>" in template
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> "ChatEncoder":
@@ -109,7 +139,7 @@ class ChatEncoder:
 
     def plan(self, messages: Sequence[Message]) -> Plan:
         """Renders and cuts a conversation."""
-        chat, sentinel = self._neutralise(messages)
+        chat, _, sentinel = self._neutralise(messages)
         text = self._render(chat, prompt=False)
         pieces: list[tuple[int | str, bool]] = []
         done = 0
@@ -120,20 +150,22 @@ class ChatEncoder:
         pieces += self._cut(text[done:], sentinel, response=False)
         return Plan(tuple(pieces))
 
-    def plan_prompt(self, messages: Sequence[Message]) -> Plan:
+    def plan_prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> Plan:
         """Renders and cuts a conversation that waits for an answer.
 
         Earlier answers are cut as in training, so they have the same tokens.
         """
-        chat, sentinel = self._neutralise(messages)
-        text = self._render(chat, prompt=True)
+        chat, described, sentinel = self._neutralise(messages, tools)
+        text = self._render(chat, described, prompt=True)
         # An answer the template rewrites once it is history has no place to be found, and needs
         # none: nothing here carries a loss.
         starts = [
             len(before)
             for turn, message in enumerate(chat)
             if message["role"] == "assistant" and turn > 0
-            if text.startswith(before := self._render(chat[:turn], prompt=True))
+            if text.startswith(before := self._render(chat[:turn], described, prompt=True))
         ]
         pieces: list[tuple[int | str, bool]] = []
         for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
@@ -165,39 +197,50 @@ class ChatEncoder:
         special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
         return "\n".join([self._backend.to_str(), special, self._template])
 
-    def _neutralise(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], str]:
-        """The messages for the template, special tokens in them broken by the sentinel returned.
+    def _neutralise(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+        """The messages and tools for the template, special tokens in them broken by the sentinel
+        returned.
 
-        The sentinel occurs in no message, so taking it out later restores each text exactly.
+        The sentinel occurs in no text, so taking it out later restores each text exactly.
         """
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        contents = "".join(message.content for message in messages) + self._template
+        given = [[message.as_dict() for message in messages], list(tools)]
+        texts = list(_texts(given))
+        contents = "".join(texts) + self._template
         _check_characters(contents)
-        if not any(self._special.search(message.content) for message in messages):
-            return chat, ""
+        if not any(self._special.search(text) for text in texts):
+            return given[0], given[1], ""
         free = (char for char in map(chr, _PRIVATE_USE) if char not in contents)
         sentinel = next(free, None)
         if sentinel is None:
             raise DataError("a conversation with every private-use character of Unicode is refused")
-        for message in chat:
-            # More than once: a special token may contain another one.
-            while self._special.search(message["content"]):
-                message["content"] = self._special.sub(
-                    lambda match: match[0][0] + sentinel + match[0][1:], message["content"]
-                )
-        return chat, sentinel
+        chat, described = _mapped(given, lambda text: self._broken(text, sentinel))
+        return chat, described, sentinel
 
-    def _render(self, chat: list[dict[str, str]], *, prompt: bool) -> str:
+    def _broken(self, text: str, sentinel: str) -> str:
+        # More than once: a special token may contain another one.
+        while self._special.search(text):
+            text = self._special.sub(lambda match: match[0][0] + sentinel + match[0][1:], text)
+        return text
+
+    def _render(
+        self, chat: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, prompt: bool
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                chat, chat_template=self._template, tokenize=False, add_generation_prompt=prompt
+                chat,
+                tools=list(tools) or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
         except (TemplateError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)
         return text
 
-    def _responses(self, chat: list[dict[str, str]], text: str) -> list[tuple[int, int]]:
+    def _responses(self, chat: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
         """Where in the rendered text each assistant's turn starts and ends."""
         spans = []
         for turn, message in enumerate(chat):
@@ -246,7 +289,7 @@ class ChatEncoder:
     def _check(self) -> None:
         """Some tokenizers write a word differently where a text begins; they cannot be cut."""
         messages = [Message("user", "Hi there"), Message("assistant", "Fine, thanks")]
-        chat, _ = self._neutralise(messages)
+        chat, _, _ = self._neutralise(messages)
         whole = self._tokenizer(
             self._render(chat, prompt=False), add_special_tokens=False, split_special_tokens=False
         )
@@ -257,6 +300,33 @@ class ChatEncoder:
                 f"({whole['input_ids']} became {ours}); use a tokenizer whose chat template ends "
                 "the prompt with a special token or a line break"
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in what JSON can hold."""
+    match value:
+        case str():
+            yield value
+        case dict():
+            for key, part in value.items():
+                yield key
+                yield from _texts(part)
+        case list():
+            for part in value:
+                yield from _texts(part)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text changed."""
+    match value:
+        case str():
+            return change(value)
+        case dict():
+            return {change(key): _mapped(part, change) for key, part in value.items()}
+        case list():
+            return [_mapped(part, change) for part in value]
+        case _:
+            return value
 
 
 def _check_characters(text: str) -> None:

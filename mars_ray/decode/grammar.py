@@ -1,8 +1,6 @@
 """Grammars by llguidance (https://github.com/guidance-ai/llguidance): JSON schemas, tool calls."""
 
-import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -25,36 +23,38 @@ class Grammars:
             raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json; convert it first")
         self._tokenizer = from_tokenizer(tokenizer, vocabulary, sorted(stop_ids))
 
-    def json_schema(self, schema: dict[str, Any]) -> "CompiledGrammar":
-        """Texts that are JSON of this schema. Raises RequestError if it cannot be held to."""
-        return self.compiled(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    def compiled(self, lark: str, field: str) -> "CompiledGrammar":
+        """From llguidance's variant of Lark's notation, which may contain JSON schemas.
 
-    def compiled(self, grammar: str) -> "CompiledGrammar":
-        """From llguidance's own notation. Raises RequestError."""
-        return CompiledGrammar(self._tokenizer, grammar)
+        Raises RequestError that names `field` if it is wrong or too complex.
+        """
+        return CompiledGrammar(self._tokenizer, LLMatcher.grammar_from_lark(lark), field)
 
 
 class CompiledGrammar:
     """See `constraint.Grammar`."""
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+    def __init__(self, tokenizer: LLTokenizer, grammar: str, field: str) -> None:
         """Raises RequestError if the grammar is wrong or too complex."""
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        self._vocabulary = tokenizer.vocab_size
-        _check(self._matcher)
+        self._tokenizer = tokenizer
+        self._field = field
+        _check(self._matcher, field)
 
     def start(self) -> "MatcherState":
         """See Grammar."""
-        return MatcherState(self._matcher.deep_copy(), self._vocabulary)
+        return MatcherState(self._matcher.deep_copy(), self._tokenizer, self._field)
 
 
 class MatcherState:
     """See `constraint.GrammarState`. Its methods raise RequestError once the grammar has become too
     complex to follow."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, field: str) -> None:
         self._matcher = matcher
-        self._vocabulary = vocabulary
+        self._field = field
+        self._vocabulary = tokenizer.vocab_size
+        self._ends = [[token] for token in tokenizer.eos_tokens]
         self._tokens: list[int] = []
 
     def allowed(self, back: int, tokens: Sequence[int]) -> NDArray[np.bool_]:
@@ -65,7 +65,7 @@ class MatcherState:
         consumed = 0
         for row, allowed_V in enumerate(allowed_RV):
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            _check(self._matcher)
+            _check(self._matcher, self._field)
             allowed_V[:] = np.unpackbits(bits, count=self._vocabulary, bitorder="little")
             if row == len(path) or not self._matcher.try_consume_tokens([path[row]]):
                 break
@@ -75,8 +75,11 @@ class MatcherState:
 
     def admissible(self, tokens: Sequence[int]) -> int:
         """See GrammarState."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            # Nothing can follow but the end; the library would not let that follow either.
+            return int(tokens[:1] in self._ends)
         count = self._matcher.validate_tokens(list(tokens))
-        _check(self._matcher)
+        _check(self._matcher, self._field)
         return count
 
     def forced(self) -> list[int]:
@@ -86,12 +89,12 @@ class MatcherState:
     def consume(self, tokens: Sequence[int]) -> None:
         """See GrammarState."""
         self._matcher.consume_tokens(list(tokens))
-        _check(self._matcher)
+        _check(self._matcher, self._field)
         self._tokens += tokens
 
 
-def _check(matcher: LLMatcher) -> None:
+def _check(matcher: LLMatcher, field: str) -> None:
     if matcher.is_error():
         # What follows the first line are details of the library's parser.
         first = matcher.get_error().strip().partition("\n")[0]
-        raise RequestError(f"the schema cannot be held to: {first}", field="response_format")
+        raise RequestError(f"a schema cannot be followed: {first}", field=field)

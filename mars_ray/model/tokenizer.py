@@ -14,9 +14,21 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 MASK = "<|mask|>"
 
+# Tools come as a turn of their own before the conversation, and are called in the form of Hermes
+# and Qwen2.5 models.
 CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    "{{- '<|im_start|>system\\nTools:\\n' -}}"
+    "{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}"
+    '{{- \'A tool is called by <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>\' -}}'
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '<tool_call>\\n' + call['function'] | tojson + '\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|im_end|>\\n' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )

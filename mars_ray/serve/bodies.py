@@ -13,10 +13,11 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import ErrorDetails
 
-from mars_ray.serve.messages import Refusal, Turn
+from mars_ray.serve.messages import Refusal, ToolCall, Turn
 
 # OpenAI's own limit; a stop string is searched for in every step's text.
 _MAX_STOPS = 4
@@ -24,9 +25,12 @@ _MAX_STOP_CHARS = 256
 # The chat template is rendered once for each assistant turn.
 _MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
+_MAX_TOOLS = 128
 # Names of the variants of a field; they mark pydantic's error locations.
 _TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
-_VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS)
+_TOOL = "<tool>"
+_VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ApiError(Exception):
@@ -60,20 +64,153 @@ Content = Annotated[
 ]
 
 
-class ChatMessage(Wire):
-    """One turn of the conversation."""
+def _joined(content: str | tuple[TextPart, ...]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
-    role: Literal["system", "user", "assistant"]
+
+class PlainMessage(Wire):
+    """What the client or its user says."""
+
+    role: Literal["system", "developer", "user"]
     content: Content
 
     def turn(self) -> Turn:
+        """The message with its parts joined; `developer` is OpenAI's newer name of `system`."""
+        role = "system" if self.role == "developer" else self.role
+        return Turn(role, _joined(self.content))
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class CalledFunction(Wire):
+    """A call that an earlier answer has made."""
+
+    name: ToolName
+    arguments: str
+
+
+class MessageToolCall(Wire):
+    """The same with the id by which its result is found."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Wire):
+    """An earlier answer, also as the official client hands it back."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: tuple[MessageToolCall, ...] | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "AssistantMessage":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant's message needs 'content' or 'tool_calls'")
+        return self
+
+    def turn(self) -> Turn:
         """The message with its parts joined."""
-        if isinstance(self.content, str):
-            return Turn(self.role, self.content)
-        return Turn(self.role, "".join(part.text for part in self.content))
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        return Turn("assistant", _joined(self.content or ""), calls)
 
 
+class ToolMessage(Wire):
+    """What a call has resulted in."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+    def turn(self) -> Turn:
+        """The message with its parts joined."""
+        return Turn("tool", _joined(self.content))
+
+
+ChatMessage = Annotated[
+    PlainMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
 Messages = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES)]
+
+
+class FunctionBody(Wire):
+    """What can be called; its parameters are a JSON schema. Calls always follow it."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Wire):
+    """A function is the only kind."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Wire):
+    """Of a forced call."""
+
+    name: ToolName
+
+
+class NamedTool(Wire):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_kind(value: Any) -> str:
+    return _TEXT if isinstance(value, str) else _TOOL
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(_TEXT)] | Annotated[NamedTool, Tag(_TOOL)],
+    Discriminator(_choice_kind),
+]
+
+
+class TextFormat(Wire):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Wire):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Wire):
+    """A JSON schema with a name. Answers always follow it."""
+
+    name: ToolName
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Wire):
+    """JSON of one schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonFormat | SchemaFormat,
+    Field(discriminator="type"),
+]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[tuple[Token, ...], Field(min_length=1)]
 
@@ -148,6 +285,8 @@ class AnswerBody(Wire):
     mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     window: Annotated[int, Field(ge=0, le=64)] | None = None
+    quality: Annotated[str, Field(max_length=64)] | None = None
+    quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     return_forwards: bool | None = None
 
     @property
@@ -168,6 +307,10 @@ class ChatBody(AnswerBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[tuple[ToolBody, ...], Field(max_length=_MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(AnswerBody):
@@ -215,12 +358,28 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
         raise ApiError(Refusal(400, message, param=twice, code="invalid_value"))
 
 
+def _param(error: ErrorDetails) -> str:
+    """The field at fault, without the marks of the variants that pydantic has tried."""
+    places: list[str] = []
+    before = None
+    for place in error["loc"]:
+        is_role = isinstance(before, int) and place in _ROLES
+        if not (place in _VARIANTS or is_role or before == "response_format"):
+            places.append(str(place))
+        before = place
+    if error["type"].startswith("union_tag_"):
+        places.append(error.get("ctx", {})["discriminator"].strip("'"))
+    return ".".join(places)
+
+
 def _refusal(error: ErrorDetails) -> Refusal:
     if error["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
         return Refusal(400, "the body must be a JSON object", code="invalid_json")
-    param = ".".join(str(place) for place in error["loc"] if place not in _VARIANTS)
+    param = _param(error)
+    if error["type"] == "union_tag_not_found":
+        return Refusal(400, f"'{param}' is missing", param=param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
         return Refusal(400, message, param=param, code="unsupported_parameter")

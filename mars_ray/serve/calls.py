@@ -1,6 +1,6 @@
 """From a checked body to a call: limits, defaults, and settings that contradict each other."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mars_ray.config.decode import (
     ConfidenceMode,
@@ -12,8 +12,17 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.bodies import AnswerBody, ApiError, ChatBody, CompletionBody
-from mars_ray.serve.messages import Call, Prompt, Refusal
+from mars_ray.decode.quality import Budget, Elastic, Quality
+from mars_ray.serve.bodies import (
+    AnswerBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    JsonFormat,
+    NamedTool,
+    SchemaFormat,
+)
+from mars_ray.serve.messages import Call, Prompt, Refusal, Tools
 
 _MODES: dict[str, Mode] = {
     "exact": ExactMode(),
@@ -52,6 +61,9 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         stop=body.stops,
         n=body.n or 1,
         logprobs=_logprobs(body),
+        quality=_quality(body, job),
+        schema=_schema(body),
+        tools=_tools(body),
     )
     if call.choices > job.limits.choices:
         field = "n" if call.n > 1 else "prompt"
@@ -127,3 +139,64 @@ def _mode(body: AnswerBody, default: Mode) -> Mode:
     if body.window == 0 and not isinstance(base, SpeculativeMode):
         _refuse("window", f"'window' must be at least 1 in mode '{base.type}'")
     return base.model_copy(update=given)
+
+
+def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
+    """None if the mode's own threshold is in force, or none can be."""
+    given = {
+        name: value
+        for name in ("threshold", "quality", "quality_budget")
+        if (value := getattr(body, name)) is not None
+    }
+    if len(given) > 1:
+        first, second, *_ = given
+        _refuse(second, f"'{first}' and '{second}' say the same thing twice; leave one of them out")
+    if body.quality_budget is not None:
+        return Budget(body.quality_budget)
+    if body.quality is not None:
+        if body.quality not in job.qualities:
+            _refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
+        return _elastic(job.qualities[body.quality])
+    is_open = body.mode is None and body.threshold is None
+    if is_open and isinstance(job.default_mode, VerifiedMode | SpeculativeMode):
+        return _elastic(job.qualities[job.default_quality])
+    return None
+
+
+def _elastic(floor: float) -> Quality | None:
+    return Elastic(floor) if floor < 1 else None
+
+
+def _schema(body: AnswerBody) -> dict[str, Any] | None:
+    match body:
+        case ChatBody(response_format=SchemaFormat(json_schema=named)):
+            return named.schema_
+        case ChatBody(response_format=JsonFormat()):
+            return {"type": "object"}
+        case _:
+            return None
+
+
+def _tools(body: AnswerBody) -> Tools | None:
+    if not isinstance(body, ChatBody):
+        return None
+    choice = body.tool_choice
+    if not body.tools:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if getattr(body, name) not in (None, "none"):
+                _refuse(name, f"'{name}' has no effect without 'tools'")
+        return None
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        _refuse("tools", "two of the tools have the same name")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        _refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
+    if choice == "none":
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return Tools(
+        tuple(tool.model_dump(exclude_none=True) for tool in body.tools),
+        is_required=named is not None or choice == "required",
+        is_parallel=named is None and body.parallel_tool_calls is not False,
+        named=named,
+    )

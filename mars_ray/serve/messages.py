@@ -10,17 +10,38 @@ exceptions in types of its own.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mars_ray.config.decode import Mode, Sampling
+from mars_ray.decode.quality import Quality
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What an answer asks the client to do; `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of the conversation."""
+    """One message of the conversation; that of a tool answers a call of the assistant's."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What an answer may call."""
+
+    definitions: tuple[dict[str, Any], ...]  # as in the request: type, function
+    is_required: bool = False
+    is_parallel: bool = True
+    named: str | None = None  # the one that must be called
 
 
 # A conversation, a text as it is, or tokens.
@@ -40,11 +61,19 @@ class Call:
     stop: tuple[str, ...] = ()
     n: int = 1  # answers to each prompt
     logprobs: int | None = None  # likeliest tokens to report beside each token
+    quality: Quality | None = None  # in place of the mode's threshold
+    schema: dict[str, Any] | None = None  # of the JSON that the answer must be
+    tools: Tools | None = None
 
     @property
     def choices(self) -> int:
         """Answers in all; those to one prompt stand together."""
         return len(self.prompts) * self.n
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the request names the tool; OpenAI then does not call the reason `tool_calls`."""
+        return self.tools is not None and self.tools.named is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +90,12 @@ class TokenText:
 class Finish:
     """How an answer ended and what it took."""
 
-    reason: Literal["stop", "length"]
+    reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int  # the end-of-turn token is counted, though it is not in the text
     forwards: int
     disagreed: int = 0  # tokens seen not to be the model's own choice, one step later
+    threshold: float | None = None  # the lowest in force, in modes that have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +108,7 @@ class Piece:
     forward: int = 0  # the step's number among those of the answer
     tokens: int = 0  # that it committed
     logprobs: tuple[TokenText, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

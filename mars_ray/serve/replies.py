@@ -4,11 +4,11 @@ A reply's `usage.mars`, and `mars` of a choice if asked for, are ours.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mars_ray.config.decode import Mode
-from mars_ray.serve.messages import Call, Finish, Piece, Refusal, TokenText
+from mars_ray.serve.messages import Call, Finish, Piece, Refusal, TokenText, ToolCall
 
 
 def threshold_of(mode: Mode) -> float | None:
@@ -29,10 +29,16 @@ def usage(call: Call, finishes: Sequence[Finish]) -> dict[str, Any]:
             "forwards": forwards,
             "tokens_per_forward": completion / forwards,
             "mode": call.mode.type,
-            "threshold": threshold_of(call.mode),
+            "threshold": _threshold(call, finishes),
             "disagreement": sum(finish.disagreed for finish in finishes) / completion,
         },
     }
+
+
+def _threshold(call: Call, finishes: Sequence[Finish]) -> float | None:
+    """The lowest that was in force."""
+    told = [finish.threshold for finish in finishes if finish.threshold is not None]
+    return min(told, default=threshold_of(call.mode))
 
 
 class Shape(Protocol):
@@ -41,7 +47,9 @@ class Shape(Protocol):
     name: str  # the reply's `object`
     chunk_name: str  # of a stream's chunks
 
-    def whole(self, text: str, logprobs: Sequence[TokenText] | None) -> dict[str, Any]:
+    def whole(
+        self, text: str, logprobs: Sequence[TokenText] | None, calls: Sequence[ToolCall]
+    ) -> dict[str, Any]:
         """A choice's content, not streamed."""
         ...
 
@@ -58,9 +66,14 @@ class ChatShape:
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def whole(self, text: str, logprobs: Sequence[TokenText] | None) -> dict[str, Any]:
+    def whole(
+        self, text: str, logprobs: Sequence[TokenText] | None, calls: Sequence[ToolCall]
+    ) -> dict[str, Any]:
         """See Shape."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+        content = None if calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [_tool_call(call) for call in calls]
         return {"message": message, "logprobs": _chat_logprobs(logprobs)}
 
     def delta(
@@ -78,8 +91,11 @@ class TextShape:
     name = "text_completion"
     chunk_name = "text_completion"
 
-    def whole(self, text: str, logprobs: Sequence[TokenText] | None) -> dict[str, Any]:
+    def whole(
+        self, text: str, logprobs: Sequence[TokenText] | None, calls: Sequence[ToolCall]
+    ) -> dict[str, Any]:
         """See Shape."""
+        assert not calls, "there are no tools in this API"
         return {"text": text, "logprobs": _text_logprobs(logprobs)}
 
     def delta(
@@ -97,6 +113,16 @@ def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | Non
         for token in logprobs
     ]
     return {"content": entries, "refusal": None}
+
+
+def tool_call_delta(index: int, call: ToolCall) -> dict[str, Any]:
+    """A whole call in one chunk of a chat."""
+    return {"delta": {"tool_calls": [{"index": index} | _tool_call(call)]}, "logprobs": None}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _entry(token: TokenText) -> dict[str, Any]:
@@ -127,11 +153,13 @@ class Answer:
     text: str = ""
     logprobs: list[TokenText] | None = None
     forwards: list[int] | None = None  # of each token
+    calls: list[ToolCall] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, piece: Piece) -> None:
         """The next piece."""
         self.text += piece.text
+        self.calls += piece.calls
         self.finish = piece.finish
         if self.logprobs is not None:
             self.logprobs += piece.logprobs
@@ -147,7 +175,7 @@ def reply(
     for index, answer in enumerate(answers):
         assert answer.finish is not None
         finishes.append(answer.finish)
-        choice = {"index": index} | shape.whole(answer.text, answer.logprobs)
+        choice = {"index": index} | shape.whole(answer.text, answer.logprobs, answer.calls)
         choice["finish_reason"] = answer.finish.reason
         if answer.forwards is not None:
             choice["mars"] = {"forwards": answer.forwards}

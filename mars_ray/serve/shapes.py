@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 Reason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 class Said(BaseModel):
@@ -93,12 +94,28 @@ class TextLogprobs(Said):
     text_offset: list[int]
 
 
+class SaidFunction(Said):
+    """The function to be called; its arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class SaidToolCall(Said):
+    """A call that the client is asked to make."""
+
+    id: str
+    type: Literal["function"]
+    function: SaidFunction
+
+
 class ChatAnswer(Said):
     """The assistant's turn."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[SaidToolCall] | None = None
 
 
 class ChatChoice(Said):
@@ -107,7 +124,7 @@ class ChatChoice(Said):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: Reason
+    finish_reason: ChatReason
     mars: Forwards | None = None
 
 
@@ -145,11 +162,18 @@ class TextReply(Headed):
     usage: Usage
 
 
+class ChunkToolCall(SaidToolCall):
+    """A whole call, and its place among those of the answer."""
+
+    index: int
+
+
 class ChatDelta(Said):
     """What a chunk adds to the assistant's turn."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ChunkToolCall] | None = None
 
 
 class ChatChunkChoice(Said):
@@ -158,7 +182,7 @@ class ChatChunkChoice(Said):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Reason | None
+    finish_reason: ChatReason | None
     mars: ChunkForward | None = None
 
 

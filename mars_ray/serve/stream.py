@@ -2,13 +2,14 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal
-from mars_ray.serve.replies import Shape, error_body, usage
+from mars_ray.serve.replies import Shape, error_body, tool_call_delta, usage
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Chunks:
     forwards: bool = False  # each chunk says which forward its tokens are of
     _finishes: dict[int, Finish] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
+    _calls: Counter[int] = field(default_factory=Counter)  # by choice
 
     @property
     def is_over(self) -> bool:
@@ -50,6 +52,10 @@ class Chunks:
             if self.forwards:
                 choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
             yield self._chunk(piece.choice, choice)
+        for call in piece.calls:
+            index = self._calls[piece.choice]
+            self._calls[piece.choice] += 1
+            yield self._chunk(piece.choice, tool_call_delta(index, call))
         if piece.finish:
             self._finishes[piece.choice] = piece.finish
             ending = self.shape.delta(None, None, first=False)

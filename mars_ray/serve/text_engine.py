@@ -1,22 +1,27 @@
 """A replica's work without Ray: from a checked call to the pieces of its answers."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.serve import ServeJob
+from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import Message as ChatTurn
-from mars_ray.data.chat import encode_prompt
+from mars_ray.data.chat import encode_prompt, writes_tool_calls
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.grammar import CompiledGrammar, Grammars
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
 from mars_ray.model.stop import stop_ids
+from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.messages import (
     Call,
     Finish,
@@ -26,18 +31,22 @@ from mars_ray.serve.messages import (
     Refusal,
     Tokenized,
     TokenText,
+    ToolCall,
+    Tools,
     Turn,
 )
 from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
 from mars_ray.serve.stream import internal_error
 from mars_ray.serve.text import Writer
 from mars_ray.serve.token_text import TokenBytes
+from mars_ray.serve.tool_calls import ToolCallReader
 
 logger = logging.getLogger(__name__)
 
 # A step may prefill a full batch of long prompts, which takes a large model on CPUs this long.
 _STALLED_S = 60.0
 _RETRY_AFTER_S = 1
+_KEPT_GRAMMARS = 64
 _SEEDS = 1 << 64
 
 
@@ -60,6 +69,8 @@ class TextEngine:
         self._vocabulary = engine.model.config.vocab_size
         self._limits = job.limits
         self._stop_ids = stop_ids(engine.model)
+        grammars = Grammars(tokenizer, self._vocabulary, self._stop_ids)
+        self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._open = 0
 
     def start(self) -> None:
@@ -86,6 +97,14 @@ class TextEngine:
         """The engine between two steps. Raises EngineError if it is dead."""
         return await self._thread.ask(engine_seen)
 
+    async def set_threshold(self, threshold: float) -> None:
+        """The set-point of requests that pin none. Raises EngineError if the engine is dead."""
+
+        def change(engine: Engine) -> None:
+            engine.thresholds.set_point = threshold
+
+        await self._thread.ask(change)
+
     @property
     def open_answers(self) -> int:
         """Answers being written or waiting."""
@@ -102,9 +121,10 @@ class TextEngine:
             return
         self._open += call.choices
         try:
+            grammar = await self._grammar(call)
             answers = [
                 self._pieces(call, request, choice)
-                for choice, request in enumerate(self._requests(call))
+                for choice, request in enumerate(self._requests(call, grammar))
             ]
             async with aclosing(_merged(answers)) as pieces:
                 async for piece in pieces:
@@ -141,19 +161,35 @@ class TextEngine:
         assert isinstance(text, str)
         return text
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, tools: Tools | None = None) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
-        turns = [ChatTurn(part.role, part.content) for part in prompt if isinstance(part, Turn)]
+        turns = [_chat_turn(part) for part in prompt if isinstance(part, Turn)]
         if turns:
-            return tuple(encode_prompt(turns, self._tokenizer))
+            definitions = tools.definitions if tools else ()
+            return tuple(encode_prompt(turns, self._tokenizer, definitions))
         return tuple(part for part in prompt if isinstance(part, int))
 
-    def _requests(self, call: Call) -> list[Request]:
+    async def _grammar(self, call: Call) -> CompiledGrammar | None:
+        """Compiled beside the loop, which would stand still meanwhile. Raises RequestError."""
+        if call.tools and not writes_tool_calls(self._tokenizer):
+            raise RequestError(
+                "the chat template of this model does not write tool calls as "
+                f"{CALL_BEGIN}...{CALL_END}, the form that this server reads",
+                field="tools",
+            )
+        text = grammar_of(call)
+        if text is None:
+            return None
+        return await asyncio.to_thread(
+            self._compiled, text, "tools" if call.tools else "response_format"
+        )
+
+    def _requests(self, call: Call, grammar: CompiledGrammar | None) -> list[Request]:
         """One for each choice; those to one prompt differ in their seeds."""
         requests = []
         for number, given in enumerate(call.prompts):
-            prompt = self._encode(given)
+            prompt = self._encode(given, call.tools)
             # At least one, so that a prompt without room is refused, and by the engine.
             room = max(1, self._config.max_context - len(prompt))
             for copy in range(call.n):
@@ -166,6 +202,8 @@ class TextEngine:
                     max_new_tokens=call.max_new_tokens or min(room, call.new_tokens_limit),
                     stop_ids=self._stop_ids,
                     logprobs=call.logprobs,
+                    grammar=grammar,
+                    quality=call.quality,
                 )
                 requests.append(request)
         return requests
@@ -194,6 +232,7 @@ class TextEngine:
         self, call: Call, request: Request, choice: int
     ) -> AsyncGenerator[tuple[Piece, TokenEvent], None]:
         writer = Writer(self._decode, call.stop)
+        reader = ToolCallReader(request.id) if call.tools else None
         tokens = 0
         stream = self._thread.stream(request)
         async with aclosing(stream) as events:
@@ -208,18 +247,32 @@ class TextEngine:
                     rest = writer.flush()
                     text += rest.text
                     reason = "stop" if rest.stopped else event.completion.finish_reason
+                calls: tuple[ToolCall, ...] = ()
+                if reader:
+                    text, calls = reader.push(text)
+                    text += reader.flush() if reason else ""
                 piece = Piece(
                     text,
                     choice=choice,
                     forward=event.forward,
                     tokens=written.tokens,
                     logprobs=self._logprobs(event, written.tokens),
+                    calls=calls,
                 )
                 if reason is None:
                     yield piece, event
                     continue
                 assert reason in ("stop", "length"), reason
-                finish = Finish(reason, len(request.prompt), tokens, event.forward, event.disagreed)
+                if reason == "stop" and reader and reader.count and not call.is_forced:
+                    reason = "tool_calls"
+                finish = Finish(
+                    reason,
+                    len(request.prompt),
+                    tokens,
+                    event.forward,
+                    event.disagreed,
+                    event.threshold,
+                )
                 yield replace(piece, finish=finish), event
                 return
 
@@ -254,6 +307,17 @@ def _look(seen: AnswerSeen, piece: Piece, event: TokenEvent, gap_s: float) -> No
     seen.forwards, seen.disagreed = event.forward, event.disagreed
     if piece.finish:
         seen.ending = piece.finish.reason
+
+
+def _chat_turn(turn: Turn) -> ChatTurn:
+    """Raises DataError if the arguments of an earlier call are not JSON."""
+    calls = []
+    for call in turn.calls:
+        try:
+            calls.append(ChatCall(call.name, json.loads(call.arguments)))
+        except json.JSONDecodeError as error:
+            raise DataError(f"the arguments of call {call.id!r} are not JSON: {error}") from error
+    return ChatTurn(turn.role, turn.content, tuple(calls))
 
 
 def _prompt_param(call: Call) -> str:

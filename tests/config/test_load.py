@@ -1,8 +1,8 @@
 """Job files, overrides and what their errors say."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -120,13 +120,14 @@ def test_config_imports_neither_torch_nor_ray():
 
 
 def test_help_is_quick():
-    """The best of three fresh processes, so that a busy machine does not fail it."""
+    """In processor time, so that a busy machine does not fail it; the best of three processes."""
 
     def seconds() -> float:
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "mars_ray", "--help"], capture_output=True, check=True
         )
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 1.0

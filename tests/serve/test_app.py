@@ -165,7 +165,7 @@ def test_system_and_models_routes(client):
 def test_errors_have_openai_shape(client):
     """Every refusal of the HTTP layer and of the engine, by status, field and code."""
     assert error_of(ask(client, model="gpt"), 404)["code"] == "model_not_found"
-    assert error_of(ask(client, tools=[]), 400)["param"] == "tools"
+    assert error_of(ask(client, audio={}), 400)["param"] == "audio"
     assert error_of(ask(client, mode="verified", window=5), 400)["param"] == "window"
     assert error_of(client.get("/v1/nothing"), 404)["type"] == "invalid_request_error"
     assert error_of(client.get("/v1/chat/completions"), 405)["type"] == "invalid_request_error"

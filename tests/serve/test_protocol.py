@@ -106,7 +106,7 @@ def test_null_is_a_field_not_given():
 
 @pytest.mark.parametrize(
     "field",
-    ["tools", "response_format", "best_of", "store", "treshold"],
+    ["audio", "prediction", "best_of", "store", "treshold"],
 )
 def test_an_unsupported_field_is_named(field):
     """Known to OpenAI or misspelt: both would otherwise be silently ignored."""
@@ -119,7 +119,14 @@ def test_an_unsupported_field_is_named(field):
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"quality": "best"}, "quality"),
+        ({"quality": "fast", "threshold": 0.5}, "quality"),
+        ({"quality_budget": 0.1, "quality": "fast"}, "quality_budget"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
