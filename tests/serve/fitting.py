@@ -44,10 +44,10 @@ def _fit_mode(body: dict[str, Any]) -> None:
     mode = _MODES[len(str(body)) % len(_MODES)]
     if body.get("mode") in (*_MODES, "speculative", None):
         body["mode"] = mode
-    _replace(body, "window", _DEPTH)
-    if mode in ("exact", "jacobi"):
-        for name in ("window", "threshold"):
-            if _is_count(body.get(name)):
+    for name, most in (("window", 64), ("threshold", 1)):
+        if _is_count(body.get(name)) and body[name] <= most:
+            body[name] = min(body[name], _DEPTH)
+            if mode in ("exact", "jacobi"):
                 del body[name]
 
 
