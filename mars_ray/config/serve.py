@@ -34,6 +34,9 @@ class ServeJob(Config):
     keys_file: str | None = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
     )
+    stream_interval_s: float = Field(
+        default=0.02, ge=0, description="at least so long between two messages of a stream"
+    )
     default_mode: Mode = VerifiedMode()
     qualities: dict[str, Threshold] = Field(
         default={"lossless": 1.0, "balanced": 0.3, "fast": 0.0},

@@ -24,6 +24,14 @@ APP_NAME = "mars-ray"
 _INGRESS_CPUS = 0.1
 # Places beyond the engine's own limit, for requests on their way to be refused by it.
 _REFUSAL_PLACES = 64
+# Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
+# and without the hand-overs a streamed message takes 40% less CPU (docs/log.md).
+_ENV = {
+    "env_vars": {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
+}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -41,11 +49,15 @@ def build_app(job: ServeJob) -> serve.Application:
         # The ingress logs every request already.
         logging_config={"enable_access_log": False},
         max_ongoing_requests=places,
-        ray_actor_options={"num_cpus": job.cpus_per_replica, "num_gpus": job.gpus_per_replica},
+        ray_actor_options={
+            "num_cpus": job.cpus_per_replica,
+            "num_gpus": job.gpus_per_replica,
+            "runtime_env": _ENV,
+        },
     )(Replica)
     ingress = serve.deployment(
         max_ongoing_requests=places * job.replicas,
-        ray_actor_options={"num_cpus": _INGRESS_CPUS},
+        ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": _ENV},
     )(Ingress)
     name = job.model_name or Path(job.checkpoint).name
     return ingress.bind(job, name, replica.bind(job))

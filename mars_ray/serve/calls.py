@@ -64,6 +64,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         quality=_quality(body, job),
         schema=_schema(body),
         tools=_tools(body),
+        delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
     )
     if call.choices > job.limits.choices:
         field = "n" if call.n > 1 else "prompt"
