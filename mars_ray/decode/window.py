@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import mul
 
 from mars_ray.config.decode import VerifiedMode
-from mars_ray.decode.cost import StepCost
+from mars_ray.core.cost import StepCost
 from mars_ray.decode.sequence import Sequence
 
 # A depth's rate before anything was observed, and how many observations that counts for.

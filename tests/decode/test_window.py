@@ -12,8 +12,8 @@ from mars_ray.config.decode import (
     Sampling,
     VerifiedMode,
 )
+from mars_ray.core.cost import StepCost, row_counts
 from mars_ray.decode import reference
-from mars_ray.decode.cost import StepCost, row_counts
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.window import (
     AcceptanceRates,
