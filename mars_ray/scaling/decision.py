@@ -8,6 +8,8 @@ from mars_ray.scaling.forecast import Load
 from mars_ray.scaling.quality import Quality
 from mars_ray.scaling.traffic import Traffic
 
+_PAIRS = ("class_shares", "gains")
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -32,17 +34,10 @@ class State:
         if not table:
             return cls()
         load = Load(**{**table["load"], "rates": tuple(table["load"]["rates"])})
-        traffic = {
-            name: tuple(map(tuple, value)) if isinstance(value, list | tuple) else value
-            for name, value in table["traffic"].items()
-        }
-        parts = {
-            "load": load,
-            "traffic": Traffic(**traffic),
-            "quality": Quality(**table["quality"]),
-            "fleet": Fleet(**{**table["fleet"], "enough": tuple(table["fleet"]["enough"])}),
-        }
-        return cls(**{**table, **parts})
+        pairs = {name: tuple(map(tuple, table["traffic"][name])) for name in _PAIRS}
+        traffic = Traffic(**{**table["traffic"], **pairs})
+        fleet = Fleet(**{**table["fleet"], "enough": tuple(table["fleet"]["enough"])})
+        return cls(table["tick_s"], load, traffic, Quality(**table["quality"]), fleet)
 
 
 @dataclass(frozen=True, slots=True)

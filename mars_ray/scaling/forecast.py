@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 BUCKETS_OF_COLD_START = 8
 _KEPT = 64
@@ -110,12 +110,13 @@ def counting_noise(load: Load, known: Forecast) -> float:
 
 
 def burst(rates: Sequence[float], width_s: float) -> float:
-    """Variance over mean of the counts; differences of neighbours leave slow change out."""
-    mean = fmean(rates)
-    if len(rates) < _LEVEL or mean <= 0:
+    """Variance over mean of the counts, from neighbours: slow change is left out."""
+    if len(rates) <= _LEVEL:
         return 1.0
-    variance = fmean((b - a) ** 2 for a, b in pairwise(rates)) / 2
-    return min(_MOST_BURST, max(1.0, variance * width_s / mean))
+    # Half the square of a difference has the variance as its mean. The median, which a jump of the
+    # load does not move, is less by a constant (of chi-square with one degree of freedom).
+    indices = ((b - a) ** 2 * width_s / (a + b) for a, b in pairwise(rates) if a + b > 0)
+    return min(_MOST_BURST, max(1.0, median([*indices, 0.0]) / 0.455))
 
 
 def _slope(rates: Sequence[float]) -> float:

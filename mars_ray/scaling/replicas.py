@@ -1,9 +1,9 @@
 """The slow loop: how many replicas for the load a cold start ahead.
 
-With rung 0 the set-point, K_j the requests per second of a replica at rung j, g_j = K_j / K_0 and q_j
-the points lost there, let x be the load to come in replicas at the set-point: its mean is mu / K_0,
-and its variance has two parts, the forecast's (sigma / K_0)^2 and that of the number of requests
-in the system, burst * x / m for m sequences a replica (square-root staffing). N replicas
+With rung 0 the set-point, K_j the requests per second of a replica at rung j, g_j = K_j / K_0 and
+q_j the points lost there, let x be the load to come in replicas at the set-point: its mean is
+mu / K_0, and its variance has two parts, the forecast's (sigma / K_0)^2 and that of the number of
+requests in the system, burst * x / m for m sequences a replica (square-root staffing). N replicas
 
 - carry the mean load at the set-point:                  N >= E x
 - carry all but 1 - attainment of the loads at the floor: P(x > N g_last) <= 1 - attainment
@@ -18,6 +18,7 @@ is.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 
 from mars_ray.config.scaling import Prices
@@ -50,7 +51,7 @@ def need(
     extra_rate: float,
     most: int,
 ) -> Need:
-    """`extra_rate` drains what has piled up; `point_factor` makes points dearer than their price."""
+    """`extra_rate` drains what has piled up; points cost `point_factor` times their price."""
     first, last = rungs[0], rungs[-1]
     gain = last.requests_per_s / first.requests_per_s
     mean = (load.mean + extra_rate) / first.requests_per_s
@@ -79,7 +80,7 @@ def need(
 def _points(replicas: int, rungs: Sequence[Rung], loads: NormalDist) -> float:
     """Expected points lost with so many replicas: each rung is used once the one above is full."""
     lost = 0.0
-    for above, rung in zip(rungs, rungs[1:], strict=False):
+    for above, rung in pairwise(rungs):
         full = replicas * above.requests_per_s / rungs[0].requests_per_s
         lost += (rung.points_lost - above.points_lost) * (1 - loads.cdf(full))
     return lost
