@@ -31,17 +31,14 @@ class ThresholdBounds(Config):
 
 
 class Prices(Config):
-    """In any currency: only their ratio matters.
+    """In any currency: only their ratio counts.
 
-    A lowered threshold costs `point_hour` for every point of accuracy that the whole fleet's
-    answers lose, while it lasts. Replicas are bought once that has cost as much as they would
-    (or at once where the floor cannot carry the load).
+    A point is one percentage point of accuracy, lost by all answers of one replica. With a point at
+    a quarter of a replica the operator would pay for a quarter more replicas to win a point.
     """
 
     replica_hour: float = Field(default=1.0, gt=0)
-    point_hour: float = Field(
-        default=10.0, ge=0, description="of one point of accuracy lost by all answers for an hour"
-    )
+    point_hour: float = Field(default=0.5, ge=0)
 
 
 class ScalingConfig(Config):
@@ -63,8 +60,10 @@ class ScalingConfig(Config):
     )
     budget_window_s: float = Field(default=3600.0, gt=0)
     cold_start_s: float = Field(default=60.0, gt=0, description="until it has been measured")
-    scale_down_window_s: float = Field(
-        default=120.0, ge=0, description="fewer replicas must have been enough for so long"
+    scale_down_window_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="fewer replicas must have been enough for so long; default: a cold start",
     )
     idle_to_zero_s: float = Field(default=600.0, ge=0, description="without a request")
     lower_dwell_s: float = Field(default=1.0, ge=0, description="between two lower thresholds")

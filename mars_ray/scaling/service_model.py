@@ -5,7 +5,7 @@ A step of n rows over C tokens of cached context takes
     t(n, C) = table(n) + cache_token_s * C
 
 where the table is measured (`core/cost.py`: linear between its points and beyond), or is
-max(a, b n) + c of a device's data sheet: a reads the weights, b is a row's arithmetic, c is launching.
+max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
 
 m sequences that decode at a level with p rows and f committed tokens per forward, while requests
 of P prompt and D output tokens come and go, complete m f / D requests per step, so every step also
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mars_ray.core.cost import StepCost
 from mars_ray.errors import ConfigError
@@ -48,7 +48,7 @@ PLAIN = Shape(0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A threshold of `verified` and what its windows give. Every level can also decode plainly."""
+    """A threshold and what its windows give. Every level can also decode plainly."""
 
     threshold: float
     points_lost: float  # of accuracy, against lossless; percentage points, 0 or more
@@ -100,14 +100,19 @@ class Operating:
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """One checkpoint on one device. Levels by falling threshold; the first one is lossless."""
+    """One checkpoint on one device. Levels by falling threshold; the first one is lossless.
+
+    Of `confidence`, which has no lossless threshold, the first level is plain decoding.
+    """
 
     name: str
-    seconds_at: dict[int, float]  # rows -> seconds of a step
+    seconds_at: tuple[tuple[int, float], ...]  # rows of a step, its seconds
     levels: tuple[Level, ...]
     max_batch: int
-    cache_token_s: float = 0.0
-    provenance: dict[str, Any] = field(default_factory=dict)
+    mode: Literal["verified", "confidence"] = "verified"
+    cache_token_s: float = 0.0  # reading a cached token in a step
+    cache_tokens: int | None = None  # that fit; None: max_batch sequences of any length
+    provenance: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -115,9 +120,9 @@ class ServiceModel:
             raise ConfigError(f"service model {self.name}: {problem}")
 
     def _problems(self) -> Iterator[str]:
-        if len(self.seconds_at) < 2 or min(self.seconds_at) < 1:
+        if len(dict(self.seconds_at)) < 2 or min(dict(self.seconds_at)) < 1:
             yield "needs step seconds at two or more numbers of rows"
-        elif not all(0 < s < 3600 for s in self.seconds_at.values()):
+        elif not all(0 < seconds < 3600 for _, seconds in self.seconds_at):
             yield "step seconds must lie between 0 and 3600"
         if not self.levels or self.levels[0].threshold != 1 or self.levels[0].points_lost:
             yield "the first level must have threshold 1 and lose nothing"
@@ -126,6 +131,8 @@ class ServiceModel:
             yield "thresholds must fall from level to level"
         if not 0 <= self.cache_token_s < 1 or self.max_batch < 1:
             yield "max_batch must be at least 1, cache_token_s a fraction of a second"
+        if self.cache_tokens is not None and self.cache_tokens < 1:
+            yield "cache_tokens must be at least 1"
         for level in self.levels:
             if not 0 <= level.points_lost <= 100:
                 yield f"threshold {level.threshold}: points_lost must lie between 0 and 100"
@@ -134,7 +141,7 @@ class ServiceModel:
 
     @cached_property
     def _cost(self) -> StepCost:
-        return StepCost(self.seconds_at)
+        return StepCost(dict(self.seconds_at))
 
     def step_s(self, rows: float, context_tokens: float = 0.0) -> float:
         """Seconds of a step of so many rows; `context_tokens` cached, of all its sequences."""
@@ -151,9 +158,15 @@ class ServiceModel:
         candidates = (self._operating(shape, batch, mix) for shape in level.all_shapes)
         return max(candidates, key=lambda operating: operating.tokens_per_s)
 
+    def most_sequences(self, mix: Mix) -> int:
+        """Of a batch: as many as there are places, and as the cache holds."""
+        if self.cache_tokens is None:
+            return self.max_batch
+        return max(1, min(self.max_batch, int(self.cache_tokens / max(1.0, mix.context_tokens))))
+
     def largest_batch(self, level: Level, mix: Mix, time_per_token_s: float) -> int:
         """That keeps the time per token; 0 if even one sequence does not."""
-        low, high = 0, self.max_batch
+        low, high = 0, self.most_sequences(mix)
         while low < high:
             middle = (low + high + 1) // 2
             if self.at(level, middle, mix).time_per_token_s <= time_per_token_s:
@@ -169,7 +182,7 @@ class ServiceModel:
         with less.
         """
         batch = self.largest_batch(level, mix, time_per_token_s)
-        return self.at(level, batch or self.max_batch, mix)
+        return self.at(level, batch or self.most_sequences(mix), mix)
 
     def _operating(self, shape: Shape, batch: int, mix: Mix) -> Operating:
         output = max(1.0, mix.output_tokens)
@@ -186,7 +199,7 @@ class ServiceModel:
         """Raises ConfigError when the text is no service model."""
         try:
             table = json.loads(text)
-            table["seconds_at"] = {int(rows): s for rows, s in table["seconds_at"].items()}
+            table["seconds_at"] = tuple((rows, seconds) for rows, seconds in table["seconds_at"])
             table["levels"] = tuple(_level(row) for row in table["levels"])
             return cls(**table)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
