@@ -10,7 +10,6 @@ from mars_ray.scaling.simulate.arrays import (
     HELD,
     HELD_HEAD,
     HELD_TAIL,
-    LIVE,
     NEXT,
     NOBODY,
     PINNED,
@@ -19,9 +18,8 @@ from mars_ray.scaling.simulate.arrays import (
     REFUSED,
     SHED,
     STARTING,
-    Fleet,
-    Requests,
     Tables,
+    World,
 )
 from mars_ray.scaling.simulate.compiled import compiled
 from mars_ray.scaling.simulate.engine import begin, cut, end_segment
@@ -29,224 +27,227 @@ from mars_ray.scaling.simulate.tree import first_place, set_event
 
 
 @compiled
-def advance(
-    fleet: Fleet, requests: Requests, tables: Tables, until_s: float, shed: float
-) -> None:
+def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
     """All events up to `until_s`; of new unpinned requests a share `shed` is refused."""
-    counts, arrivals = fleet.counts, requests.arrival_s
     while True:
-        event_s = fleet.tree[1]
-        more = counts[NEXT] < len(arrivals)
-        if more and arrivals[counts[NEXT]] < event_s:
-            if arrivals[counts[NEXT]] > until_s:
-                return
-            _arrive(fleet, requests, tables, counts[NEXT], shed)
-            counts[NEXT] += 1
-            continue
-        if not event_s <= until_s:
+        event_s, arrival_s = world.tree[1], np.inf
+        if world.counts[NEXT] < len(world.requests):
+            arrival_s = world.requests[world.counts[NEXT]].arrival_s
+        if min(event_s, arrival_s) > until_s or min(event_s, arrival_s) == np.inf:
             return
-        place = first_place(fleet.tree)
-        if fleet.status[place] == STARTING:
-            _become_ready(fleet, requests, tables, place, event_s)
-        else:
-            end_segment(fleet, requests, tables, place, event_s)
-            begin(fleet, requests, tables, place, event_s)
-            if fleet.status[place] == DRAINING and fleet.steps[place] == 0:
-                _free(fleet, place, event_s)
+        if arrival_s < event_s:
+            world.counts[NEXT] += 1
+            _arrive(world, tables, world.counts[NEXT] - 1, shed)
+            continue
+        place = first_place(world.tree)
+        if world.replicas[place].status == STARTING:
+            _become_ready(world, tables, place, event_s)
+            continue
+        end_segment(world, tables, place, event_s)
+        begin(world, tables, place, event_s)
+        if world.replicas[place].status == DRAINING and world.replicas[place].steps == 0:
+            _free(world, place, event_s)
 
 
 @compiled
-def start(fleet: Fleet, count: int, now: float, ready_s: float, level: int) -> None:
+def start(world: World, count: int, now: float, ready_s: float, level: int) -> None:
     """As many replicas as there are places for, ready at `ready_s`."""
-    for place in range(len(fleet.status)):
+    for place in range(len(world.replicas)):
         if count == 0:
             return
-        if fleet.status[place] == FREE:
-            fleet.status[place] = STARTING
-            fleet.born_s[place] = now
-            fleet.level[place] = level
-            fleet.counts[LIVE] += 1
-            set_event(fleet.tree, place, ready_s)
+        replica = world.replicas[place]
+        if replica.status == FREE:
+            replica.status, replica.born_s, replica.level = STARTING, now, level
+            set_event(world.tree, place, ready_s)
             count -= 1
 
 
 @compiled
-def drain(fleet: Fleet, count: int, now: float) -> None:
+def drain(world: World, count: int, now: float) -> None:
     """Take replicas away: the youngest that still start, then those with the least to do."""
-    while count > 0:
+    for _ in range(count):
         chosen, best = NOBODY, np.inf
-        for place in range(len(fleet.status)):
+        for place in range(len(world.replicas)):
+            replica = world.replicas[place]
             value = np.inf
-            if fleet.status[place] == STARTING:
-                value = -1.0 - fleet.born_s[place]
-            elif fleet.status[place] == READY:
-                value = float(fleet.running[place] + fleet.waiting[place])
+            if replica.status == STARTING:
+                value = -1.0 - replica.born_s
+            elif replica.status == READY:
+                value = float(replica.running + replica.waiting)
             if value < best:
                 chosen, best = place, value
         if chosen == NOBODY:
             return
-        starting = fleet.status[chosen] == STARTING
-        fleet.status[chosen] = DRAINING
-        if starting or fleet.steps[chosen] == 0:
-            _free(fleet, chosen, now)
-        _list_ready(fleet)
-        count -= 1
+        replica = world.replicas[chosen]
+        idle = replica.status == STARTING or replica.steps == 0
+        replica.status = DRAINING
+        if idle:
+            _free(world, chosen, now)
+        _list_ready(world)
 
 
 @compiled
-def kill(fleet: Fleet, requests: Requests, tables: Tables, place: int, now: float) -> None:
+def kill(world: World, tables: Tables, place: int, now: float) -> None:
     """The replica is gone at once; what it had starts again elsewhere, or fails."""
-    running = fleet.request_RB[place, : fleet.running[place]].copy()
-    queued = fleet.head[place]
-    _free(fleet, place, now)
-    _list_ready(fleet)
-    for request in running:
-        _again(fleet, requests, tables, request, now)
+    replica = world.replicas[place]
+    running = world.batch[place, : replica.running].copy()
+    queued = replica.head
+    _free(world, place, now)
+    _list_ready(world)
+    for sequence in running:
+        _again(world, tables, sequence.request, now)
     while queued != NOBODY:
-        following = requests.behind[queued]
-        requests.behind[queued] = NOBODY
-        _again(fleet, requests, tables, queued, now)
+        following = world.requests[queued].behind
+        world.requests[queued].behind = NOBODY
+        _again(world, tables, queued, now)
         queued = following
 
 
 @compiled
-def set_level(fleet: Fleet, place: int, level: int, now: float) -> None:
-    """In force from the next step on."""
-    if fleet.level[place] != level:
-        fleet.level[place] = level
-        if fleet.status[place] != STARTING:
-            cut(fleet, place, now)
+def set_levels(world: World, level: int, now: float) -> None:
+    """Of all replicas, from their next step on."""
+    for place in range(len(world.replicas)):
+        replica = world.replicas[place]
+        if replica.level != level:
+            replica.level = level
+            if replica.status != STARTING:
+                cut(world, place, now)
 
 
 @compiled
-def _arrive(fleet: Fleet, requests: Requests, tables: Tables, request: int, shed: float) -> None:
-    now = requests.arrival_s[request]
-    pinned = requests.pinned[request] < len(tables.points_L) - 1
-    fleet.counts[PINNED] += pinned
-    if not pinned and requests.chance[request, 0] < shed:
-        _end(fleet, requests, request, SHED, now)
+def _arrive(world: World, tables: Tables, number: int, shed: float) -> None:
+    request = world.requests[number]
+    pinned = request.pinned < len(tables.points_L) - 1
+    world.counts[PINNED] += pinned
+    if not pinned and request.shed_at < shed:
+        _end(world, number, SHED, request.arrival_s)
     else:
-        _route(fleet, requests, tables, request, now)
+        _route(world, tables, number, request.arrival_s)
 
 
 @compiled
-def _route(fleet: Fleet, requests: Requests, tables: Tables, request: int, now: float) -> None:
+def _route(world: World, tables: Tables, number: int, now: float) -> None:
     """To a replica's queue; with none ready, requests are held before the fleet."""
-    if fleet.counts[READIES] == 0:
-        if fleet.counts[HELD] >= tables.queue_limit:
-            _end(fleet, requests, request, SHED, now)
-            return
-        if fleet.counts[HELD_HEAD] == NOBODY:
-            fleet.counts[HELD_HEAD] = request
-        else:
-            requests.behind[fleet.counts[HELD_TAIL]] = request
-        fleet.counts[HELD_TAIL] = request
-        fleet.counts[HELD] += 1
+    if world.counts[READIES] == 0:
+        _hold(world, tables, number, now)
         return
-    place = _choose(fleet, requests, tables, request)
-    if fleet.waiting[place] >= tables.queue_limit:
-        _end(fleet, requests, request, SHED, now)
+    place = _choose(world, tables, number)
+    replica = world.replicas[place]
+    if replica.waiting >= tables.queue_limit:
+        _end(world, number, SHED, now)
         return
-    requests.replica[request] = place
-    _enqueue(fleet, requests, place, request)
-    if fleet.steps[place] == 0:
-        begin(fleet, requests, tables, place, now)
-    elif fleet.running[place] < fleet.request_RB.shape[1]:
-        cut(fleet, place, now)
+    world.requests[number].replica = place
+    _enqueue(world, place, number)
+    if replica.steps == 0:
+        begin(world, tables, place, now)
+    elif replica.running < world.batch.shape[1]:
+        cut(world, place, now)
 
 
 @compiled
-def _choose(fleet: Fleet, requests: Requests, tables: Tables, request: int) -> int:
-    """The least outstanding of two at random, or of all; equals by chance."""
-    count = fleet.counts[READIES]
-    first = int(requests.chance[request, 1] * count)
-    best = fleet.ready[first]
+def _hold(world: World, tables: Tables, number: int, now: float) -> None:
+    counts = world.counts
+    if counts[HELD] >= tables.queue_limit:
+        _end(world, number, SHED, now)
+        return
+    if counts[HELD_HEAD] == NOBODY:
+        counts[HELD_HEAD] = number
+    else:
+        world.requests[counts[HELD_TAIL]].behind = number
+    counts[HELD_TAIL] = number
+    counts[HELD] += 1
+
+
+@compiled
+def _choose(world: World, tables: Tables, number: int) -> int:
+    """The least outstanding of two at random, or of all; the first of equals, at random."""
+    count = world.counts[READIES]
+    first = int(world.requests[number].one * count)
     others, step = count - 1, 1
     if tables.two_choices and count > 1:
-        others, step = 1, 1 + int(requests.chance[request, 2] * (count - 1))
-    least = fleet.running[best] + fleet.waiting[best]
+        others, step = 1, 1 + int(world.requests[number].other * (count - 1))
+    best = world.ready[first]
+    least = world.replicas[best].running + world.replicas[best].waiting
     for i in range(1, others + 1):
-        place = fleet.ready[(first + i * step) % count]
-        load = fleet.running[place] + fleet.waiting[place]
+        place = world.ready[(first + i * step) % count]
+        load = world.replicas[place].running + world.replicas[place].waiting
         if load < least:
             best, least = place, load
     return best
 
 
 @compiled
-def _enqueue(fleet: Fleet, requests: Requests, place: int, request: int) -> None:
+def _enqueue(world: World, place: int, number: int) -> None:
     """Behind those of its priority."""
-    fleet.waiting[place] += 1
-    tail = fleet.tail[place]
-    if tail == NOBODY:
-        fleet.head[place] = fleet.tail[place] = request
+    replica, request = world.replicas[place], world.requests[number]
+    replica.waiting += 1
+    if replica.tail == NOBODY:
+        replica.head = replica.tail = number
         return
-    if requests.priority[tail] <= requests.priority[request]:
-        requests.behind[tail] = request
-        fleet.tail[place] = request
+    if world.requests[replica.tail].priority <= request.priority:
+        world.requests[replica.tail].behind = number
+        replica.tail = number
         return
-    before, here = NOBODY, fleet.head[place]
-    while requests.priority[here] <= requests.priority[request]:
-        before, here = here, requests.behind[here]
-    requests.behind[request] = here
+    before, here = NOBODY, replica.head
+    while world.requests[here].priority <= request.priority:
+        before, here = here, world.requests[here].behind
+    request.behind = here
     if before == NOBODY:
-        fleet.head[place] = request
+        replica.head = number
     else:
-        requests.behind[before] = request
+        world.requests[before].behind = number
 
 
 @compiled
-def _again(fleet: Fleet, requests: Requests, tables: Tables, request: int, now: float) -> None:
-    requests.first_s[request] = np.nan
-    requests.points[request] = 0
-    requests.retries[request] += 1
-    if requests.retries[request] > tables.max_retries:
-        _end(fleet, requests, request, FAILED, now)
+def _again(world: World, tables: Tables, number: int, now: float) -> None:
+    request = world.requests[number]
+    request.first_s, request.points, request.lowest = np.nan, 0.0, 0
+    request.retries += 1
+    if request.retries > tables.max_retries:
+        _end(world, number, FAILED, now)
     else:
-        _route(fleet, requests, tables, request, now)
+        _route(world, tables, number, now)
 
 
 @compiled
-def _end(fleet: Fleet, requests: Requests, request: int, outcome: int, now: float) -> None:
-    requests.outcome[request] = outcome
-    requests.end_s[request] = now
-    requests.end_log[fleet.counts[ENDS]] = request
-    fleet.counts[ENDS] += 1
-    fleet.counts[REFUSED] += outcome == SHED
+def _end(world: World, number: int, outcome: int, now: float) -> None:
+    world.requests[number].outcome = outcome
+    world.requests[number].end_s = now
+    world.end_log[world.counts[ENDS]] = number
+    world.counts[ENDS] += 1
+    world.counts[REFUSED] += outcome == SHED
 
 
 @compiled
-def _become_ready(
-    fleet: Fleet, requests: Requests, tables: Tables, place: int, now: float
-) -> None:
-    fleet.status[place] = READY
-    set_event(fleet.tree, place, np.inf)
-    _list_ready(fleet)
-    request = fleet.counts[HELD_HEAD]
-    fleet.counts[HELD_HEAD] = fleet.counts[HELD_TAIL] = NOBODY
-    fleet.counts[HELD] = 0
-    while request != NOBODY:
-        following = requests.behind[request]
-        requests.behind[request] = NOBODY
-        _route(fleet, requests, tables, request, now)
-        request = following
+def _become_ready(world: World, tables: Tables, place: int, now: float) -> None:
+    world.replicas[place].status = READY
+    set_event(world.tree, place, np.inf)
+    _list_ready(world)
+    number = world.counts[HELD_HEAD]
+    world.counts[HELD_HEAD] = world.counts[HELD_TAIL] = NOBODY
+    world.counts[HELD] = 0
+    while number != NOBODY:
+        following = world.requests[number].behind
+        world.requests[number].behind = NOBODY
+        _route(world, tables, number, now)
+        number = following
 
 
 @compiled
-def _free(fleet: Fleet, place: int, now: float) -> None:
-    fleet.spent_s[0] += now - fleet.born_s[place]
-    fleet.status[place] = FREE
-    fleet.counts[LIVE] -= 1
-    fleet.running[place] = fleet.waiting[place] = fleet.steps[place] = 0
-    fleet.head[place] = fleet.tail[place] = NOBODY
-    set_event(fleet.tree, place, np.inf)
+def _free(world: World, place: int, now: float) -> None:
+    replica = world.replicas[place]
+    world.spent_s[0] += now - replica.born_s
+    replica.status = FREE
+    replica.running = replica.waiting = replica.steps = replica.promised = 0
+    replica.head = replica.tail = NOBODY
+    set_event(world.tree, place, np.inf)
 
 
 @compiled
-def _list_ready(fleet: Fleet) -> None:
+def _list_ready(world: World) -> None:
     count = 0
-    for place in range(len(fleet.status)):
-        if fleet.status[place] == READY:
-            fleet.ready[count] = place
+    for place in range(len(world.replicas)):
+        if world.replicas[place].status == READY:
+            world.ready[count] = place
             count += 1
-    fleet.counts[READIES] = count
+    world.counts[READIES] = count

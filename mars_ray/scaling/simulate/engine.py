@@ -11,164 +11,161 @@ import math
 
 import numpy as np
 
-from mars_ray.scaling.simulate.arrays import (
-    DONE,
-    ENDS,
-    FIRSTS,
-    NOBODY,
-    Fleet,
-    Requests,
-    Tables,
-)
+from mars_ray.scaling.simulate.arrays import DONE, ENDS, FIRSTS, NOBODY, Tables, World
 from mars_ray.scaling.simulate.compiled import compiled
 from mars_ray.scaling.simulate.tree import set_event
 
 # Tokens left below this are rounding.
-_NONE_LEFT = 1e-6
+NONE_LEFT = 1e-6
+_FOREVER = np.iinfo(np.int64).max
 
 
 @compiled
-def elapsed_s(fleet: Fleet, place: int, steps: int) -> float:
-    """Of the segment's first steps."""
-    return steps * fleet.step_s[place] + fleet.growth_s[place] * steps * (steps - 1) / 2
-
-
-@compiled
-def cut(fleet: Fleet, place: int, now: float) -> None:
+def cut(world: World, place: int, now: float) -> None:
     """End the segment with the step that runs now, so that the next one can differ."""
-    if fleet.steps[place] == 0:
+    replica = world.replicas[place]
+    if replica.steps == 0:
         return
-    gone = now - fleet.start_s[place]
-    first, growth = fleet.step_s[place], fleet.growth_s[place]
+    gone, first, growth = now - replica.start_s, replica.step_s, replica.growth_s
     steps = gone / first
     if growth > 0:
+        # Of n * first + growth * n * (n - 1) / 2 = gone.
         slope = first - growth / 2
         steps = (math.sqrt(slope * slope + 2 * growth * gone) - slope) / growth
     count = max(1, math.ceil(steps - 1e-9))
-    if count < fleet.steps[place]:
-        fleet.steps[place] = count
-        set_event(fleet.tree, place, fleet.start_s[place] + elapsed_s(fleet, place, count))
+    if count < replica.steps:
+        replica.steps = count
+        set_event(world.tree, place, replica.start_s + _elapsed_s(first, growth, count))
 
 
 @compiled
-def begin(fleet: Fleet, requests: Requests, tables: Tables, place: int, now: float) -> None:
+def begin(world: World, tables: Tables, place: int, now: float) -> None:
     """Start the next segment; an empty replica has none."""
+    replica = world.replicas[place]
+    level = replica.level
     decoding = 0
-    for i in range(fleet.running[place]):
-        decoding += fleet.prompt_left_RB[place, i] == 0
-    level = fleet.level[place]
-    rows, tokens, context, steps = 0.0, 0.0, 0.0, np.iinfo(np.int64).max
-    for i in range(fleet.running[place]):
-        request = fleet.request_RB[place, i]
-        left, prompt_left = fleet.output_left_RB[place, i], fleet.prompt_left_RB[place, i]
-        context += requests.prompt[request] - prompt_left + requests.output[request] - left
-        if prompt_left == 0:
-            used = min(level, requests.pinned[request])
+    for i in range(replica.running):
+        decoding += world.batch[place, i].prompt_left == 0
+    rows, tokens, context, steps = 0.0, 0.0, 0.0, _FOREVER
+    for i in range(replica.running):
+        sequence = world.batch[place, i]
+        request = world.requests[sequence.request]
+        context += request.prompt - sequence.prompt_left + request.output - sequence.output_left
+        if sequence.prompt_left == 0:
+            used = min(level, request.pinned)
+            pace = tables.tokens_LB[used, decoding]
             rows += tables.rows_LB[used, decoding]
-            tokens += tables.tokens_LB[used, decoding]
-            need = math.ceil((left - _NONE_LEFT) / tables.tokens_LB[used, decoding])
-            steps = min(steps, need)
+            tokens += pace
+            steps = min(steps, math.ceil((sequence.output_left - NONE_LEFT) / pace))
     room = max(0, int(tables.step_tokens - rows))
-    pending, first = _admit(fleet, requests, place, room)
-    if fleet.running[place] == 0:
-        fleet.steps[place] = 0
-        set_event(fleet.tree, place, np.inf)
+    pending, first = _admit(world, tables, place, room)
+    if replica.running == 0:
+        replica.steps = 0
+        set_event(world.tree, place, np.inf)
         return
     chunk = min(room, pending)
     if chunk > 0:
         # The first prompt fills steps alone until its last one, which others may share.
-        steps = min(steps, max(1, (first + room - 1) // room - 1))
-    full = min(rows + chunk, len(tables.seconds) - 1.001)
-    below = int(full)
-    step_s = tables.seconds[below] + (full - below) * (
-        tables.seconds[below + 1] - tables.seconds[below]
-    )
-    fleet.start_s[place], fleet.steps[place] = now, steps
-    fleet.step_s[place] = step_s + tables.cache_token_s * context
-    fleet.growth_s[place] = tables.cache_token_s * (tokens + chunk)
-    fleet.room[place], fleet.decoding[place] = room, decoding
-    fleet.used_level[place] = level
-    fleet.rows[place] = rows / max(1, decoding)
-    set_event(fleet.tree, place, now + elapsed_s(fleet, place, steps))
+        steps = min(steps, max(1, (first - 1) // room))
+    replica.start_s, replica.steps = now, steps
+    replica.step_s = step_s(tables, rows + chunk) + tables.cache_token_s * context
+    replica.growth_s = tables.cache_token_s * (tokens + chunk)
+    replica.room, replica.decoding, replica.used_level = room, decoding, level
+    replica.rows = rows / max(1, decoding)
+    set_event(world.tree, place, now + _elapsed_s(replica.step_s, replica.growth_s, steps))
 
 
 @compiled
-def _admit(fleet: Fleet, requests: Requests, place: int, room: int) -> tuple[int, int]:
+def step_s(tables: Tables, rows: float) -> float:
+    """Seconds of a step without what its cached context costs."""
+    rows = min(rows, len(tables.seconds) - 1.001)
+    below = int(rows)
+    low, high = tables.seconds[below], tables.seconds[below + 1]
+    return low + (rows - below) * (high - low)
+
+
+@compiled
+def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
+    """Book what the segment's steps did. `begin` must follow."""
+    replica = world.replicas[place]
+    give = replica.steps * replica.room
+    for i in range(replica.running):
+        sequence = world.batch[place, i]
+        request = world.requests[sequence.request]
+        if sequence.prompt_left == 0:
+            used = min(replica.used_level, request.pinned)
+            made = replica.steps * tables.tokens_LB[used, replica.decoding]
+            made = min(made, sequence.output_left)
+            sequence.output_left -= made
+            request.points += made * tables.points_L[used]
+            request.lowest = max(request.lowest, used)
+        elif give > 0:
+            taken = min(give, sequence.prompt_left)
+            give -= taken
+            sequence.prompt_left -= taken
+            if sequence.prompt_left == 0:
+                # The prompt's last row gives the first token, the model's own choice.
+                sequence.output_left -= 1
+                request.first_s = now
+                world.first_log[world.counts[FIRSTS]] = sequence.request
+                world.counts[FIRSTS] += 1
+    _leave(world, place, now)
+
+
+@compiled
+def _elapsed_s(first_s: float, growth_s: float, steps: int) -> float:
+    return steps * first_s + growth_s * steps * (steps - 1) / 2
+
+
+@compiled
+def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, int]:
     """From the queue into the batch while prompts do not fill a step.
 
-    Returns the prompt tokens to forward, and those of the first prompt.
+    The cache must hold all of a sequence's tokens to come: nobody is sent back later, as the real
+    engine may have to. A sequence that is too long for it runs alone. Returns the prompt tokens to
+    forward, and those of the first prompt.
     """
+    replica = world.replicas[place]
     pending, first = 0, 0
-    for i in range(fleet.running[place]):
-        left = fleet.prompt_left_RB[place, i]
+    for i in range(replica.running):
+        left = world.batch[place, i].prompt_left
         first = first if first else left
         pending += left
-    while (
-        fleet.waiting[place]
-        and fleet.running[place] < fleet.request_RB.shape[1]
-        and pending < room
-    ):
-        request = fleet.head[place]
-        fleet.head[place] = requests.behind[request]
-        requests.behind[request] = NOBODY
-        if fleet.head[place] == NOBODY:
-            fleet.tail[place] = NOBODY
-        fleet.waiting[place] -= 1
-        i = fleet.running[place]
-        fleet.request_RB[place, i] = request
-        fleet.prompt_left_RB[place, i] = requests.prompt[request]
-        fleet.output_left_RB[place, i] = requests.output[request]
-        fleet.running[place] += 1
-        first = first if first else requests.prompt[request]
-        pending += requests.prompt[request]
+    while replica.waiting and replica.running < world.batch.shape[1] and pending < room:
+        number = replica.head
+        request = world.requests[number]
+        need = request.prompt + request.output
+        if replica.running and replica.promised + need > tables.cache_tokens:
+            break
+        replica.promised += need
+        replica.head, request.behind = request.behind, NOBODY
+        if replica.head == NOBODY:
+            replica.tail = NOBODY
+        replica.waiting -= 1
+        sequence = world.batch[place, replica.running]
+        sequence.request = number
+        sequence.prompt_left, sequence.output_left = request.prompt, request.output
+        replica.running += 1
+        first = first if first else request.prompt
+        pending += request.prompt
     return pending, first
 
 
 @compiled
-def end_segment(fleet: Fleet, requests: Requests, tables: Tables, place: int, now: float) -> None:
-    """Book what the segment's steps did. `begin` must follow."""
-    steps, decoding = fleet.steps[place], fleet.decoding[place]
-    give = steps * fleet.room[place]
-    for i in range(fleet.running[place]):
-        request = fleet.request_RB[place, i]
-        prompt_left = fleet.prompt_left_RB[place, i]
-        if prompt_left == 0:
-            used = min(fleet.used_level[place], requests.pinned[request])
-            tokens = steps * tables.tokens_LB[used, decoding]
-            tokens = min(tokens, fleet.output_left_RB[place, i])
-            fleet.output_left_RB[place, i] -= tokens
-            fleet.made[place] += tokens
-            requests.points[request] += tokens * tables.points_L[used]
-            requests.lowest[request] = max(requests.lowest[request], used)
-        elif give > 0:
-            taken = min(give, prompt_left)
-            give -= taken
-            fleet.prompt_left_RB[place, i] -= taken
-            if taken == prompt_left:
-                # The prompt's last row gives the first token, the model's own choice.
-                requests.first_s[request] = now
-                requests.first_log[fleet.counts[FIRSTS]] = request
-                fleet.counts[FIRSTS] += 1
-                fleet.output_left_RB[place, i] -= 1
-                fleet.made[place] += 1
-    _leave(fleet, requests, place, now)
-
-
-@compiled
-def _leave(fleet: Fleet, requests: Requests, place: int, now: float) -> None:
+def _leave(world: World, place: int, now: float) -> None:
     """Sequences that are complete; the others keep their order."""
+    replica = world.replicas[place]
     kept = 0
-    for i in range(fleet.running[place]):
-        request = fleet.request_RB[place, i]
-        left, prompt_left = fleet.output_left_RB[place, i], fleet.prompt_left_RB[place, i]
-        if prompt_left == 0 and left < _NONE_LEFT:
-            requests.end_s[request] = now
-            requests.outcome[request] = DONE
-            requests.end_log[fleet.counts[ENDS]] = request
-            fleet.counts[ENDS] += 1
+    for i in range(replica.running):
+        sequence = world.batch[place, i]
+        if sequence.prompt_left == 0 and sequence.output_left < NONE_LEFT:
+            request = world.requests[sequence.request]
+            request.end_s, request.outcome = now, DONE
+            replica.promised -= request.prompt + request.output
+            world.end_log[world.counts[ENDS]] = sequence.request
+            world.counts[ENDS] += 1
             continue
-        fleet.request_RB[place, kept] = request
-        fleet.prompt_left_RB[place, kept] = prompt_left
-        fleet.output_left_RB[place, kept] = left
+        if kept < i:
+            world.batch[place, kept] = sequence
         kept += 1
-    fleet.running[place] = kept
+    replica.running = kept

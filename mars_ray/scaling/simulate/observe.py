@@ -23,9 +23,9 @@ from mars_ray.scaling.simulate.arrays import (
     READY,
     REFUSED,
     STARTING,
-    Fleet,
     Ints,
-    Requests,
+    Records,
+    World,
 )
 
 
@@ -45,8 +45,7 @@ class _Counters:
 class Observer:
     """Takes a sample each tick and hands out the newest that is old enough."""
 
-    fleet: Fleet
-    requests: Requests
+    world: World
     lag_s: float
     latency_window_s: float
     _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
@@ -60,7 +59,7 @@ class Observer:
             self._samples.popleft()
         at_s, measured = self._samples[0]
         known = {
-            "running": int(np.count_nonzero(self.fleet.status == READY)),
+            "running": int(np.count_nonzero(self.world.replicas["status"] == READY)),
             "target": target,
             "starting_ages_s": self._starting_ages(now),
             "cold_start_s": cold_start_s,
@@ -70,12 +69,12 @@ class Observer:
         return replace(measured, age_s=now - at_s, **known)
 
     def _starting_ages(self, now: float) -> tuple[float, ...]:
-        starting = self.fleet.status == STARTING
-        return tuple(sorted((now - self.fleet.born_s[starting]).tolist(), reverse=True))
+        starting = self.world.replicas["status"] == STARTING
+        return tuple(sorted((now - self.world.replicas["born_s"][starting]).tolist(), reverse=True))
 
     def _measure(self, now: float) -> Sample:
         before = self._past[-1]
-        counts = self.fleet.counts
+        counts = self.world.counts
         here = _Counters(now, *(int(counts[i]) for i in (NEXT, PINNED, REFUSED, FIRSTS, ENDS)))
         self._past.append(here)
         while len(self._past) > 2 and self._past[1].at_s <= now - self.latency_window_s:
@@ -106,59 +105,54 @@ class Observer:
 
         Without any, those of the last time that there were some.
         """
-        arrived = self.requests.prompt[before.arrivals : here.arrivals]
-        ended = self.requests.end_log[before.ends : here.ends]
-        done = ended[self.requests.outcome[ended] == DONE]
+        arrived = self.world.requests["prompt"][before.arrivals : here.arrivals]
+        ended = self.world.end_log[before.ends : here.ends]
+        done = ended[self.world.requests["outcome"][ended] == DONE]
         prompt, output = self._means
         self._means = (
             float(arrived.mean()) if len(arrived) else prompt,
-            float(self.requests.output[done].mean()) if len(done) else output,
+            float(self.world.requests["output"][done].mean()) if len(done) else output,
         )
         return self._means
 
     def _backlog(self, output: float | None) -> tuple[int, float | None]:
         """Requests without a token and in no batch; output tokens still to come, by the mean."""
-        alive = (self.fleet.status == READY) | (self.fleet.status == DRAINING)
-        held = int(self.fleet.counts[HELD])
-        waiting = held + int(self.fleet.waiting[alive].sum())
-        running = int(self.fleet.running[alive].sum())
+        alive = (self.world.replicas["status"] == READY) | (self.world.replicas["status"] == DRAINING)
+        held = int(self.world.counts[HELD])
+        waiting = held + int(self.world.replicas["waiting"][alive].sum())
+        running = int(self.world.replicas["running"][alive].sum())
         # A running sequence is half way through, in the mean.
         return waiting, None if output is None else (waiting + running / 2) * output
 
     def _loads(self) -> tuple[ReplicaLoad, ...]:
-        fleet = self.fleet
-        here = np.flatnonzero(fleet.status == READY)
-        middle = fleet.step_s[here] + fleet.growth_s[here] * (fleet.steps[here] - 1) / 2
-        columns: list[list[Any]] = [
-            fleet.running[here].tolist(),
-            fleet.waiting[here].tolist(),
-            middle.tolist(),
-            fleet.rows[here].tolist(),
-            fleet.steps[here].tolist(),
-        ]
+        replicas = self.world.replicas
+        here = replicas[replicas["status"] == READY]
+        middle = here["step_s"] + here["growth_s"] * (here["steps"] - 1) / 2
+        fields = [here[name] for name in ("running", "waiting", "rows", "steps")]
+        columns: list[list[Any]] = [field.tolist() for field in (*fields, middle)]
         return tuple(
             ReplicaLoad(running=r, waiting=w, step_s=s, positions=p)
             if steps
             else ReplicaLoad(running=r, waiting=w)
-            for r, w, s, p, steps in zip(*columns, strict=True)
+            for r, w, p, steps, s in zip(*columns, strict=True)
         )
 
     def _latencies(self, here: _Counters) -> dict[str, float | None]:
         oldest = self._past[0]
-        firsts = self.requests.first_log[oldest.firsts : here.firsts]
-        waits = self.requests.first_s[firsts] - self.requests.arrival_s[firsts]
-        ends = self.requests.end_log[oldest.ends : here.ends]
-        paces = token_times(self.requests, ends[self.requests.outcome[ends] == DONE])
+        firsts = self.world.first_log[oldest.firsts : here.firsts]
+        waits = self.world.requests["first_s"][firsts] - self.world.requests["arrival_s"][firsts]
+        ends = self.world.end_log[oldest.ends : here.ends]
+        paces = token_times(self.world.requests, ends[self.world.requests["outcome"][ends] == DONE])
         return {
             "ttft_p90_s": _p90(waits[~np.isnan(waits)]),
             "time_per_token_p90_s": _p90(paces[paces > 0]),
         }
 
 
-def token_times(requests: Requests, index: Ints) -> np.ndarray:
+def token_times(requests: Records, index: Ints) -> np.ndarray:
     """Seconds per token after the first one; 0 for answers of one token."""
-    more = requests.output[index] - 1
-    return (requests.end_s[index] - requests.first_s[index]) / np.maximum(1, more)
+    more = requests["output"][index] - 1
+    return (requests["end_s"][index] - requests["first_s"][index]) / np.maximum(1, more)
 
 
 def _p90(values: np.ndarray) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mars_ray.config.scaling import Slo
-from mars_ray.scaling.simulate.arrays import DONE, FAILED, SHED, Floats, Ints, Requests
+from mars_ray.scaling.simulate.arrays import DONE, FAILED, SHED, Floats, Ints, Records
 from mars_ray.scaling.simulate.observe import token_times
 from mars_ray.scaling.traces.trace import Trace
 
@@ -30,7 +30,7 @@ class Outcome:
     """One run. Arrays of shape [N] by request, in the order of arrival."""
 
     trace: Trace
-    requests: Requests
+    requests: Records
     timeline: Timeline
     end_s: float
     replica_s: float
@@ -40,14 +40,14 @@ class Outcome:
     @property
     def ttft_s(self) -> Floats:
         """NaN where no token came."""
-        return self.requests.first_s - self.requests.arrival_s
+        return self.requests["first_s"] - self.requests["arrival_s"]
 
     def within(self, slo: Slo) -> np.ndarray:
         """Whether each request was answered in time; what was refused or failed was not."""
         requests = self.requests
-        done = requests.outcome == DONE
+        done = requests["outcome"] == DONE
         pace = token_times(requests, np.arange(len(done)))
-        late = requests.end_s - requests.arrival_s > self.trace.deadline_s
+        late = requests["end_s"] - requests["arrival_s"] > self.trace.deadline_s
         return done & (self.ttft_s <= slo.ttft_s) & (pace <= slo.time_per_token_s) & ~late
 
 
@@ -58,16 +58,16 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
     by the tokens that it made (Model-Switching, HotCloud'20, names the metric).
     """
     requests = outcome.requests
-    done = requests.outcome == DONE
+    done = requests["outcome"] == DONE
     within = outcome.within(slo)
-    points = requests.points / np.maximum(1, requests.output)
+    points = requests["points"] / np.maximum(1, requests["output"])
     pace = token_times(requests, np.flatnonzero(done))
     return {
         "requests": len(done),
         "done": int(done.sum()),
-        "shed": int((requests.outcome == SHED).sum()),
-        "failed": int((requests.outcome == FAILED).sum()),
-        "retried": int((requests.retries > 0).sum()),
+        "shed": int((requests["outcome"] == SHED).sum()),
+        "failed": int((requests["outcome"] == FAILED).sum()),
+        "retried": int((requests["retries"] > 0).sum()),
         "attainment": float(within.mean()),
         "effective_accuracy": float(np.where(within, accuracy - points, 0).mean()),
         "points_lost": float(points[done].mean()) if done.any() else 0.0,
@@ -80,7 +80,7 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
         "mean_replicas": outcome.replica_s / outcome.end_s,
         "peak_replicas": int(outcome.timeline.ready.max()),
         "below_set_point_s": outcome.below_set_point_s,
-        "floor_breaches": int((requests.lowest > requests.pinned).sum()),
+        "floor_breaches": int((requests["lowest"] > requests["pinned"]).sum()),
         "end_s": outcome.end_s,
     }
 

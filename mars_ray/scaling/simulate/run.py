@@ -12,18 +12,17 @@ from mars_ray.scaling.simulate.arrays import (
     DRAINING,
     ENDS,
     FAILED,
+    FREE,
     NEXT,
     OPEN,
     READY,
     STARTING,
-    Fleet,
-    Requests,
     Tables,
-    make_fleet,
-    make_requests,
+    World,
     make_tables,
+    make_world,
 )
-from mars_ray.scaling.simulate.core import advance, drain, kill, set_level, start
+from mars_ray.scaling.simulate.core import advance, drain, kill, set_levels, start
 from mars_ray.scaling.simulate.observe import Observer
 from mars_ray.scaling.simulate.policy import Policy
 from mars_ray.scaling.simulate.result import Outcome, Timeline
@@ -59,10 +58,10 @@ def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None)
 class _Run:
     fixture: Fixture
     policy: Policy
-    fleet: Fleet = field(init=False)
-    requests: Requests = field(init=False)
+    world: World = field(init=False)
     tables: Tables = field(init=False)
     observer: Observer = field(init=False)
+    thresholds: np.ndarray = field(init=False)
     target: int = field(init=False)
     threshold: float = field(init=False)
     shed: float = 0.0
@@ -74,10 +73,15 @@ class _Run:
     def __post_init__(self) -> None:
         given = self.fixture
         cluster = given.cluster
-        # Draining replicas keep their places while their successors start.
-        self.fleet = make_fleet(2 * given.most + 4, given.model.max_batch)
-        thresholds = [level.threshold for level in given.levels]
-        self.requests = make_requests(given.trace, thresholds, given.seed, cluster.retries)
+        self.world = make_world(
+            given.trace,
+            [level.threshold for level in given.levels],
+            # Draining replicas keep their places while their successors start.
+            places=2 * given.most + 4,
+            batch=given.model.max_batch,
+            retries=cluster.retries,
+            seed=given.seed,
+        )
         self.tables = make_tables(
             given.model,
             given.levels,
@@ -87,12 +91,11 @@ class _Run:
             max_retries=cluster.retries,
             two_choices=cluster.routing == "two-choices",
         )
-        self.observer = Observer(
-            self.fleet, self.requests, cluster.metrics_lag_s, cluster.latency_window_s
-        )
+        self.observer = Observer(self.world, cluster.metrics_lag_s, cluster.latency_window_s)
+        self.thresholds = np.array([level.threshold for level in given.levels])
         self.target = given.replicas
         self.threshold = given.set_point
-        start(self.fleet, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
+        start(self.world, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
 
     def run(self, progress: Progress | None) -> Outcome:
         """Ticks until every request has ended."""
@@ -100,7 +103,7 @@ class _Run:
         kills = sorted(self.fixture.cluster.kills, key=lambda k: k.at_s)
         rng = np.random.default_rng([self.fixture.seed, 3])
         now, tick, total = 0.0, 0, len(trace)
-        while self.fleet.counts[ENDS] < total and now < trace.duration_s + _PATIENCE_S:
+        while self.world.counts[ENDS] < total and now < trace.duration_s + _PATIENCE_S:
             now = tick * tick_s
             while kills and kills[0].at_s <= now:
                 self._advance(kills[0].at_s)
@@ -109,11 +112,11 @@ class _Run:
             self._tick(now)
             tick += 1
             if progress and tick % 64 == 0:
-                progress(int(self.fleet.counts[ENDS]), total)
+                progress(int(self.world.counts[ENDS]), total)
         return self._outcome(now)
 
     def _advance(self, until_s: float) -> None:
-        advance(self.fleet, self.requests, self.tables, until_s, self.shed)
+        advance(self.world, self.tables, until_s, self.shed)
 
     def _tick(self, now: float) -> None:
         self._log(now)
@@ -129,24 +132,22 @@ class _Run:
         if (self.target, self.threshold) != before:
             self.reasons.append((now, decision.reason))
         level = self._level_of(self.threshold)
-        for place in np.flatnonzero(self.fleet.status != 0).tolist():
-            set_level(self.fleet, place, level, now)
-        status = self.fleet.status
+        set_levels(self.world, level, now)
+        status = self.world.replicas["status"]
         alive = int(np.count_nonzero((status == READY) | (status == STARTING)))
         if alive < self.target:
             # A cold start is known once the first one is over.
             cold_s = self.fixture.cluster.cold_start_s
-            start(self.fleet, self.target - alive, now, now + cold_s, level)
+            start(self.world, self.target - alive, now, now + cold_s, level)
         elif alive > self.target:
-            drain(self.fleet, alive - self.target, now)
-        self._measure_cold_start(now)
+            drain(self.world, alive - self.target, now)
+        self._measure_cold_start()
 
-    def _measure_cold_start(self, now: float) -> None:
+    def _measure_cold_start(self) -> None:
         if self.cold_start_s is None:
-            warmed = (self.fleet.status == READY) & (self.fleet.born_s > 0)
-            if warmed.any():
+            replicas = self.world.replicas
+            if ((replicas["status"] == READY) & (replicas["born_s"] > 0)).any():
                 self.cold_start_s = self.fixture.cluster.cold_start_s
-        del now
 
     def _level_of(self, threshold: float) -> int:
         """The lowest level that is not below the threshold."""
@@ -155,22 +156,21 @@ class _Run:
 
     def _kill(self, count: int, rng: np.random.Generator) -> None:
         for _ in range(count):
-            ready = np.flatnonzero(self.fleet.status == READY)
+            ready = np.flatnonzero(self.world.replicas["status"] == READY)
             if not len(ready):
                 return
             place = int(rng.choice(ready))
-            kill(self.fleet, self.requests, self.tables, place, self._now)
+            kill(self.world, self.tables, place, self._now)
 
     @property
     def _now(self) -> float:
         return self.ticks[-1][0] if self.ticks else 0.0
 
     def _log(self, now: float) -> None:
-        status, counts = self.fleet.status, self.fleet.counts
+        status, counts = self.world.replicas["status"], self.world.counts
         ready = status == READY
-        lowest = self.fixture.levels
-        used = [lowest[i].threshold for i in self.fleet.level[ready].tolist()]
-        threshold = float(np.mean(used)) if used else self.threshold
+        used = self.thresholds[self.world.replicas["level"][ready]]
+        threshold = float(np.mean(used)) if len(used) else self.threshold
         self.ticks.append(
             (
                 now,
@@ -188,12 +188,13 @@ class _Run:
 
     def _outcome(self, now: float) -> Outcome:
         end_s = max(now, self.fixture.trace.duration_s)
-        alive = self.fleet.status != 0
-        spent = float(self.fleet.spent_s[0] + (end_s - self.fleet.born_s[alive]).sum())
-        self.requests.outcome[self.requests.outcome == OPEN] = FAILED
+        replicas, requests = self.world.replicas, self.world.requests
+        alive = replicas["status"] != FREE
+        spent = float(self.world.spent_s[0] + (end_s - replicas["born_s"][alive]).sum())
+        requests["outcome"][requests["outcome"] == OPEN] = FAILED
         return Outcome(
             trace=self.fixture.trace,
-            requests=self.requests,
+            requests=requests,
             timeline=self._timeline(),
             end_s=end_s,
             replica_s=spent,
