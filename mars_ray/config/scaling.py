@@ -45,9 +45,9 @@ class ScalingConfig(Config):
     """Replicas and threshold of one fleet (docs/autoscaling.md)."""
 
     slo: Slo = Slo()
-    min_replicas: int = Field(default=1, ge=0, description="0 needs scale_to_zero")
+    min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=4, ge=1)
-    scale_to_zero: bool = False
+    scale_to_zero: bool = Field(default=False, description="after idle_to_zero_s")
     threshold: ThresholdBounds = ThresholdBounds()
     quality_classes: dict[str, Threshold] = Field(
         default={}, description="name: floor of the requests that ask for this class"
@@ -74,11 +74,4 @@ class ScalingConfig(Config):
     def _bounds(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas must be at most max_replicas")
-        if self.min_replicas == 0 and not self.scale_to_zero:
-            raise ValueError("min_replicas = 0 needs scale_to_zero = true")
         return self
-
-    @property
-    def fewest(self) -> int:
-        """Replicas without any traffic."""
-        return 0 if self.scale_to_zero else self.min_replicas

@@ -8,13 +8,9 @@ whole fleet. None is "not known"; numbers that cannot be (NaN, infinite, negativ
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
 
 # A class share under this name: requests that pin their own mode or threshold.
 PINNED = "pinned"
-
-_NOTHING: Mapping[Any, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +40,11 @@ class Sample:
     ttft_p90_s: float | None = None  # newest
     time_per_token_p90_s: float | None = None  # newest
     # Threshold -> T/F that it would have given on the same steps (decode/measures.py).
-    tokens_per_forward: Mapping[float, float] = field(default=_NOTHING)
+    tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
     disagreement: float | None = None  # share of the checked tokens
     # Share of the requests by quality class, and of those that pin their own (`PINNED`); the rest
     # follows the set-point.
-    class_shares: Mapping[str, float] = field(default=_NOTHING)
+    class_shares: Mapping[str, float] = field(default_factory=dict)
     cold_start_s: float | None = None  # newest measured
     age_s: float | None = None  # of the oldest metric in here; None: there are no metrics
 

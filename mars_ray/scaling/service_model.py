@@ -25,8 +25,9 @@ the engine picks the shape with the most tokens/s at its batch, and so does `at`
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +59,24 @@ class Level:
     def all_shapes(self) -> tuple[Shape, ...]:
         """With no masks at all as the first."""
         return (PLAIN, *(shape for shape in self.shapes if shape.window > 0))
+
+    def tokens_per_forward(self, positions: float) -> float:
+        """With so many rows a step: linear between the shapes, flat beyond them."""
+        points = sorted((s.positions, s.tokens_per_forward) for s in self.all_shapes)
+        for (low, few), (high, many) in pairwise(points):
+            if positions <= high:
+                return few + (many - few) * max(0.0, positions - low) / max(1e-9, high - low)
+        return points[-1][1]
+
+    def with_gain(self, gain: float) -> "Level":
+        """With so many times the tokens that masks bring beyond the first one."""
+        if gain == 1:
+            return self
+        shapes = [
+            replace(s, tokens_per_forward=min(s.positions, 1 + gain * (s.tokens_per_forward - 1)))
+            for s in self.shapes
+        ]
+        return replace(self, shapes=tuple(shapes))
 
 
 @dataclass(frozen=True, slots=True)
