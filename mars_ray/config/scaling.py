@@ -60,10 +60,10 @@ class ScalingConfig(Config):
     )
     budget_window_s: float = Field(default=3600.0, gt=0)
     cold_start_s: float = Field(default=60.0, gt=0, description="until it has been measured")
-    scale_down_window_s: float | None = Field(
-        default=None,
+    scale_down_window_s: float = Field(
+        default=0.0,
         ge=0,
-        description="fewer replicas must have been enough for so long; default: a cold start",
+        description="fewer replicas must have been enough for so long, and for a cold start",
     )
     idle_to_zero_s: float = Field(default=600.0, ge=0, description="without a request")
     lower_dwell_s: float = Field(default=1.0, ge=0, description="between two lower thresholds")

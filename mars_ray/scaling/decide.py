@@ -77,11 +77,11 @@ def _need(seen: Seen, quality: Quality, config: ScalingConfig) -> Need:
 
 
 def _fleet(seen: Seen, needed: Need, fleet: Fleet, config: ScalingConfig, dt: float) -> Fleet:
-    window_s = config.scale_down_window_s
-    window_s = seen.cold_start_s if window_s is None else window_s
+    # What is given up sooner costs more to get back than to keep.
+    window_s = max(seen.cold_start_s, config.scale_down_window_s)
     fleet = remember(fleet, needed.replicas, seen.busy, dt, window_s)
     before = seen.sample.target if fleet.asked is None else fleet.asked
-    asked = ask(fleet, before, needed.replicas, config)
+    asked = ask(fleet, before, needed.replicas, seen.busy, config)
     return replace(fleet, asked=asked, cold_start_s=seen.cold_start_s)
 
 

@@ -30,10 +30,10 @@ def remember(fleet: Fleet, needed: int, busy: bool, dt: float, window_s: float) 
     return replace(fleet, idle_s=idle_s, enough=(*enough[-_PARTS:], needed), part_s=0.0)
 
 
-def ask(fleet: Fleet, current: int, needed: int, config: ScalingConfig) -> int:
-    """Replicas to ask for."""
-    idle = fleet.idle_s > 0
-    if config.scale_to_zero and idle and (not current or fleet.idle_s >= config.idle_to_zero_s):
+def ask(fleet: Fleet, current: int, needed: int, busy: bool, config: ScalingConfig) -> int:
+    """Replicas to ask for, when `current` were asked for so far."""
+    idle = not busy and (not current or fleet.idle_s >= config.idle_to_zero_s)
+    if config.scale_to_zero and idle:
         return 0
     known = len(fleet.enough) > _PARTS
     fewer = min(current, max(fleet.enough)) if known else current

@@ -18,6 +18,7 @@ cold start, until the buckets know it (the panic window of Knative's autoscaler)
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -85,13 +86,18 @@ def forecast(load: Load, ahead: int, width_s: float) -> Forecast:
     """`ahead` buckets from now."""
     if not load.rates:
         return Forecast(load.fast, 0.0, 1.0, 0.0, False)
-    level = fmean(load.rates[-_LEVEL:])
-    slope = _slope(load.rates[-2 * ahead :])
-    mean = level + slope * (ahead + _LEVEL / 2)
-    forecast = Forecast(mean, _sigma(load.rates, ahead), burst(load.rates, width_s), slope, False)
-    if load.surge_left_s > 0 and load.surge > mean:
-        return replace(forecast, mean=load.surge, surge=True)
-    return forecast
+    known = _extrapolated(load.rates, ahead, width_s)
+    if load.surge_left_s > 0 and load.surge > known.mean:
+        return replace(known, mean=load.surge, surge=True)
+    return known
+
+
+# Between two buckets nothing changes: one entry is in use, the others serve simulations.
+@lru_cache(maxsize=64)
+def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forecast:
+    slope = _slope(rates[-2 * ahead :])
+    mean = fmean(rates[-_LEVEL:]) + slope * (ahead + _LEVEL / 2)
+    return Forecast(mean, _sigma(rates, ahead), burst(rates, width_s), slope, False)
 
 
 def with_surge(load: Load, known: Forecast, lasts_s: float) -> Load:

@@ -7,8 +7,9 @@ within the time T that a request may wait for its first token (Little's law with
     lambda + (L - R m) / T <= R K
 
 The highest rung that is enough is taken; a lower one at once (after `lower_dwell_s`), a higher one
-once it would have been enough, with a margin, all through `raise_dwell_s`. Nothing is summed up but
-the points spent, so nothing winds up while the threshold is at its floor.
+once it would have carried lambda with a margin all through `raise_dwell_s`, empty places not
+counted. Nothing is summed up but the points spent, so nothing winds up while the threshold is at
+its floor.
 """
 
 import math
@@ -19,7 +20,7 @@ from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.ladder import Rung
 
 # A higher rung must carry so much more than there is: without it, it would be left again.
-_MARGIN = 1.1
+_MARGIN = 1.05
 # A spent budget has to come down to this share before any of it is spent again.
 _RECOVERED = 0.8
 # Some requests are always let in: without any there is nothing to measure.
@@ -35,9 +36,14 @@ class Pressure:
     running: int  # replicas
     deadline_s: float
 
-    def enough(self, rung: Rung, margin: float = 1.0) -> bool:
-        """Whether this rung carries it."""
-        return margin * self.rate <= self.admissible(rung)
+    def enough(self, rung: Rung) -> bool:
+        """Whether this rung carries it within the deadline."""
+        return self.rate <= self.admissible(rung)
+
+    def lasting(self, rung: Rung) -> bool:
+        """Whether it would go on doing so when all places are taken."""
+        carried = self.running * rung.requests_per_s
+        return _MARGIN * self.rate <= min(carried, self.admissible(rung))
 
     def admissible(self, rung: Rung) -> float:
         """Arrivals per second that this rung carries beside what is there already."""
@@ -90,7 +96,7 @@ def steer(
     wanted = next((rung for rung in rungs if pressure.enough(rung)), rungs[-1])
     if wanted.threshold < now.threshold:
         return _lower(quality, now, wanted, config)
-    safe = next((rung for rung in rungs if pressure.enough(rung, _MARGIN)), rungs[-1])
+    safe = next((rung for rung in rungs if pressure.lasting(rung)), rungs[-1])
     if safe.threshold <= now.threshold:
         return replace(quality, threshold=now.threshold, better_s=0.0)
     better = safe.threshold

@@ -1,16 +1,17 @@
 """What the policy sees of a fleet at one tick.
 
 Rates are means since the tick before, as they are: the policy smooths. Counts and sums are of the
-whole fleet. None is "not known"; numbers that cannot be (NaN, infinite, negative) become None in
-`checked`, which `decide` calls first.
+whole fleet. None is "not known"; numbers that cannot be (NaN, negative, beyond all measure) become
+None in `checked`, which `decide` calls first.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 # A class share under this name: requests that pin their own mode or threshold.
 PINNED = "pinned"
+# No rate, count or time of a fleet is larger.
+_MOST = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def _checked_load(load: ReplicaLoad) -> ReplicaLoad:
 
 
 def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) or value < 0 else float(value)
+    return None if value is None or not 0 <= value <= _MOST else float(value)
 
 
 def _count(value: float | None) -> int | None:

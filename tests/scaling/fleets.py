@@ -33,6 +33,7 @@ CONFIG = ScalingConfig.model_validate(
         "cold_start_s": 40,
         "threshold": {"floor": 0.1},
         "prices": {"point_hour": 0.1},
+        "quality_budget_points": None,
     }
 )
 

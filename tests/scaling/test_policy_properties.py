@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +71,7 @@ def bounded(replicas: int, threshold: float | None, shed: float, wanted: Scaling
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(SAMPLES, NUMBERS), min_size=1, max_size=6), CONFIGS, MODELS)
 def test_answers_are_bounded_whatever_comes_in(ticks, wanted, model):
     """Guards NaN that sticks in the state, clocks that jump, and replicas without end."""
@@ -84,14 +85,14 @@ def test_answers_are_bounded_whatever_comes_in(ticks, wanted, model):
         state = State.from_dict(json.loads(text))
         assert state == decision.state
     # And it recovers: after sane metrics for a while, sane answers.
-    for second in range(30):
+    for second in range(10):
         decision = decide(sample(1, 0.0), state, wanted, model, float(second))
         state = decision.state
     assert math.isfinite(state.load.fast)
     assert math.isfinite(state.quality.spent_points)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.floats(0, 60), min_size=3, max_size=6),
     st.floats(1.0, 4.0),
@@ -116,7 +117,7 @@ def test_more_load_never_means_fewer_replicas(rates, times, floor):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 6), st.lists(st.floats(0, 300), max_size=5), st.booleans())
 def test_an_idle_fleet_never_grows(running, ages, zero):
-    """ray#61731: replicas that start up must not look like load; nor may a restart of the policy."""
+    """ray#61731: replicas that start up must not look like load, nor a policy that restarts."""
     wanted = config(scale_to_zero=zero)
     state, before = State(), max(running + len(ages), 0 if zero else 1)
     for second in range(120):
@@ -133,7 +134,7 @@ def test_an_idle_fleet_never_grows(running, ages, zero):
 
 
 def test_slow_cold_starts_do_not_feed_back():
-    """ray#61731: one request to a fleet at zero, and a start that takes ten times as long as said."""
+    """ray#61731: a request to a fleet at zero, and a start ten times as long as it should be."""
     wanted = config(scale_to_zero=True, cold_start_s=10.0)
     state, asked = State(), []
     for second in range(300):
@@ -159,11 +160,11 @@ def test_overload_never_shrinks_the_fleet(running, times):
 
 
 def test_short_windows_do_not_thrash():
-    """ray#26455: without any window, a load that swings within one is not followed up and down."""
+    """ray#26455: a load that swings faster than replicas start is not followed up and down."""
     fleet = Fleet(config(scale_down_window_s=0.0, raise_dwell_s=0.0))
     fleet.run(300, lambda now: 30.0 if now % 20 < 10 else 10.0)
     log = fleet.run(600, lambda now: 30.0 if now % 20 < 10 else 10.0)
-    moves = sum(a.replicas != b.replicas for a, b in zip(log, log[1:], strict=False))
+    moves = sum(a.replicas != b.replicas for a, b in pairwise(log))
     assert moves <= 6
 
 
