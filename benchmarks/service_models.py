@@ -5,67 +5,55 @@ From committed results and published figures; every model's provenance says whic
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from mars_ray.scaling.service_model import Level, ServiceModel, Shape
+from mars_ray.core.frontier import Frontier
+from mars_ray.scaling.measured import (
+    acceptance_rate,
+    confidence_level,
+    data_sheet_steps,
+    levels_of,
+    measured_steps,
+    verified_level,
+)
+from mars_ray.scaling.service_model import Level, ServiceModel
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
+_BENCHES = ("decode_demo", "decode_demo_large")
+
 # Qwen2.5-7B on an H200 in bfloat16: 15.2 GB of weights at 85% of 4.8 TB/s, a knee at 200 rows,
 # 1 ms for launching, 57 kB of KV cache a token, 110 GB for it.
-_READ_S, _KNEE_ROWS, _LAUNCH_S = 15.2e9 / (0.85 * 4.8e12), 200, 1e-3
+_BYTES_PER_S = 0.85 * 4.8e12
+_READ_S, _KNEE_ROWS, _LAUNCH_S = 15.2e9 / _BYTES_PER_S, 200, 1e-3
 _CACHE_BYTES, _CACHE_ROOM = 57_344, 110e9
-_H200_STEPS = tuple(
-    (rows, max(_READ_S, _READ_S * rows / _KNEE_ROWS) + _LAUNCH_S) for rows in (1, 200, 400, 8192)
-)
-_DATA_SHEET = "H200 data sheet: bandwidth at 85%, knee at 200 rows, 1 ms a step"
 
 
 def demo() -> ServiceModel:
     """The demo checkpoint on one CPU core."""
-    small, large = _result("decode_demo"), _result("decode_demo_large")
-    cases = [c for c in small["cases"] + large["cases"] if c["label"].startswith("mars-ray ver")]
-    steps = {round(_rows(case) * case["batch"]): case["ms_per_step"] / 1000 for case in cases}
-    plain = _case(small, "mars-ray exact", 1)
-    verified = _case(small, "mars-ray verified 1", 16)
-    # Rows of prompts are in the measured ones, the same for every mode.
-    prompts = plain["positions_per_token"] - 1
-    rows = (verified["positions_per_token"] - prompts) * verified["tokens_per_forward"]
-    frontier = _result("demo")["points"]
-    exact = frontier[0]["accuracy"]
-    levels = [
-        Level(
-            point["mode"]["threshold"],
-            round(max(0.0, 100 * (exact - point["accuracy"])), 2),
-            (Shape(4, round(rows, 2), round(point["tokens_per_forward"], 3)),),
-        )
-        for point in frontier
-        if point["mode"]["type"] == "verified"
-    ]
+    benches = [json.loads((RESULTS / f"{n}.json").read_text()) for n in _BENCHES]
+    frontier = Frontier.from_json((RESULTS / "demo.json").read_text())
+    steps = dict(measured_steps({"steps": [], "cases": [c for b in benches for c in b["cases"]]}))
     return ServiceModel(
         "demo checkpoint, one CPU core",
-        tuple(sorted({1: plain["ms_per_step"] / 1000, **steps}.items())),
-        tuple(levels),
+        tuple(sorted(steps.items())),
+        levels_of(frontier, "verified", 4),
         max_batch=64,
-        provenance={"from": "benchmarks/results/decode_demo*.json, demo.json"},
+        provenance={"from": [f"{name}.json" for name in (*_BENCHES, "demo")]},
     )
 
 
 def paper() -> ServiceModel:
     """The paper's `confidence` on GSM8K: 73.2% with one token per forward."""
     points = ((0.95, 71.0, 1.79), (0.9, 70.3, 1.96), (0.8, 67.7, 2.19))
-    lower = [Level(t, round(73.2 - a, 1), (Shape(4, 5.0, f),)) for t, a, f in points]
-    return ServiceModel(
-        "Qwen2.5-7B, confidence, H200",
-        _H200_STEPS,
-        (Level(1.0, 0.0, ()), *lower),
-        max_batch=128,
-        mode="confidence",
-        cache_token_s=_CACHE_BYTES / (0.85 * 4.8e12),
-        cache_tokens=int(_CACHE_ROOM / _CACHE_BYTES),
-        provenance={"levels": "arXiv 2604.07023, Qwen2.5-7B, B = 4", "steps": _DATA_SHEET},
-    )
+    lower = [
+        confidence_level(t, round(73.2 - a, 1), [acceptance_rate("confidence", f, 4)] * 4)
+        for t, a, f in points
+    ]
+    levels = (Level(1.0, 0.0, ()), *lower)
+    source = "arXiv 2604.07023: Qwen2.5-7B, B = 4, GSM8K"
+    return _h200("Qwen2.5-7B, confidence, H200", "confidence", levels, source)
 
 
 def verified() -> ServiceModel:
@@ -75,35 +63,28 @@ def verified() -> ServiceModel:
     paper's rule loses at the same rise of the negative log-likelihood: 5.5 points at 8.0%.
     """
     lossless, curve = 0.448, ((0.3, 0.468, 1.61), (0.1, 0.507, 1.70), (0.03, 0.616, 1.81))
-    lower = [
-        Level(t, round(5.5 * (nll / lossless - 1) / 0.080, 1), (Shape(4, 9.0, f),))
-        for t, nll, f in curve
-    ]
-    return ServiceModel(
-        "7B, verified, H200",
-        _H200_STEPS,
-        (Level(1.0, 0.0, (Shape(4, 9.0, 1.52),)), *lower),
-        max_batch=128,
-        cache_token_s=_CACHE_BYTES / (0.85 * 4.8e12),
-        cache_tokens=int(_CACHE_ROOM / _CACHE_BYTES),
-        provenance={
-            "levels": "T/F of a small model on real text; points assumed by likelihood",
-            "steps": _DATA_SHEET,
-        },
+    points = [(t, 5.5 * (nll / lossless - 1) / 0.080, f) for t, nll, f in curve]
+    levels = tuple(
+        verified_level(t, round(lost, 1), [acceptance_rate("verified", f, 4)] * 4)
+        for t, lost, f in [(1.0, 0.0, 1.52), *points]
     )
+    source = "T/F of a small model on real text, points assumed by likelihood (docs/simulator.md)"
+    return _h200("7B, verified, H200", "verified", levels, source)
 
 
-def _result(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def _case(result: dict[str, Any], label: str, batch: int) -> dict[str, Any]:
-    return next(c for c in result["cases"] if c["label"] == label and c["batch"] == batch)
-
-
-def _rows(case: dict[str, Any]) -> float:
-    """Of a sequence in a step, with the prompts'."""
-    return case["positions_per_token"] * case["tokens_per_forward"]
+def _h200(
+    name: str, mode: Literal["verified", "confidence"], levels: tuple[Level, ...], source: str
+) -> ServiceModel:
+    return ServiceModel(
+        name,
+        data_sheet_steps(_READ_S, _READ_S / _KNEE_ROWS, _LAUNCH_S),
+        levels,
+        max_batch=128,
+        mode=mode,
+        cache_token_s=_CACHE_BYTES / _BYTES_PER_S,
+        cache_tokens=int(_CACHE_ROOM / _CACHE_BYTES),
+        provenance={"levels": source, "steps": "data sheet: 4.8 TB/s at 85%, knee at 200 rows"},
+    )
 
 
 def main() -> None:
