@@ -29,6 +29,13 @@ from mars_ray.scaling.simulate.arrays import (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed(Sample):
+    """With what only other policies look at."""
+
+    ttft_p99_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Counters:
     """At one moment, since the beginning."""
@@ -49,10 +56,10 @@ class Observer:
     lag_s: float
     latency_window_s: float
     _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
-    _samples: deque[tuple[float, Sample]] = field(default_factory=deque)
+    _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
     _means: tuple[float | None, float | None] = (None, None)
 
-    def sample(self, now: float, target: int, cold_start_s: float | None) -> Sample:
+    def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
         """The controller knows its own target and replicas at once; metrics come late."""
         self._samples.append((now, self._measure(now)))
         while len(self._samples) > 1 and self._samples[1][0] <= now - self.lag_s + 1e-9:
@@ -65,14 +72,14 @@ class Observer:
             "cold_start_s": cold_start_s,
         }
         if at_s > now - self.lag_s + 1e-9:
-            return Sample(**known)  # nothing has arrived yet
+            return Observed(**known)  # nothing has arrived yet
         return replace(measured, age_s=now - at_s, **known)
 
     def _starting_ages(self, now: float) -> tuple[float, ...]:
         starting = self.world.replicas["status"] == STARTING
         return tuple(sorted((now - self.world.replicas["born_s"][starting]).tolist(), reverse=True))
 
-    def _measure(self, now: float) -> Sample:
+    def _measure(self, now: float) -> Observed:
         before = self._past[-1]
         counts = self.world.counts
         here = _Counters(now, *(int(counts[i]) for i in (NEXT, PINNED, REFUSED, FIRSTS, ENDS)))
@@ -84,7 +91,7 @@ class Observer:
         arrived = here.arrivals - before.arrivals
         prompt, output = self._token_means(before, here)
         waiting, backlog = self._backlog(output)
-        return Sample(
+        return Observed(
             running=0,
             target=0,
             arrivals_per_s=max(0, arrived - refused) / span,
@@ -144,8 +151,9 @@ class Observer:
         ends = self.world.end_log[oldest.ends : here.ends]
         paces = token_times(self.world.requests, ends[self.world.requests["outcome"][ends] == DONE])
         return {
-            "ttft_p90_s": _p90(waits[~np.isnan(waits)]),
-            "time_per_token_p90_s": _p90(paces[paces > 0]),
+            "ttft_p90_s": _percentile(waits[~np.isnan(waits)], 0.9),
+            "ttft_p99_s": _percentile(waits[~np.isnan(waits)], 0.99),
+            "time_per_token_p90_s": _percentile(paces[paces > 0], 0.9),
         }
 
 
@@ -155,10 +163,10 @@ def token_times(requests: Records, index: Ints) -> np.ndarray:
     return (requests["end_s"][index] - requests["first_s"][index]) / np.maximum(1, more)
 
 
-def _p90(values: np.ndarray) -> float | None:
+def _percentile(values: np.ndarray, share: float) -> float | None:
     if not len(values):
         return None
-    place = min(len(values) - 1, int(0.9 * len(values)))
+    place = min(len(values) - 1, int(share * len(values)))
     return float(np.partition(values, place)[place])
 
 
