@@ -29,6 +29,8 @@ _LEVEL = 4  # buckets
 _MOST_BURST = 25.0
 # Cold starts after which a surprise counts for a third.
 _FORGET = 3
+# Before anything is known of a load, its rises within a cold start are taken to be this share.
+_UNKNOWN = 0.25
 # Standard deviations of the counting noise that make a surge; 3 are one false alarm in 700.
 _SURPRISE = 3.0
 
@@ -95,24 +97,23 @@ def forecast(load: Load, ahead: int, width_s: float) -> Forecast:
 # Between two buckets nothing changes: one entry is in use, the others serve simulations.
 @lru_cache(maxsize=64)
 def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forecast:
-    slope = _slope(rates[-2 * ahead :])
-    mean = fmean(rates[-_LEVEL:]) + slope * (ahead + _LEVEL / 2)
-    return Forecast(mean, _sigma(rates, ahead), burst(rates, width_s), slope, False)
+    level, index = fmean(rates[-_LEVEL:]), burst(rates, width_s)
+    slope = _slope(rates[-2 * ahead :], index * level / width_s)
+    mean = level + slope * (ahead + _LEVEL / 2)
+    return Forecast(mean, _sigma(rates, ahead), index, slope, False)
 
 
 def with_surge(load: Load, known: Forecast, lasts_s: float) -> Load:
-    """Notes a rate that the forecast does not explain."""
-    noise = counting_noise(load, known)
-    if load.fast - _SURPRISE * noise <= known.mean + _SURPRISE * known.sigma:
-        return load
-    highest = load.surge if load.surge_left_s > 0 else 0.0
-    return replace(load, surge=max(highest, load.fast - noise), surge_left_s=lasts_s)
-
-
-def counting_noise(load: Load, known: Forecast) -> float:
-    """Standard deviation of the fast rate around the true one."""
+    """Notes a rate that the forecast does not explain, and one that tops it while it lasts."""
     # An exponential mean of time constant T averages like a window of 2 T.
-    return math.sqrt(known.burst * max(load.fast, known.mean) / max(1e-9, 2 * load.fast_span_s))
+    noise = math.sqrt(known.burst * known.mean / max(1e-9, 2 * load.fast_span_s))
+    if load.surge_left_s == 0:
+        if load.fast <= known.mean + _SURPRISE * math.hypot(noise, known.sigma):
+            return load
+        return replace(load, surge=load.fast, surge_left_s=lasts_s)
+    if load.fast - noise <= load.surge:
+        return load
+    return replace(load, surge=load.fast - noise, surge_left_s=lasts_s)
 
 
 def burst(rates: Sequence[float], width_s: float) -> float:
@@ -125,13 +126,14 @@ def burst(rates: Sequence[float], width_s: float) -> float:
     return min(_MOST_BURST, max(1.0, median([*indices, 0.0]) / 0.455))
 
 
-def _slope(rates: Sequence[float]) -> float:
-    """Per bucket."""
+def _slope(rates: Sequence[float], noise: float) -> float:
+    """Per bucket, less what a bucket's variance of `noise` may feign."""
     half = len(rates) // 2
     if half < _LEVEL:
         return 0.0
     older, newer = _regression(rates[:half]), _regression(rates[-half:])
-    return max(0.0, min(older, newer))
+    error = math.sqrt(12 * noise / (half**3 - half))
+    return max(0.0, min(older, newer) - error)
 
 
 def _regression(values: Sequence[float]) -> float:
@@ -144,9 +146,9 @@ def _regression(values: Sequence[float]) -> float:
 def _sigma(rates: Sequence[float], ahead: int) -> float:
     levels = [fmean(rates[max(0, i - _LEVEL + 1) : i + 1]) for i in range(len(rates))]
     changes = [later - earlier for earlier, later in zip(levels, levels[ahead:], strict=False)]
-    if not changes:
-        return 0.0
-    usual = max(0.0, fmean(changes))
+    usual = max(0.0, fmean(changes)) if changes else 0.0
     weights = [math.exp((i - len(changes)) / (_FORGET * ahead)) for i in range(len(changes))]
     rises = (w * max(0.0, change - usual) ** 2 for w, change in zip(weights, changes, strict=True))
-    return min(levels[-1], math.sqrt(2 * sum(rises) / sum(weights)))
+    prior = _FORGET * ahead * math.exp(-len(changes) / (_FORGET * ahead))
+    variance = (2 * sum(rises) + prior * (_UNKNOWN * levels[-1]) ** 2) / (sum(weights) + prior)
+    return min(levels[-1], math.sqrt(variance))

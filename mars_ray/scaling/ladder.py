@@ -15,7 +15,7 @@ from mars_ray.scaling.service_model import Mix, ServiceModel
 from mars_ray.scaling.traffic import Traffic
 
 # A rung has to carry so much more than the one before. Less is within what a model is wrong by.
-_WORTH = 1.03
+_LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,18 @@ def _ladder(
     rungs: list[Rung] = []
     for threshold in [set_point, *lower]:
         rung = _rung(model, traffic, threshold, dict(class_floors), time_per_token_s)
-        if not rungs or rung.requests_per_s > _WORTH * rungs[-1].requests_per_s:
+        if not rungs or _worth(rung, rungs[-1]):
             rungs.append(rung)
     return tuple(rungs)
+
+
+def _worth(rung: Rung, above: Rung) -> bool:
+    """Whether it answers more requests in time than its wrong answers cost.
+
+    In an overload an answer too late is worth nothing, so a percent more capacity is worth a point.
+    """
+    gain = rung.requests_per_s / above.requests_per_s - 1
+    return gain > max(_LEAST_GAIN, (rung.points_lost - above.points_lost) / 100)
 
 
 def _rung(

@@ -20,8 +20,10 @@ class ReplicaLoad:
 
     running: int = 0  # sequences in the batch
     waiting: int = 0
-    step_s: float | None = None  # mean seconds of a step since the tick before
-    positions: float | None = None  # mean rows of a decoding sequence in a step
+    # Of its newest step: seconds, all its rows (prompts too), and rows of a decoding sequence.
+    step_s: float | None = None
+    rows: float | None = None
+    positions: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ def _checked_load(load: ReplicaLoad) -> ReplicaLoad:
         running=_count(load.running) or 0,
         waiting=_count(load.waiting) or 0,
         step_s=_number(load.step_s),
+        rows=_number(load.rows),
         positions=_number(load.positions),
     )
 

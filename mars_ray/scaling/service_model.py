@@ -8,10 +8,14 @@ where the table is measured (`core/cost.py`: linear between its points and beyon
 max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
 
 m sequences that decode at a level with p rows and f committed tokens per forward, while requests
-of P prompt and D output tokens come and go, complete m f / D requests per step, so every step also
-forwards m f P / D rows of prompts:
+of P prompt and D output tokens come and go, complete m f / D requests per step, so m f P / D rows of
+prompts must be forwarded beside each. The engine cuts prompts into chunks that fill a step up to
+S rows, so a share s of the steps is full and the others only decode:
 
-    n = m p + m f P / D,   C = m (P + D / 2)
+    s = (m f P / D) / (S - m p),   mean step = (1 - s) t(m p, C) + s t(S, C),   C = m (P + D / 2)
+
+or s t(S, C) from s = 1 on, where prompts are all that limits. With t for the mean step,
+
     time per token = t / f,   tokens/s = m f / t,   requests/s = m f / (D t)
 
 Where t does not depend on n (memory traffic), tokens/s grows with f. Where t = b n (arithmetic),
@@ -129,6 +133,7 @@ class ServiceModel:
     levels: tuple[Level, ...]
     max_batch: int
     mode: Literal["verified", "confidence"] = "verified"
+    step_rows: int = 2048  # of a step that is full (`engine.max_step_tokens`)
     cache_token_s: float = 0.0  # reading a cached token in a step
     cache_tokens: int | None = None  # that fit; None: max_batch sequences of any length
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -148,8 +153,8 @@ class ServiceModel:
         thresholds = [level.threshold for level in self.levels]
         if sorted(set(thresholds), reverse=True) != thresholds or thresholds[-1:] < [0.0]:
             yield "thresholds must fall from level to level"
-        if not 0 <= self.cache_token_s < 1 or self.max_batch < 1:
-            yield "max_batch must be at least 1, cache_token_s a fraction of a second"
+        if not 0 <= self.cache_token_s < 1 or min(self.max_batch, self.step_rows) < 1:
+            yield "max_batch and step_rows must be at least 1, cache_token_s a fraction of a second"
         if self.cache_tokens is not None and self.cache_tokens < 1:
             yield "cache_tokens must be at least 1"
         for level in self.levels:
@@ -206,7 +211,10 @@ class ServiceModel:
     def _operating(self, shape: Shape, batch: int, mix: Mix) -> Operating:
         output = max(1.0, mix.output_tokens)
         prompts = batch * shape.tokens_per_forward * mix.prompt_tokens / output
-        seconds = self.step_s(batch * shape.positions + prompts, batch * mix.context_tokens)
+        rows, context = batch * shape.positions, batch * mix.context_tokens
+        full = prompts / max(1.0, self.step_rows - rows)
+        seconds = full * self.step_s(max(rows, self.step_rows), context)
+        seconds += max(0.0, 1 - full) * self.step_s(rows, context)
         return Operating(batch, shape, seconds, output)
 
     def to_json(self) -> str:

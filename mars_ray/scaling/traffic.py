@@ -76,13 +76,10 @@ def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | 
     """Of the steps of all busy replicas together."""
     measured = expected = 0.0
     context = traffic.prompt_tokens + traffic.output_tokens / 2
-    per_replica = (sample.arrivals_per_s or 0.0) / max(1, sample.running)
     for load in sample.loads:
-        if load.running and load.step_s and load.positions:
-            prompts = per_replica * traffic.prompt_tokens * load.step_s
-            rows = load.running * load.positions + prompts
+        if load.running and load.step_s and load.rows:
             measured += load.step_s
-            expected += model.step_s(rows, load.running * context)
+            expected += model.step_s(load.rows, load.running * context)
     return min(_MOST_SLOW, max(_LEAST_SLOW, measured / expected)) if expected else None
 
 
