@@ -66,6 +66,8 @@ _REPLICA = np.dtype(
         ("used_level", "i8"),
         ("promised", "i8"),  # cache tokens that the batch will need at its ends
         ("rows", "f8"),  # of a decoding sequence, mean over the batch
+        ("all_steps", "i8"),  # since the replica was born, of segments that are over
+        ("busy_s", "f8"),  # in them
     ]
 )
 _SEQUENCE = np.dtype([("request", "i8"), ("prompt_left", "i8"), ("output_left", "f8")])

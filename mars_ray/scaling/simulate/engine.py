@@ -88,6 +88,8 @@ def step_s(tables: Tables, rows: float) -> float:
 def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
     """Book what the segment's steps did. `begin` must follow."""
     replica = world.replicas[place]
+    replica.all_steps += replica.steps
+    replica.busy_s += now - replica.start_s
     give = replica.steps * replica.room
     for i in range(replica.running):
         sequence = world.batch[place, i]

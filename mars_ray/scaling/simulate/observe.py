@@ -6,8 +6,6 @@ the tokens that a running request is going to make, not the service model's trut
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any
-
 import numpy as np
 
 from mars_ray.scaling.sample import PINNED as PINNED_CLASS
@@ -58,6 +56,11 @@ class Observer:
     _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
     _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
     _means: tuple[float | None, float | None] = (None, None)
+    _steps: np.ndarray = field(init=False)
+    _busy_s: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._steps = self._busy_s = np.zeros(len(self.world.replicas))
 
     def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
         """The controller knows its own target and replicas at once; metrics come late."""
@@ -100,7 +103,7 @@ class Observer:
             output_tokens=output,
             waiting=waiting,
             backlog_tokens=backlog,
-            loads=self._loads(),
+            loads=self._loads(now),
             class_shares=_pinned_share(here.pinned - before.pinned, arrived),
             **self._latencies(here),
         )
@@ -131,18 +134,36 @@ class Observer:
         # A running sequence is half way through, in the mean.
         return waiting, None if output is None else (waiting + running / 2) * output
 
-    def _loads(self) -> tuple[ReplicaLoad, ...]:
+    def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
+        """Of a step's seconds the mean since the tick before, as an engine's counters give it."""
         replicas = self.world.replicas
-        here = replicas[replicas["status"] == READY]
-        middle = here["step_s"] + here["growth_s"] * (here["steps"] - 1) / 2
-        fields = [here[name] for name in ("running", "waiting", "rows", "steps")]
-        columns: list[list[Any]] = [field.tolist() for field in (*fields, middle)]
+        steps, busy_s = self._counted(now)
+        more, span = steps - self._steps, busy_s - self._busy_s
+        # A new replica in the same place began at 0.
+        fresh = more < 0
+        more, span = np.where(fresh, steps, more), np.where(fresh, busy_s, span)
+        self._steps, self._busy_s = steps, busy_s
+        here = np.flatnonzero(replicas["status"] == READY)
+        fields = [replicas[name][here].tolist() for name in ("running", "waiting", "rows")]
         return tuple(
-            ReplicaLoad(running=r, waiting=w, step_s=s, positions=p)
-            if steps
-            else ReplicaLoad(running=r, waiting=w)
-            for r, w, p, steps, s in zip(*columns, strict=True)
+            ReplicaLoad(
+                running=running,
+                waiting=waiting,
+                step_s=seconds / count if count > 0 else None,
+                positions=rows or None,
+            )
+            for running, waiting, rows, count, seconds in zip(
+                *fields, more[here].tolist(), span[here].tolist(), strict=True
+            )
         )
+
+    def _counted(self, now: float) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and busy seconds of every place, with those of the segment that runs."""
+        replicas = self.world.replicas
+        middle = replicas["step_s"] + replicas["growth_s"] * (replicas["steps"] - 1) / 2
+        gone = np.where(replicas["steps"] > 0, now - replicas["start_s"], 0.0)
+        part = np.where(replicas["steps"] > 0, gone / np.maximum(middle, 1e-12), 0.0)
+        return replicas["all_steps"] + part, replicas["busy_s"] + gone
 
     def _latencies(self, here: _Counters) -> dict[str, float | None]:
         oldest = self._past[0]
