@@ -81,7 +81,7 @@ def _fleet(seen: Seen, needed: Need, fleet: Fleet, config: ScalingConfig, dt: fl
     window_s = max(seen.cold_start_s, config.scale_down_window_s)
     fleet = remember(fleet, needed.replicas, seen.busy, dt, window_s)
     before = seen.sample.target if fleet.asked is None else fleet.asked
-    asked = ask(fleet, before, needed.replicas, seen.busy, config)
+    asked = ask(fleet, before, needed.replicas, seen.stay_s, config)
     return replace(fleet, asked=asked, cold_start_s=seen.cold_start_s)
 
 

@@ -89,9 +89,11 @@ def forecast(load: Load, ahead: int, width_s: float) -> Forecast:
     if not load.rates:
         return Forecast(load.fast, 0.0, 1.0, 0.0, False)
     known = _extrapolated(load.rates, ahead, width_s)
-    if load.surge_left_s > 0 and load.surge > known.mean:
-        return replace(known, mean=load.surge, surge=True)
-    return known
+    if load.surge_left_s == 0 or load.surge <= known.mean:
+        return known
+    # What has come true is no longer uncertain.
+    sigma = max(0.0, known.sigma - (load.surge - known.mean) / _SURPRISE)
+    return replace(known, mean=load.surge, sigma=sigma, surge=True)
 
 
 # Between two buckets nothing changes: one entry is in use, the others serve simulations.
@@ -100,7 +102,10 @@ def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forec
     level, index = fmean(rates[-_LEVEL:]), burst(rates, width_s)
     slope = _slope(rates[-2 * ahead :], index * level / width_s)
     mean = level + slope * (ahead + _LEVEL / 2)
-    return Forecast(mean, _sigma(rates, ahead), index, slope, False)
+    # Differences of levels have the counting noise of both; only that of the newest matters.
+    counting = index * level / width_s / _LEVEL
+    sigma = math.sqrt(max(0.0, _sigma(rates, ahead) ** 2 - counting))
+    return Forecast(mean, sigma, index, slope, False)
 
 
 def with_surge(load: Load, known: Forecast, lasts_s: float) -> Load:

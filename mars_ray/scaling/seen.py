@@ -1,6 +1,7 @@
 """What one tick means, before anything is decided: load, forecast, rungs and pressure."""
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.decision import State
@@ -36,6 +37,14 @@ class Seen:
         return bool(self.sample.arrivals_per_s or self.sample.refused_per_s) or (
             self.pressure.in_system > 0
         )
+
+    @property
+    def stay_s(self) -> float | None:
+        """How long a request is in the system, by Little's law; None without any."""
+        if not self.busy:
+            return None
+        rate = max(self.load.fast, fmean(self.load.rates or (0.0,)))
+        return self.pressure.in_system / max(1e-3, rate)
 
     @property
     def unpinned(self) -> float:

@@ -8,8 +8,8 @@ where the table is measured (`core/cost.py`: linear between its points and beyon
 max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
 
 m sequences that decode at a level with p rows and f committed tokens per forward, while requests
-of P prompt and D output tokens come and go, complete m f / D requests per step, so m f P / D rows of
-prompts must be forwarded beside each. The engine cuts prompts into chunks that fill a step up to
+of P prompt and D output tokens come and go, complete m f / D requests per step, so m f P / D rows
+of prompts must be forwarded beside each. The engine cuts prompts into chunks that fill a step up to
 S rows, so a share s of the steps is full and the others only decode:
 
     s = (m f P / D) / (S - m p),   mean step = (1 - s) t(m p, C) + s t(S, C),   C = m (P + D / 2)
