@@ -6,6 +6,7 @@ the tokens that a running request is going to make, not the service model's trut
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+
 import numpy as np
 
 from mars_ray.scaling.sample import PINNED as PINNED_CLASS
