@@ -33,6 +33,12 @@ _ROUTERS = {
     "prefix": {"request_router_class": PrefixRouter},
     "power_of_two": {},
 }
+# Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
+# and without the hand-overs a streamed message takes 40% less CPU (docs/log.md).
+_ENV = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -48,7 +54,7 @@ def build_app(job: ServeJob) -> serve.Application:
         num_replicas=job.ingress_replicas,
         max_ongoing_requests=sum(_places(model) * model.replicas for model in models.values()),
         **_life(job),
-        ray_actor_options={"num_cpus": _INGRESS_CPUS},
+        ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": {"env_vars": _ENV}},
     )(Ingress)
     return ingress.bind(job, {name: _replicas(model) for name, model in models.items()})
 
@@ -78,14 +84,12 @@ def _places(job: ServeJob) -> int:
 
 
 def _actor_options(job: ServeJob) -> dict[str, Any]:
-    options: dict[str, Any] = {
+    return {
         "num_cpus": job.cpus_per_replica,
         "num_gpus": job.gpus_per_replica,
         "resources": job.resources_per_replica,
+        "runtime_env": {"env_vars": _ENV | job.environment},
     }
-    if job.environment:
-        options["runtime_env"] = {"env_vars": job.environment}
-    return options
 
 
 def _life(job: ServeJob) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mars_ray.model.source import Source, local_copy
 from mars_ray.serve.control import SetPoint, follow
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
+from mars_ray.serve.pace import paced
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
 
@@ -30,13 +31,17 @@ class Replica:
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()
+        self._interval_s = job.stream_interval_s
         self._looking = asyncio.create_task(self._look())
         following = follow(job.name, job.threshold_setpoint, self._set)
         self._following = asyncio.create_task(following)
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
-        async with aclosing(self._engine.answer(call)) as messages:
+        messages = self._engine.answer(call)
+        if call.delivery != "steps":
+            messages = paced(messages, self._interval_s if call.delivery == "paced" else None)
+        async with aclosing(messages):
             async for message in messages:
                 yield message
 

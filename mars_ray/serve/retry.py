@@ -32,7 +32,7 @@ async def answered(
 ) -> AsyncGenerator[Message, None]:
     """The messages of the first replica that lives long enough; else a refusal as the last one.
 
-    An answer that is not streamed is kept back until it is whole.
+    What is not to be delivered before it is whole is kept back until then.
     """
     until = None if call.timeout_s is None else time.monotonic() + call.timeout_s
     for _ in range(_TRIES):
@@ -43,11 +43,11 @@ async def answered(
                 async for message in messages:
                     if _is_broken(message):
                         break
-                    if call.is_streamed:
+                    if call.delivery == "whole":
+                        kept.append(message)
+                    else:
                         told = True
                         yield message
-                    else:
-                        kept.append(message)
                 else:
                     for message in kept:
                         yield message

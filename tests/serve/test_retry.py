@@ -44,18 +44,18 @@ def heard(replicas: Replicas, call: Call) -> list[Message]:
 LOST = RayActorError()
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("delivery", ["whole", "paced"])
 @pytest.mark.parametrize("lost", [(LOST,), (BROKEN,)])
-def test_what_has_not_begun_is_asked_elsewhere(streamed, lost):
+def test_what_has_not_begun_is_asked_elsewhere(delivery, lost):
     """The same call with the same seed; a dead engine in a living replica counts as lost."""
     replicas = Replicas(lost, lost, (FIRST, LAST))
-    assert heard(replicas, replace(CALL, is_streamed=streamed)) == [FIRST, LAST]
+    assert heard(replicas, replace(CALL, delivery=delivery)) == [FIRST, LAST]
     assert {call.sampling.seed for call in replicas.calls} == {CALL.sampling.seed}
 
 
 def test_a_stream_that_has_begun_ends_with_an_error():
     """Its client has text that another replica would say again."""
-    (first, error) = heard(Replicas((FIRST, LOST)), replace(CALL, is_streamed=True))
+    (first, error) = heard(Replicas((FIRST, LOST)), CALL)
     assert first == FIRST
     assert isinstance(error, Refusal)
     assert (error.status, error.code) == (503, "replica_lost")
@@ -63,7 +63,8 @@ def test_a_stream_that_has_begun_ends_with_an_error():
 
 def test_an_answer_that_is_not_streamed_begins_anew():
     """Nothing of the first attempt is left in it."""
-    assert heard(Replicas((FIRST, FIRST, LOST), (FIRST, LAST)), CALL) == [FIRST, LAST]
+    whole = replace(CALL, delivery="whole")
+    assert heard(Replicas((FIRST, FIRST, LOST), (FIRST, LAST)), whole) == [FIRST, LAST]
 
 
 def test_after_some_tries_it_is_a_503():
