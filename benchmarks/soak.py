@@ -184,7 +184,7 @@ def main() -> None:
 def _greedy(checkpoint: str) -> dict[str, str]:
     """What plain transformers answers to each prompt."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     answers = {}
     for problem in problems("test", _PROMPTS, 7):
         chat = [{"role": "user", "content": problem.question}]
@@ -281,6 +281,7 @@ def _judged(name: str, mib: list[float], seen: Seen) -> dict[str, float]:
 
 async def _idle(http: httpx.AsyncClient, seen: Seen) -> dict[str, Any]:
     """What the replica still holds once nobody asks."""
+    left: dict[str, Any] = {}
     for _ in range(100):
         (model,) = (await http.get("/v1/mars/status")).json()["data"]
         left = {name: model[name] for name in ("running", "waiting", "kv_cache_usage")}

@@ -71,7 +71,7 @@ def build_api(
 ) -> FastAPI:
     """The API of the job's models, each with what answers for it by name, behind a gate.
 
-    `metrics` is what `/metrics` shows; without, there is no such route.
+    `metrics` writes what `/metrics` shows.
     """
     gate = gate or Gate()
     routes = _Routes(job, Models(job, backends), gate, metrics)
@@ -135,9 +135,8 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         self._holder(request)
-        if self._metrics is None:
-            raise HTTPException(404)
-        return PlainTextResponse(await self._metrics(), media_type=_PROMETHEUS)
+        text = await self._metrics() if self._metrics else ""
+        return PlainTextResponse(text, media_type=_PROMETHEUS)
 
     async def version(self, request: Request) -> dict[str, str]:
         self._holder(request)
