@@ -24,7 +24,14 @@ LEVELS = {
     "__main__": 8,
 }
 ONLY_IN = {
-    "ray": {"train/on_ray.py", "serve/ingress.py", "serve/build.py", "serve/metrics.py", "cli.py"},
+    "ray": {
+        "train/on_ray.py",
+        "serve/build.py",
+        "serve/control.py",
+        "serve/ingress.py",
+        "serve/metrics.py",
+        "cli.py",
+    },
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
     "llguidance": {"decode/grammar.py"},

@@ -1,0 +1,86 @@
+"""The set-point on its way to the replicas: a small named actor on which they wait.
+
+Whoever decides publishes and goes on; a replica has the news some milliseconds later, and a new one
+asks for it first. The actor outlives the process that made it, and is made anew with the job's own
+set-point if it is lost.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+_NAMESPACE = "mars-ray"
+# A wait that ends without news: so that a caller which is gone is not waited for in vain.
+_WAIT_S = 30.0
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SetPoint:
+    """What is in force for requests that leave it open."""
+
+    version: int
+    threshold: float
+    shed: float = 0.0  # share of the new ones among them to refuse
+
+
+class Control:
+    """The actor. Versions count changes; another actor begins elsewhere."""
+
+    def __init__(self, threshold: float) -> None:
+        self._point = SetPoint(secrets.randbits(48), threshold)
+        self._changed = asyncio.Event()
+
+    async def publish(self, threshold: float, shed: float) -> None:
+        """The same as before is no change."""
+        point = SetPoint(self._point.version + 1, threshold, shed)
+        if (threshold, shed) != (self._point.threshold, self._point.shed):
+            self._point = point
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def wait(self, version: int | None) -> SetPoint:
+        """The point, once it is another one than that of the version; None: at once."""
+        changed = self._changed
+        if self._point.version == version:
+            await asyncio.wait([asyncio.ensure_future(changed.wait())], timeout=_WAIT_S)
+        return self._point
+
+
+def control_of(model: str, threshold: float) -> ActorHandle:
+    """The actor of a model, made with this set-point if there is none."""
+    options = {"name": f"control:{model}", "namespace": _NAMESPACE, "get_if_exists": True}
+    made = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(Control)
+    return made.remote(threshold)
+
+
+def end_control(model: str) -> None:
+    """At the end of the service; none is no fault."""
+    try:
+        ray.kill(ray.get_actor(f"control:{model}", namespace=_NAMESPACE))
+    except ValueError:
+        return
+
+
+async def follow(
+    model: str, threshold: float, apply: Callable[[SetPoint], Coroutine[Any, Any, None]]
+) -> None:
+    """Applies every set-point, until cancelled. `threshold` is the job's own."""
+    version = None
+    while True:
+        try:
+            control = control_of(model, threshold)
+            while True:
+                point = await control.wait.remote(version)
+                version = point.version
+                await apply(point)
+        except RayActorError:
+            # Another one counts its versions from the start.
+            version = None
+            await asyncio.sleep(_RETRY_S)
