@@ -108,12 +108,6 @@ class SineTrace(_Made):
 
 
 TraceSource = Annotated[
-    FileTrace
-    | AzureTrace
-    | MooncakeTrace
-    | ServeGenTrace
-    | RampTrace
-    | FlashTrace
-    | SineTrace,
+    FileTrace | AzureTrace | MooncakeTrace | ServeGenTrace | RampTrace | FlashTrace | SineTrace,
     Field(discriminator="type"),
 ]

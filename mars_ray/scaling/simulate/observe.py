@@ -98,9 +98,7 @@ class Observer:
             **self._latencies(here),
         )
 
-    def _token_means(
-        self, before: _Counters, here: _Counters
-    ) -> tuple[float | None, float | None]:
+    def _token_means(self, before: _Counters, here: _Counters) -> tuple[float | None, float | None]:
         """Of the prompts that arrived and the answers that ended since the tick before.
 
         Without any, those of the last time that there were some.
@@ -117,7 +115,9 @@ class Observer:
 
     def _backlog(self, output: float | None) -> tuple[int, float | None]:
         """Requests without a token and in no batch; output tokens still to come, by the mean."""
-        alive = (self.world.replicas["status"] == READY) | (self.world.replicas["status"] == DRAINING)
+        alive = (self.world.replicas["status"] == READY) | (
+            self.world.replicas["status"] == DRAINING
+        )
         held = int(self.world.counts[HELD])
         waiting = held + int(self.world.replicas["waiting"][alive].sum())
         running = int(self.world.replicas["running"][alive].sum())

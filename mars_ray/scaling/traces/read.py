@@ -93,7 +93,14 @@ def _row(
     pinned: Any = 0.0,
 ) -> Row:
     """Checked values. Raises ValueError."""
-    row = float(arrival_s), int(prompt), int(output), int(priority), float(deadline_s), float(pinned)
+    row = (
+        float(arrival_s),
+        int(prompt),
+        int(output),
+        int(priority),
+        float(deadline_s),
+        float(pinned),
+    )
     if not (math.isfinite(row[0]) and row[0] >= 0):
         raise ValueError(f"arrives at {arrival_s} s")
     if row[1] < 1 or row[2] < 1:
