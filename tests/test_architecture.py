@@ -30,6 +30,7 @@ ONLY_IN = {
         "serve/control.py",
         "serve/ingress.py",
         "serve/metrics.py",
+        "serve/router.py",
         "cli.py",
     },
     "deepspeed": {"train/deepspeed.py"},

@@ -22,6 +22,7 @@ from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
 from mars_ray.model.stop import stop_ids
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
+from mars_ray.serve.live import Live, ReplicaStatus
 from mars_ray.serve.messages import (
     Call,
     Finish,
@@ -36,6 +37,7 @@ from mars_ray.serve.messages import (
     Turn,
 )
 from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
+from mars_ray.serve.replies import threshold_of
 from mars_ray.serve.stream import internal_error
 from mars_ray.serve.text import Writer
 from mars_ray.serve.token_text import TokenBytes
@@ -72,6 +74,8 @@ class TextEngine:
         grammars = Grammars(tokenizer, self._vocabulary, self._stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._open = 0
+        self._default_mode = job.default_mode
+        self._live = Live()
 
     def start(self) -> None:
         """Let the engine's thread begin."""
@@ -104,6 +108,24 @@ class TextEngine:
             engine.thresholds.set_point = threshold
 
         await self._thread.ask(change)
+
+    async def status(self) -> tuple[ReplicaStatus]:
+        """What this engine is doing at the moment. Raises EngineError if it is dead."""
+        seen, now = await self.seen(), time.monotonic()
+        tokens, forwards, disagreed = self._live.last_minute(now)
+        return (
+            ReplicaStatus(
+                mode=self._default_mode.type,
+                threshold=threshold_of(self._default_mode),
+                running=seen.running,
+                waiting=seen.waiting,
+                cache_share=seen.cache_share,
+                tokens_per_second=self._live.tokens_per_second(now),
+                tokens=tokens,
+                forwards=forwards,
+                disagreed=disagreed,
+            ),
+        )
 
     @property
     def open_answers(self) -> int:
@@ -217,6 +239,7 @@ class TextEngine:
             async with aclosing(self._written(call, request, choice)) as pieces:
                 async for piece, event in pieces:
                     now = time.monotonic()
+                    self._live.add(now, len(event.tokens), event.disagreed - seen.disagreed)
                     _look(seen, piece, event, now - last)
                     last = now
                     yield piece

@@ -21,7 +21,7 @@ pytestmark = [
 def url(job, text_engine) -> Iterator[str]:
     # Short answers: several fit the context.
     short = job.model_copy(update={"limits": Limits(new_tokens=15)})
-    with served(build_api(short, "tiny", text_engine)) as url:
+    with served(build_api(short, {"tiny": text_engine})) as url:
         yield url
 
 

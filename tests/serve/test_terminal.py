@@ -14,7 +14,7 @@ from mars_ray.serve.terminal import Conversation, chat, first_model
 
 @pytest.fixture(scope="module")
 def url(job, text_engine) -> Iterator[str]:
-    with served(build_api(job, "tiny", text_engine)) as url:
+    with served(build_api(job, {"tiny": text_engine})) as url:
         yield url
 
 
