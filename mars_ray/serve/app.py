@@ -28,7 +28,6 @@ from mars_ray.serve.bodies import (
 )
 from mars_ray.serve.calls import to_call
 from mars_ray.serve.keys import Key, Keys
-from mars_ray.serve.live import model_status
 from mars_ray.serve.messages import Call, Message, Piece, Refusal
 from mars_ray.serve.models import Backend, Models
 from mars_ray.serve.replies import (
@@ -40,6 +39,7 @@ from mars_ray.serve.replies import (
     model_list,
     reply,
 )
+from mars_ray.serve.status import model_status
 from mars_ray.serve.stream import Chunks, events, internal_error
 
 logger = logging.getLogger(__name__)

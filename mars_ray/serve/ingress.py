@@ -9,9 +9,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
-from mars_ray.serve.live import ReplicaStatus
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.recent import Recent
+from mars_ray.serve.status import ReplicaStatus
 
 # A replica that takes longer to say that it is ready, is not.
 _READY_S = 5.0

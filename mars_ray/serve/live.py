@@ -1,29 +1,18 @@
-"""What a service is doing at the moment, for its page and `GET /v1/mars/status`."""
+"""What an engine has been doing lately, for the page and `GET /v1/mars/status`."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from mars_ray.config.decode import SpeculativeMode, VerifiedMode
+from mars_ray.config.serve import ServeJob
+from mars_ray.serve.observe import EngineSeen
+from mars_ray.serve.replies import threshold_of
+from mars_ray.serve.status import ReplicaStatus
 
 _BUCKET_S = 0.5
 _RATE_S = 5.0
 # Shares are of so long a time: of a few seconds they would jump with every answer.
 _SHARE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """One replica now; tokens, forwards and disagreements are those of the last minute."""
-
-    mode: str  # of a request that names none
-    threshold: float | None
-    running: int
-    waiting: int
-    cache_share: float
-    tokens_per_second: float
-    tokens: int
-    forwards: int
-    disagreed: int
 
 
 @dataclass(slots=True)
@@ -58,13 +47,19 @@ class Live:
         seconds = max(_BUCKET_S, now - recent[0].begin_s)
         return sum(bucket.tokens for bucket in recent) / seconds
 
-    def last_minute(self, now: float) -> tuple[int, int, int]:
-        """Tokens, forwards and disagreements."""
+    def status(self, job: ServeJob, seen: EngineSeen, now: float) -> ReplicaStatus:
+        """With the last minute's counts, and the threshold of a request that pins none."""
         self._forget(now)
-        return (
-            sum(bucket.tokens for bucket in self._buckets),
-            sum(bucket.forwards for bucket in self._buckets),
-            sum(bucket.disagreed for bucket in self._buckets),
+        return ReplicaStatus(
+            mode=job.default_mode.type,
+            threshold=_in_force(job, seen.set_point),
+            running=seen.running,
+            waiting=seen.waiting,
+            cache_share=seen.cache_share,
+            tokens_per_second=self.tokens_per_second(now),
+            tokens=sum(bucket.tokens for bucket in self._buckets),
+            forwards=sum(bucket.forwards for bucket in self._buckets),
+            disagreed=sum(bucket.disagreed for bucket in self._buckets),
         )
 
     def _forget(self, now: float) -> None:
@@ -72,23 +67,8 @@ class Live:
             self._buckets.popleft()
 
 
-def model_status(name: str, replicas: Sequence[ReplicaStatus]) -> dict[str, Any]:
-    """One model's entry in the reply, from the replicas that have answered."""
-    tokens = sum(replica.tokens for replica in replicas)
-    forwards = sum(replica.forwards for replica in replicas)
-    disagreed = sum(replica.disagreed for replica in replicas)
-    thresholds = [replica.threshold for replica in replicas if replica.threshold is not None]
-    usage = [replica.cache_share for replica in replicas]
-    return {
-        "id": name,
-        "replicas": len(replicas),
-        "running": sum(replica.running for replica in replicas),
-        "waiting": sum(replica.waiting for replica in replicas),
-        "kv_cache_usage": sum(usage) / len(usage) if usage else None,
-        "tokens_per_second": sum(replica.tokens_per_second for replica in replicas),
-        "tokens_per_forward": tokens / forwards if forwards else None,
-        "disagreement": disagreed / tokens if tokens else None,
-        "mode": replicas[0].mode if replicas else None,
-        # While a new one spreads, the lower one is what a client may get.
-        "threshold": min(thresholds, default=None),
-    }
+def _in_force(job: ServeJob, set_point: float) -> float | None:
+    floor = job.qualities[job.default_quality]
+    if isinstance(job.default_mode, VerifiedMode | SpeculativeMode) and floor < 1:
+        return max(floor, set_point)
+    return threshold_of(job.default_mode)

@@ -7,8 +7,8 @@ from typing import Protocol
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.bodies import ApiError
 from mars_ray.serve.keys import Key
-from mars_ray.serve.live import ReplicaStatus
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+from mars_ray.serve.status import ReplicaStatus
 
 
 class Backend(Protocol):

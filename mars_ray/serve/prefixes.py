@@ -44,7 +44,11 @@ def _text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     turns = [part for part in prompt if isinstance(part, Turn)]
-    return "".join(f"{turn.role}\0{turn.content}\0" for turn in turns)
+    said = [
+        (turn.role, turn.content, *(f"{call.name} {call.arguments}" for call in turn.calls))
+        for turn in turns
+    ]
+    return "".join(f"{part}\0" for parts in said for part in parts)
 
 
 class PrefixTable(Generic[ReplicaT]):

@@ -11,9 +11,9 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.engine import load_engine
 from mars_ray.errors import EngineError
 from mars_ray.model.source import Source, local_copy
-from mars_ray.serve.live import ReplicaStatus
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
+from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
 
 _LOOK_S = 1.0
