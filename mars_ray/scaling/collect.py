@@ -6,8 +6,10 @@ late report costs resolution and nothing else, and a replica that has just come 
 look like a burst.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from mars_ray.scaling.sample import ReplicaLoad, Sample
@@ -19,6 +21,8 @@ RUNNING, WAITING = "running", "waiting"
 VERIFIED_FORWARDS, CHECKED, DISAGREED = "verified_forwards", "checked", "disagreed"
 # With a threshold or the name of a class behind it.
 TOKENS_AT, OF_CLASS = "tokens_at:", "class:"
+# No sum: seconds of a step as measured at the start, with its rows behind it.
+STEP_COST = "step_cost:"
 # Fewer checks tell nothing about a share.
 _ENOUGH = 20
 
@@ -32,6 +36,16 @@ class Report:
 
 
 _Pairs = Sequence[tuple[Report, Report]]
+
+
+def step_costs(reports: Mapping[str, Report]) -> tuple[tuple[int, float], ...]:
+    """(rows, seconds) as the replicas have measured them at their start; medians over replicas."""
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for report in reports.values():
+        for name, value in report.sums.items():
+            if name.startswith(STEP_COST):
+                seconds[int(name.removeprefix(STEP_COST))].append(value)
+    return tuple((rows, median(seconds[rows])) for rows in sorted(seconds))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 _NAMESPACE = "mars-ray"
@@ -53,19 +52,26 @@ class Control:
         return self._point
 
 
-def control_of(model: str, threshold: float) -> ActorHandle:
-    """The actor of a model, made with this set-point if there is none."""
-    options = {"name": f"control:{model}", "namespace": _NAMESPACE, "get_if_exists": True}
-    made = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(Control)
-    return made.remote(threshold)
+def control_of(model: str, threshold: float) -> Any:
+    """The handle of a model's actor, made with this set-point if there is none."""
+    options: dict[str, Any] = {
+        "name": f"control:{model}",
+        "namespace": _NAMESPACE,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    return ray.remote(Control).options(**options).remote(threshold)
 
 
-def end_control(model: str) -> None:
-    """At the end of the service; none is no fault."""
-    try:
-        ray.kill(ray.get_actor(f"control:{model}", namespace=_NAMESPACE))
-    except ValueError:
-        return
+def end_controls() -> None:
+    """At the end of the service."""
+    # Ray's annotation forgets what it lists with all namespaces.
+    actors: Any = ray.util.list_named_actors(all_namespaces=True)
+    for actor in actors:
+        if actor["namespace"] == _NAMESPACE:
+            ray.kill(ray.get_actor(actor["name"], namespace=_NAMESPACE))
 
 
 async def follow(
