@@ -19,7 +19,7 @@ from mars_ray.scaling.collect import Collector, Report, step_costs
 from mars_ray.scaling.decide import decide
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.service_model import ServiceModel
-from mars_ray.serve.control import control_of
+from mars_ray.serve.control import Entry, control_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -91,7 +91,7 @@ class Autoscaler:
         self._take_step_costs(reports)
         decision = decide(sample, self._state, self._config, self._model, now)
         self._state = decision.state
-        self._publish(decision)
+        self._publish(decision, now)
         self._decision = decision
 
     def _take_step_costs(self, reports: dict[str, Report]) -> None:
@@ -101,19 +101,13 @@ class Autoscaler:
             self._model = ServiceModel.from_json(json.dumps(table), "the measured service model")
             self._measures_steps = False
 
-    def _publish(self, decision: Decision) -> None:
-        """Without waiting. Only changes are logged, and only they travel on to the replicas."""
-        before = self._decision
-        same = before is not None and _outcome(before) == _outcome(decision)
-        if not same:
-            logger.info("autoscaling of %s: %s", self._name, decision.reason)
-        if decision.threshold_setpoint is not None:
+    def _publish(self, decision: Decision, now: float) -> None:
+        """Without waiting for anybody to have heard it."""
+        threshold = decision.threshold_setpoint
+        if threshold is not None:
             control = control_of(self._name, self._config.threshold.set_point)
-            control.publish.remote(decision.threshold_setpoint, decision.shed)
-
-
-def _outcome(decision: Decision) -> tuple[int, float | None, float]:
-    return decision.replicas, decision.threshold_setpoint, decision.shed
+            entry = Entry(now, decision.replicas, threshold, decision.shed, decision.reason)
+            control.record.remote(entry)
 
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:

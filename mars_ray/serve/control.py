@@ -7,6 +7,7 @@ set-point if it is lost.
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ _NAMESPACE = "mars-ray"
 # A wait that ends without news: so that a caller which is gone is not waited for in vain.
 _WAIT_S = 30.0
 _RETRY_S = 0.5
+_KEPT = 4096  # decisions, half an hour of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,35 @@ class SetPoint:
     shed: float = 0.0  # share of the new ones among them to refuse
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A decision as it was made, by the clock of the wall."""
+
+    at_s: float
+    replicas: int
+    threshold: float
+    shed: float
+    reason: str
+
+
 class Control:
     """The actor. Versions count changes; another actor begins elsewhere."""
 
     def __init__(self, threshold: float) -> None:
         self._point = SetPoint(secrets.randbits(48), threshold)
         self._changed = asyncio.Event()
+        self._history: deque[Entry] = deque(maxlen=_KEPT)
 
-    async def publish(self, threshold: float, shed: float) -> None:
+    async def record(self, entry: Entry) -> None:
+        """A decision of the autoscaling policy, and its set-point is published."""
+        self._history.append(entry)
+        await self.publish(entry.threshold, entry.shed)
+
+    async def history(self) -> list[Entry]:
+        """The last decisions, oldest first."""
+        return list(self._history)
+
+    async def publish(self, threshold: float, shed: float = 0.0) -> None:
         """The same as before is no change."""
         point = SetPoint(self._point.version + 1, threshold, shed)
         if (threshold, shed) != (self._point.threshold, self._point.shed):
