@@ -30,6 +30,7 @@ from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
@@ -66,6 +67,7 @@ class Engine:
         self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
+        self.totals = StepTotals()
         self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
 
@@ -148,6 +150,7 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """One forward; what it committed, and which requests are over."""
+        begin_s = time.monotonic()
         events = self._expire()
         self._prepare(self._scheduler.running_sequences())
         work = self._scheduler.schedule()
@@ -155,6 +158,7 @@ class Engine:
         if not work:
             return events
         rows = forward(self._runner, self._cache, work, self.card.mask_token_id)
+        self.totals.add(work, time.monotonic() - begin_s)
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence
             if item.plan is None or own is None:

@@ -11,6 +11,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.engine import load_engine
 from mars_ray.errors import EngineError
 from mars_ray.model.source import Source, local_copy
+from mars_ray.serve.control import SetPoint, follow
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
 from mars_ray.serve.pace import paced
@@ -32,6 +33,8 @@ class Replica:
         self._engine.start()
         self._interval_s = job.stream_interval_s
         self._looking = asyncio.create_task(self._look())
+        set_point = job.scaling.threshold.set_point
+        self._following = asyncio.create_task(follow(job.name, set_point, self._apply))
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
@@ -64,6 +67,14 @@ class Replica:
             while True:
                 self._metrics.engine(await self._engine.seen())
                 await asyncio.sleep(_LOOK_S)
+
+    async def _apply(self, point: SetPoint) -> None:
+        with contextlib.suppress(EngineError):
+            await self._engine.set_point(point.threshold, point.shed)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve hands it to the autoscaling policy."""
+        return await self._engine.sums()
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
