@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup setup-run demo check format test test-ray test-gpu bench clean
+.PHONY: setup setup-run demo check format test test-ray test-gpu fuzz bench clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,9 @@ test-ray: setup                ## only what starts a Ray cluster
 
 test-gpu: setup                ## only what needs a CUDA device
 	$(TESTS) -m gpu $(ARGS)
+
+fuzz: setup                    ## 6,000 requests made up from the served schema: some minutes
+	FUZZ_REQUESTS=6000 $(TESTS) -s tests/serve/test_fuzz.py $(ARGS)
 
 bench: setup                   ## writes benchmarks/results/, then the tables of the README
 	OMP_NUM_THREADS=2 $(BIN)/mars-ray bench train-step --output benchmarks/results/train_step.json

@@ -14,6 +14,7 @@ LEVELS = {
     "core": 1,
     "data": 2,
     "model": 2,
+    "scaling": 2,
     "train": 3,
     "decode": 3,
     "evaluate": 4,

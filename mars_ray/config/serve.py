@@ -10,9 +10,10 @@ from mars_ray.config.decode import EngineConfig, Mode, Threshold, VerifiedMode
 
 
 class Limits(Config):
-    """What one request may ask for; more is refused with a 400, 413 or 429."""
+    """What one request may ask for; more is refused with a 400, 408, 413 or 429."""
 
     body_bytes: int = Field(default=1_000_000, ge=1_000)
+    body_s: float = Field(default=30.0, gt=0, description="for the whole body to arrive; then 408")
     new_tokens: int = Field(default=1024, ge=1)
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
@@ -40,6 +41,9 @@ class ServedModel(Config):
     )
     router: Literal["prefix", "power_of_two"] = Field(
         default="prefix", description="prefix: prefer the replica that holds the prompt's beginning"
+    )
+    stream_interval_s: float = Field(
+        default=0.02, ge=0, description="at least so long between two messages of a stream"
     )
     default_mode: Mode = VerifiedMode()
     qualities: dict[str, Threshold] = Field(

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mars_ray import __version__
-from mars_ray.config.serve import ServeJob
+from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.bodies import (
     ApiError,
     ChatBody,
@@ -30,6 +30,7 @@ from mars_ray.serve.calls import to_call
 from mars_ray.serve.keys import Key, Keys
 from mars_ray.serve.messages import Call, Message, Piece, Refusal
 from mars_ray.serve.models import Backend, Models
+from mars_ray.serve.openapi import openapi
 from mars_ray.serve.replies import (
     Answer,
     ChatShape,
@@ -70,6 +71,7 @@ def build_api(job: ServeJob, backends: Mapping[str, Backend]) -> FastAPI:
         ("/version", routes.version),
         ("/v1/models", routes.models),
         ("/v1/mars/status", routes.status),
+        ("/openapi.json", routes.openapi),
     ):
         api.add_api_route(path, route, methods=["GET"], response_model=None)
     for path, route in (
@@ -124,6 +126,11 @@ class _Routes:
             ],
         }
 
+    async def openapi(self, request: Request) -> dict[str, Any]:
+        models = self._models.of(self._holder(request))
+        names = [model.name for model in models]
+        return openapi(names, with_keys=self._job.keys_file is not None)
+
     async def chat(self, request: Request) -> Response:
         async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
             return await self._answer(parse(ChatBody, raw), request_id, key, ChatShape())
@@ -152,7 +159,7 @@ class _Routes:
         # Before a byte of the body is read.
         key = self._holder(request)
         try:
-            body = await _read(request, self._job.limits.body_bytes)
+            body = await _read(request, self._job.limits)
             return await answer(body, request_id, key)
         except ApiError:
             raise
@@ -255,18 +262,23 @@ async def _collect(
             answers[message.choice].add(message)
 
 
-async def _read(request: Request, limit_bytes: int) -> bytes:
-    """The body, read no further than the limit."""
-    refusal = Refusal(
-        413,
-        f"the body has more than {limit_bytes} bytes, this server's limit",
-        code="body_too_large",
-    )
+async def _read(request: Request, limits: Limits) -> bytes:
+    """The body, read no further and no longer than the limits."""
+    message = f"the body has more than {limits.body_bytes} bytes, this server's limit"
+    too_large = ApiError(Refusal(413, message, code="body_too_large"))
+    # The HTTP parser has checked that it is a number.
+    if int(request.headers.get("content-length", "0")) > limits.body_bytes:
+        raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise ApiError(refusal)
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.body_s:g} s"
+        raise ApiError(Refusal(408, message, code="body_too_slow")) from None
     return bytes(body)
 
 
@@ -284,7 +296,8 @@ async def _api_error(_request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    # Not request.url: it is made of the Host header, which may be anything.
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     return JSONResponse(
         error_body(Refusal(error.status_code, message)), error.status_code, error.headers
     )

@@ -3,6 +3,7 @@
 Nothing that is accepted is ignored: a field this server does not act on is refused by name.
 """
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -12,7 +13,6 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -235,6 +235,10 @@ Prompts = Annotated[
 ]
 
 
+def _stop_kind(value: Any) -> str:
+    return _TEXTS if isinstance(value, list | tuple) else _TEXT
+
+
 class StreamOptions(Wire):
     """What a stream contains besides text."""
 
@@ -242,8 +246,17 @@ class StreamOptions(Wire):
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+Stops = Annotated[
+    Annotated[StopString, Tag(_TEXT)]
+    | Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
+    Discriminator(_stop_kind),
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenKey = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Biases = Annotated[
+    dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
 
 
 class AnswerBody(Wire):
@@ -259,10 +272,10 @@ class AnswerBody(Wire):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -276,13 +289,10 @@ class AnswerBody(Wire):
     quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     return_forwards: bool | None = None
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, value: Any) -> Any:
-        # A tuple: strict validation takes JSON's list for one only where no validator ran before.
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Whichever form they were given in."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
     def wants_usage(self) -> bool:
@@ -331,9 +341,21 @@ AnyBody = TypeVar("AnyBody", bound=Wire)
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     """The checked body. Raises ApiError that names the first field at fault."""
     try:
-        return kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise ApiError(_refusal(error.errors(include_url=False)[0])) from error
+    # After the check, which bounds how deep the body is.
+    json.loads(body, object_pairs_hook=_once)
+    return parsed
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ApiError if a field is given twice: all but one would be ignored."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        message = f"'{twice}' is given more than once"
+        raise ApiError(Refusal(400, message, param=twice, code="invalid_value"))
 
 
 def _param(error: ErrorDetails) -> str:

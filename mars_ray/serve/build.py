@@ -30,6 +30,12 @@ _ROUTERS = {
     "prefix": {"request_router_class": PrefixRouter},
     "power_of_two": {},
 }
+# Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
+# and without the hand-overs a streamed message takes 40% less CPU (docs/log.md).
+_ENV = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -43,7 +49,7 @@ def build_app(job: ServeJob) -> serve.Application:
     models = job.each()
     ingress = serve.deployment(
         max_ongoing_requests=sum(_places(model) * model.replicas for model in models.values()),
-        ray_actor_options={"num_cpus": _INGRESS_CPUS},
+        ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": {"env_vars": _ENV}},
     )(Ingress)
     return ingress.bind(job, {name: _replicas(model) for name, model in models.items()})
 
@@ -72,14 +78,12 @@ def _places(job: ServeJob) -> int:
 
 
 def _actor_options(job: ServeJob) -> dict[str, Any]:
-    options: dict[str, Any] = {
+    return {
         "num_cpus": job.cpus_per_replica,
         "num_gpus": job.gpus_per_replica,
         "resources": job.resources_per_replica,
+        "runtime_env": {"env_vars": _ENV | job.environment},
     }
-    if job.environment:
-        options["runtime_env"] = {"env_vars": job.environment}
-    return options
 
 
 def start(job: ServeJob) -> str:

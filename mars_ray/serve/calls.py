@@ -58,12 +58,13 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         sampling=_sampling(body, seed),
         max_new_tokens=_max_new_tokens(body, job.limits),
         new_tokens_limit=job.limits.new_tokens,
-        stop=body.stop or (),
+        stop=body.stops,
         n=body.n or 1,
         logprobs=_logprobs(body),
         quality=_quality(body, job),
         schema=_schema(body),
         tools=_tools(body),
+        delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
     )
     if call.choices > job.limits.choices:
         field = "n" if call.n > 1 else "prompt"

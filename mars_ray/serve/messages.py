@@ -1,7 +1,7 @@
 """What crosses from the HTTP ingress to a replica and back.
 
     ingress  --Call-->  replica
-    ingress  <--Piece, Piece, ..., Piece(finish)--  replica      one message per engine step
+    ingress  <--Piece, Piece, ..., Piece(finish)--  replica      of one engine step or several
     ingress  <--Refusal--  replica                              the last one, in place of a piece
 
 A call has `choices` answers, each with pieces of its own; it is over when all have finished. Errors
@@ -64,6 +64,8 @@ class Call:
     quality: Quality | None = None  # in place of the mode's threshold
     schema: dict[str, Any] | None = None  # of the JSON that the answer must be
     tools: Tools | None = None
+    # `steps`: a message for each step; `paced`, `whole`: several in one (serve/pace.py).
+    delivery: Literal["steps", "paced", "whole"] = "paced"
 
     @property
     def choices(self) -> int:
@@ -100,13 +102,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one engine step added to an answer; the last piece has the finish."""
+    """What one engine step, or several, added to an answer; the last piece has the finish."""
 
     text: str
     finish: Finish | None = None
     choice: int = 0
-    forward: int = 0  # the step's number among those of the answer
-    tokens: int = 0  # that it committed
+    forward: int = 0  # the last step's number among those of the answer
+    tokens: int = 0  # that were committed
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCall, ...] = ()
 

@@ -13,6 +13,7 @@ from mars_ray.errors import EngineError
 from mars_ray.model.source import Source, local_copy
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
+from mars_ray.serve.pace import paced
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
 
@@ -29,11 +30,15 @@ class Replica:
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()
+        self._interval_s = job.stream_interval_s
         self._looking = asyncio.create_task(self._look())
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
-        async with aclosing(self._engine.answer(call)) as messages:
+        messages = self._engine.answer(call)
+        if call.delivery != "steps":
+            messages = paced(messages, self._interval_s if call.delivery == "paced" else None)
+        async with aclosing(messages):
             async for message in messages:
                 yield message
 

@@ -13,7 +13,8 @@ from mars_ray.serve.replies import Shape, error_body, tool_call_delta, usage
 
 logger = logging.getLogger(__name__)
 
-DONE = "data: [DONE]\n\n"
+DONE_DATA = "[DONE]"
+DONE = f"data: {DONE_DATA}\n\n"
 
 
 def event(data: dict[str, Any]) -> str:

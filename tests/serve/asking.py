@@ -1,9 +1,12 @@
 """How tests ask the API, and read what it says."""
 
 import json
+import time
 from typing import Any
 
 from fastapi.testclient import TestClient
+
+from mars_ray.serve.text_engine import TextEngine
 
 ASK = "count from one to ten"
 
@@ -31,3 +34,11 @@ def error_of(response, status: int) -> dict:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+def wait_until_free(engine: TextEngine) -> None:
+    """Those who left are gone from the engine within seconds, on however slow a machine."""
+    begin = time.monotonic()
+    while engine.open_answers:
+        assert time.monotonic() - begin < 10
+        time.sleep(0.01)

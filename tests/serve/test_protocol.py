@@ -159,7 +159,8 @@ def test_an_unsupported_field_is_named(field):
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": ""}, "stop.0"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop.0"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"mode": "block_cached"}, "mode"),
@@ -193,6 +194,20 @@ def test_a_missing_field_is_named():
     with pytest.raises(ApiError) as caught:
         parse(ChatBody, b'{"model": "m"}')
     assert caught.value.refusal.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b'{"model":"m","messages":[{"role":"user","content":"x"}],"n":1,"n":1}', "n"),
+        (b'{"model":"m","messages":[{"role":"user","content":"x","content":"y"}]}', "content"),
+    ],
+)
+def test_a_field_given_twice_is_refused(raw, param):
+    """Guards a value that is ignored: parsers disagree which one counts."""
+    with pytest.raises(ApiError, match="more than once") as caught:
+        parse(ChatBody, raw)
+    assert (caught.value.refusal.status, caught.value.refusal.param) == (400, param)
 
 
 def test_a_request_changes_only_what_it_names_of_the_default_mode():

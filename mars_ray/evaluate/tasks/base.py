@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-_FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
+FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class Problem:
 
 def is_correct(problem: Problem, text: str) -> bool:
     """Whether the last `#### number` of the text is the answer (GSM8K's own rule)."""
-    found = _FINAL_ANSWER.findall(text)
+    found = FINAL_ANSWER.findall(text)
     return bool(found) and _number(found[-1]) == _number(problem.answer)
 
 
 def final_answer(solution: str) -> str | None:
     """The number after `####` in a reference solution."""
-    found = _FINAL_ANSWER.findall(solution)
+    found = FINAL_ANSWER.findall(solution)
     return found[-1] if found else None
 
 
