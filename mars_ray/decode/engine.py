@@ -97,6 +97,16 @@ class Engine:
         return self._scheduler.preemptions
 
     @property
+    def prefix_queries(self) -> int:
+        """Tokens of all sequences admitted so far."""
+        return self._scheduler.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them that were in the cache already."""
+        return self._scheduler.prefix_hits
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of the KV cache."""
         return self._cache.bytes

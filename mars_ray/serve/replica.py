@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -57,9 +57,10 @@ class Replica:
         """Whether a request would be answered now."""
         return await self._engine.is_ready()
 
-    async def status(self) -> Sequence[ReplicaStatus]:
+    async def status(self) -> ReplicaStatus:
         """What this replica is doing at the moment."""
-        return await self._engine.status()
+        (status,) = await self._engine.status()
+        return status
 
     async def _look(self) -> None:
         """Export what the engine says, for as long as it lives."""
