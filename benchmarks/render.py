@@ -152,6 +152,26 @@ def measures_overhead(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Medians of {result['rounds']} pairs, {facts}."]
 
 
+def capacity(result: dict[str, Any]) -> list[str]:
+    """Tokens per second of a replica, and times those of `exact`, by batch and level."""
+    lines = []
+    for model in result["models"].values():
+        base = model["levels"][0]["tokens_per_s"]
+        lines += [
+            f"**{model['name']}**; {model['prompt_tokens']:g} tokens in, "
+            f"{model['output_tokens']:g} out:",
+            "",
+            "| level | points lost | " + " | ".join(f"batch {batch}" for batch in base) + " |",
+            "|---|---|" + "---|" * len(base),
+        ]
+        for level in model["levels"]:
+            rates = level["tokens_per_s"]
+            cells = [f"{rate:,.0f} ({rate / base[batch]:.2f}x)" for batch, rate in rates.items()]
+            lines.append(f"| {level['label']} | {level['points_lost']:.1f} | {' | '.join(cells)} |")
+        lines.append("")
+    return [*lines, f"Tokens/s, by commit {result['provenance']['commit']}."]
+
+
 def _machine(facts: dict[str, Any]) -> str:
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"
@@ -166,6 +186,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "measures_overhead": measures_overhead,
     "decode_0_5b": decode,
     "steps_0_5b": steps,
+    "capacity": capacity,
 }
 
 

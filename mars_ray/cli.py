@@ -20,6 +20,7 @@ from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import ConfigError, MarsError
 
@@ -130,6 +131,27 @@ def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
 
     with _Cluster():
         _print_result(run_demo(job, _console()))
+
+
+@app.command()
+def simulate(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and result.json.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Compare scaling policies on traces, on a virtual clock."""
+    job = _job(SimulateJob, job_file, overrides, dry_run)
+    from mars_ray.evaluate.simulation import print_comparison, run_simulations, summary
+    from mars_ray.evaluate.simulation_page import write_report
+
+    result = run_simulations(job, _console())
+    if output:
+        write_report(result, output)
+    print_comparison(result, _console())
+    _print_result(summary(result))
 
 
 @bench.command("train-step")

@@ -13,16 +13,18 @@ from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import ConfigError
 
-Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob
+Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob | SimulateJob
 _KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
     "serve": ServeJob,
     "demo": DemoJob,
     "bench-decode": BenchDecodeJob,
+    "simulate": SimulateJob,
 }
 
 

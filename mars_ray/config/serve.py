@@ -1,6 +1,7 @@
-"""One service: a checkpoint behind an OpenAI-compatible API."""
+"""One service: checkpoints behind an OpenAI-compatible API."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,21 +19,28 @@ class Limits(Config):
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
 
 
-class ServeJob(Config):
-    """Binds to loopback unless told otherwise."""
+class ServedModel(Config):
+    """A model of a service and the replicas that run it."""
 
-    kind: Literal["serve"] = "serve"
-    checkpoint: str
-    model_name: str | None = Field(
-        default=None, description="default: the checkpoint directory's name"
+    checkpoint: str = Field(
+        description="directory, Hugging Face hub name (org/name), or URI (s3://, gs://, file://)"
     )
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
+    revision: str | None = Field(default=None, description="of a hub name; default: its newest")
+    model_name: str | None = Field(
+        default=None, description="in requests; default: the last part of the checkpoint's name"
+    )
     replicas: int = Field(default=1, ge=1)
+    max_replicas_per_node: int | None = Field(default=None, ge=1, le=100)
     cpus_per_replica: float = Field(default=1, ge=0)
     gpus_per_replica: float = Field(default=0, ge=0)
-    keys_file: str | None = Field(
-        default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
+    resources_per_replica: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="Ray's custom resources, such as an accelerator type"
+    )
+    environment: dict[str, str] = Field(
+        default={}, description="environment variables of the replicas' processes"
+    )
+    router: Literal["prefix", "power_of_two"] = Field(
+        default="prefix", description="prefix: prefer the replica that holds the prompt's beginning"
     )
     stream_interval_s: float = Field(
         default=0.02, ge=0, description="at least so long between two messages of a stream"
@@ -46,10 +54,55 @@ class ServeJob(Config):
         default="lossless", description="of requests that pin no mode, threshold or quality"
     )
     engine: EngineConfig = EngineConfig()
-    limits: Limits = Limits()
 
     @model_validator(mode="after")
-    def _default_exists(self) -> "ServeJob":
+    def _default_exists(self) -> Self:
         if self.default_quality not in self.qualities:
             raise ValueError(f"default_quality {self.default_quality!r} is not among qualities")
         return self
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests."""
+        return self.model_name or self.checkpoint.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def deployment(self) -> str:
+        """Name of its Serve deployment, which is also part of names of files."""
+        return "Replica-" + re.sub(r"[^\w.-]", "-", self.name)
+
+
+class ServeJob(ServedModel):
+    """Its own fields describe the first model. Binds to loopback unless told otherwise."""
+
+    kind: Literal["serve"] = "serve"
+    more_models: tuple[ServedModel, ...] = Field(
+        default=(), description="in the same service; nothing is taken over from the first"
+    )
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    keys_file: str | None = Field(
+        default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
+    )
+    model_cache: str = Field(
+        default="~/.cache/mars-ray/models",
+        description="where each node keeps its copies of checkpoints from object stores",
+    )
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [model.deployment for model in (self, *self.more_models)]
+        for name in names:
+            if names.count(name) > 1:
+                shown = name.removeprefix("Replica-")
+                raise ValueError(f"two models are named {shown!r}: give each a model_name")
+        return self
+
+    def each(self) -> dict[str, Self]:
+        """By the models' names: the job as it would be if that model were the only one."""
+        only = {
+            model.name: self.model_copy(update=dict(model) | {"more_models": ()})
+            for model in self.more_models
+        }
+        return {self.name: self.model_copy(update={"more_models": ()})} | only

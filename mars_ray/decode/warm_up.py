@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.core.cost import StepCost, row_counts
 from mars_ray.decode.batch import forward
-from mars_ray.decode.cost import StepCost, row_counts
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.request import Request
 from mars_ray.decode.runner import Runner

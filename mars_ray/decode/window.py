@@ -10,12 +10,10 @@ nothing before it would make decoding slower than `exact`.
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
-from operator import mul
 
 from mars_ray.config.decode import VerifiedMode
-from mars_ray.decode.cost import StepCost
+from mars_ray.core.cost import StepCost
+from mars_ray.core.drafting import Choice, all_choices, expected
 from mars_ray.decode.sequence import Sequence
 
 # A depth's rate before anything was observed, and how many observations that counts for.
@@ -52,41 +50,6 @@ class AcceptanceRates:
         return [a / n for a, n in zip(self._accepted, self._seen, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Masks of a group, and outcomes that get a group."""
-
-    window: int
-    groups: int
-
-
-@dataclass(frozen=True, slots=True)
-class Yield:
-    """What a sequence commits and costs per forward with some choice, in the long run."""
-
-    tokens: float
-    rows: float
-
-
-def expected(choice: Choice, rates: Several[float]) -> Yield:
-    """After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
-
-    With c the probability that an outcome has masks, a share f of the forwards has drafts:
-    f = f * c + (1 - f), as a forward without drafts has one outcome, whose masks it has.
-    """
-    survival = list(accumulate(rates[: choice.window], mul))
-    if not survival:
-        return Yield(1.0, 1.0)
-    reached = [1.0, *survival]
-    outcomes = [a - b for a, b in zip(reached, [*survival, 0.0], strict=True)]
-    covered = (
-        survival[-1] if choice.groups == 1 else sum(sorted(outcomes, reverse=True)[: choice.groups])
-    )
-    drafted = 1 / (2 - covered)
-    rows = 1 + drafted * choice.window * (1 + choice.groups) + (1 - drafted) * choice.window
-    return Yield(1 + drafted * sum(survival), rows)
-
-
 def best_choice(
     sequences: int,
     other_rows: int,
@@ -105,20 +68,6 @@ def best_choice(
         return tokens / cost.seconds(other_rows + sequences * each.rows)
 
     return max(choices, key=tokens_per_second)
-
-
-@lru_cache
-def all_choices(window: int, groups: int | None, most_rows: int) -> tuple[Choice, ...]:
-    """No masks first; then every window with one, two, four ... and all outcomes, as allowed."""
-    choices = [Choice(0, 1)]
-    for masks in range(1, window + 1):
-        counts = {1, 2, 4, 8, 16, 32, masks + 1} if groups is None else {groups}
-        choices += [
-            Choice(masks, count)
-            for count in sorted(counts)
-            if count <= masks + 1 and 1 + masks + count * masks <= most_rows
-        ]
-    return tuple(choices)
 
 
 class WindowControl:

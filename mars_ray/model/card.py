@@ -21,21 +21,25 @@ class ModelCard:
     block_size: int
 
 
-def read_card(directory: str | Path) -> ModelCard:
-    """Raises ModelError if the directory has no card, or a wrong one."""
+def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
+    """Raises ModelError if the directory has no card, or a wrong one.
+
+    `called` is the model's name in messages, where the directory is a copy of it.
+    """
     path = Path(directory) / CARD_FILE
+    name = called or str(directory)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
-            f"{directory} has no {CARD_FILE}: it is not a model directory of mars-ray. "
-            "Train it first, or name the directory that holds the exported model"
+            f"{name} has no {CARD_FILE}: it is not a model directory of mars-ray. Fine-tune the "
+            "model with `mars-ray train` first, or name the directory that holds the exported model"
         ) from None
     except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+        raise ModelError(f"{CARD_FILE} of {name} is not JSON: {error}") from error
     if not isinstance(content, dict) or _types(content) != _TYPES:
         expected = ", ".join(f"{name} ({kind})" for name, kind in _TYPES.items())
-        raise ModelError(f"{path} must hold exactly {expected}")
+        raise ModelError(f"{CARD_FILE} of {name} must hold exactly {expected}")
     return ModelCard(**content)
 
 

@@ -5,11 +5,11 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -28,7 +28,8 @@ from mars_ray.serve.bodies import (
 )
 from mars_ray.serve.calls import to_call
 from mars_ray.serve.keys import Key, Keys
-from mars_ray.serve.messages import Call, Message, Piece, Prompt, Refusal, Tokenized
+from mars_ray.serve.messages import Call, Message, Piece, Refusal
+from mars_ray.serve.models import Backend, Models
 from mars_ray.serve.openapi import openapi
 from mars_ray.serve.replies import (
     Answer,
@@ -39,6 +40,7 @@ from mars_ray.serve.replies import (
     model_list,
     reply,
 )
+from mars_ray.serve.status import model_status
 from mars_ray.serve.stream import Chunks, events, internal_error
 
 logger = logging.getLogger(__name__)
@@ -57,30 +59,10 @@ _PAGE_HEADERS = {
 }
 
 
-class Backend(Protocol):
-    """What answers: an engine in this process, or replicas behind a handle."""
-
-    def answer(self, call: Call) -> AsyncGenerator[Message, None]:
-        """Ends when every choice has finished, or with a refusal; closing it ends the work."""
-        ...
-
-    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        """A prompt's tokens."""
-        ...
-
-    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        """The text of tokens, special ones included."""
-        ...
-
-    async def is_ready(self) -> bool:
-        """Whether a request would be answered now."""
-        ...
-
-
-def build_api(job: ServeJob, model: str, backend: Backend) -> FastAPI:
-    """The API of one model; `model` is its name in requests."""
-    routes = _Routes(job, model, backend)
-    # FastAPI's own pages would load their scripts from another site.
+def build_api(job: ServeJob, backends: Mapping[str, Backend]) -> FastAPI:
+    """The API of the job's models, each with what answers for it, by name."""
+    routes = _Routes(job, Models(job, backends))
+    # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
         ("/", routes.page),
@@ -88,6 +70,7 @@ def build_api(job: ServeJob, model: str, backend: Backend) -> FastAPI:
         ("/readyz", routes.readyz),
         ("/version", routes.version),
         ("/v1/models", routes.models),
+        ("/v1/mars/status", routes.status),
         ("/openapi.json", routes.openapi),
     ):
         api.add_api_route(path, route, methods=["GET"], response_model=None)
@@ -104,10 +87,9 @@ def build_api(job: ServeJob, model: str, backend: Backend) -> FastAPI:
 
 
 class _Routes:
-    def __init__(self, job: ServeJob, model: str, backend: Backend) -> None:
+    def __init__(self, job: ServeJob, models: Models) -> None:
         self._job = job
-        self._model = model
-        self._backend = backend
+        self._models = models
         self._keys = Keys(job.keys_file)
         self._started = int(time.time())
 
@@ -119,7 +101,8 @@ class _Routes:
         return {"status": "ok"}
 
     async def readyz(self) -> Response:
-        ready = await self._backend.is_ready()
+        models = self._models.of(key=None)
+        ready = all(await asyncio.gather(*(model.backend.is_ready() for model in models)))
         status = "ready" if ready else "not ready"
         return JSONResponse({"status": status}, 200 if ready else 503)
 
@@ -128,12 +111,25 @@ class _Routes:
         return {"version": __version__}
 
     async def models(self, request: Request) -> dict[str, Any]:
-        self._holder(request)
-        return model_list(self._model, self._started)
+        models = self._models.of(self._holder(request))
+        return model_list([model.name for model in models], self._started)
+
+    async def status(self, request: Request) -> dict[str, Any]:
+        """What the models are doing at the moment."""
+        models = self._models.of(self._holder(request))
+        statuses = await asyncio.gather(*(model.backend.status() for model in models))
+        return {
+            "object": "list",
+            "data": [
+                model_status(model.name, replicas)
+                for model, replicas in zip(models, statuses, strict=True)
+            ],
+        }
 
     async def openapi(self, request: Request) -> dict[str, Any]:
-        self._holder(request)
-        return openapi([self._model], with_keys=self._job.keys_file is not None)
+        models = self._models.of(self._holder(request))
+        names = [model.name for model in models]
+        return openapi(names, with_keys=self._job.keys_file is not None)
 
     async def chat(self, request: Request) -> Response:
         async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
@@ -184,19 +180,19 @@ class _Routes:
         key: Key | None,
         shape: Shape,
     ) -> Response:
-        self._check_model(body.model)
-        call = _within(to_call(body, request_id, secrets.randbits(63), self._job), key)
+        model = self._models.asked(body.model, key)
+        call = _within(to_call(body, request_id, secrets.randbits(63), model.job), key)
         by = key.name if key else None
         logger.info("request %s: %s, key %s, user %s", request_id, call.mode.type, by, body.user)
         created = int(time.time())
-        messages = self._admitted(call, key)
+        messages = self._admitted(model.backend, call, key)
         # The status line depends on the first message.
         first = await anext(messages)
         if isinstance(first, Refusal):
             raise ApiError(first)
         forwards = bool(body.return_forwards)
         if body.stream:
-            chunks = Chunks(call, shape, self._model, created, body.wants_usage, forwards)
+            chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
             return StreamingResponse(
                 events(chunks, first, messages),
                 media_type="text/event-stream",
@@ -209,16 +205,16 @@ class _Routes:
             for _ in range(call.choices)
         ]
         await _collect(answers, first, messages)
-        return JSONResponse(reply(call, shape, self._model, created, answers))
+        return JSONResponse(reply(call, shape, model.name, created, answers))
 
-    async def _tokenize(self, raw: bytes, _request_id: str, _key: Key | None) -> Response:
+    async def _tokenize(self, raw: bytes, _request_id: str, key: Key | None) -> Response:
         body = parse(TokenizeBody, raw)
-        self._check_model(body.model)
+        backend = self._models.asked(body.model, key).backend
         if (body.prompt is None) == (body.messages is None):
             message = "give either 'prompt' or 'messages'"
             raise ApiError(Refusal(400, message, param="prompt", code="invalid_value"))
         turns = tuple(message.turn() for message in body.messages or ())
-        made = await self._backend.tokenize(turns if body.prompt is None else body.prompt)
+        made = await backend.tokenize(turns if body.prompt is None else body.prompt)
         if isinstance(made, Refusal):
             raise ApiError(made)
         count = len(made.tokens)
@@ -226,25 +222,21 @@ class _Routes:
             {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
         )
 
-    async def _detokenize(self, raw: bytes, _request_id: str, _key: Key | None) -> Response:
+    async def _detokenize(self, raw: bytes, _request_id: str, key: Key | None) -> Response:
         body = parse(DetokenizeBody, raw)
-        self._check_model(body.model)
-        text = await self._backend.detokenize(body.tokens)
+        text = await self._models.asked(body.model, key).backend.detokenize(body.tokens)
         if isinstance(text, Refusal):
             raise ApiError(text)
         return JSONResponse({"prompt": text})
 
-    async def _admitted(self, call: Call, key: Key | None) -> AsyncGenerator[Message, None]:
+    async def _admitted(
+        self, backend: Backend, call: Call, key: Key | None
+    ) -> AsyncGenerator[Message, None]:
         """The backend's messages, counted against the key until they end or are closed."""
         with self._keys.admitted(key, call.choices):
-            async with aclosing(self._backend.answer(call)) as messages:
+            async with aclosing(backend.answer(call)) as messages:
                 async for message in messages:
                     yield message
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._model:
-            message = f"there is no model {model!r} here, only {self._model!r}"
-            raise ApiError(Refusal(404, message, param="model", code="model_not_found"))
 
 
 def _within(call: Call, key: Key | None) -> Call:

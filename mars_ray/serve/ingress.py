@@ -1,7 +1,7 @@
 """The HTTP side of the service as a Serve deployment: it holds no model and imports none."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import FastAPI
 from ray import serve
@@ -10,9 +10,14 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+from mars_ray.serve.recent import Recent
+from mars_ray.serve.status import ReplicaStatus
 
 # A replica that takes longer to say that it is ready, is not.
 _READY_S = 5.0
+# However many pages are open, replicas are not asked more often.
+_STATUS_S = 0.5
+_STATUS_TIMEOUT_S = 2.0
 
 
 # Without an app: FastAPI resolves the routes of one given here only after Serve has pickled it, and
@@ -21,20 +26,21 @@ _READY_S = 5.0
 class Ingress:
     """Checks requests, forwards them to a replica, and writes the replies."""
 
-    def __init__(self, job: ServeJob, model: str, replica: DeploymentHandle) -> None:
+    def __init__(self, job: ServeJob, replicas: dict[str, DeploymentHandle]) -> None:
         self._job = job
-        self._model = model
-        self._replica = replica
+        self._replicas = replicas
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._job, self._model, _Replicas(self._replica))
+        backends = {name: _Replicas(handle) for name, handle in self._replicas.items()}
+        return build_api(self._job, backends)
 
 
 class _Replicas:
-    """The backend behind a handle."""
+    """The backend behind a handle: one model's replicas."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
+        self._status = Recent(self._asked_for_status, _STATUS_S)
         self._streaming = handle.options(stream=True)
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
@@ -63,3 +69,15 @@ class _Replicas:
 
     async def _asked(self) -> bool:
         return await self._handle.is_ready.remote()
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        return await self._status.get()
+
+    async def _asked_for_status(self) -> Sequence[ReplicaStatus]:
+        try:
+            replies = await self._handle.broadcast("status").results_async(
+                timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True
+            )
+        except TimeoutError:
+            return ()
+        return [status for reply in replies if isinstance(reply, tuple) for status in reply]

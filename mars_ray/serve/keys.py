@@ -7,13 +7,14 @@ A TOML file, whose keys are given as they are or, better, as their SHA-256 in he
     sha256 = "2bb80d53..."
     answers = 8          # being written at the same time
     new_tokens = 256     # per answer
+    models = ["small"]   # that it may use; default: all
 """
 
 import hashlib
 import hmac
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -36,6 +37,7 @@ class Key(Config):
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$", repr=False)
     answers: int | None = Field(default=None, ge=1, description="at the same time, per ingress")
     new_tokens: int | None = Field(default=None, ge=1, description="per answer")
+    models: tuple[str, ...] | None = Field(default=None, min_length=1, description="it may use")
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -75,6 +77,16 @@ class Keys:
             message = "give a valid API key in the header 'Authorization: Bearer ...'"
             raise ApiError(Refusal(401, message, code="invalid_api_key"))
         return right[0]
+
+    def check_models(self, names: Collection[str]) -> None:
+        """Raises ConfigError if a key is for a model that is none of `names`."""
+        for key in self._keys:
+            for model in key.models or ():
+                if model not in names:
+                    raise ConfigError(
+                        f"key {key.name!r} is for model {model!r}, but the service has only "
+                        f"{', '.join(names)}"
+                    )
 
     @contextmanager
     def admitted(self, key: Key | None, answers: int) -> Iterator[None]:

@@ -34,6 +34,7 @@ class EngineSeen:
     cache_share: float  # of the pages, those that sequences hold
     preemptions: int
     windows: tuple[int, ...]  # of the sequences in the batch
+    set_point: float  # threshold of requests that pin none, as far as they tolerate it
     # By mode: checked tokens; T/F that each threshold would have given.
     checked: dict[str, int]
     tokens_per_forward_at: dict[str, dict[float, float]]
@@ -56,6 +57,7 @@ def engine_seen(engine: Engine) -> EngineSeen:
         cache_share=engine.pool.in_use / engine.pool.count,
         preemptions=engine.preemptions,
         windows=engine.windows,
+        set_point=engine.thresholds.set_point,
         checked={mode: measures.checked for mode, measures in by_mode.items()},
         tokens_per_forward_at={
             mode: measures.tokens_per_forward() for mode, measures in by_mode.items()

@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.engine import load_engine
 from mars_ray.errors import EngineError
+from mars_ray.model.source import Source, local_copy
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
 from mars_ray.serve.pace import paced
+from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
 
 _LOOK_S = 1.0
@@ -21,7 +25,8 @@ class Replica:
 
     # Serve awaits it: the loop that runs here is that of the requests.
     async def __init__(self, job: ServeJob) -> None:
-        engine, tokenizer = load_engine(job.checkpoint, job.engine)
+        checkpoint, engine_config = _fetched(job)
+        engine, tokenizer = load_engine(checkpoint, engine_config)
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()
@@ -49,6 +54,10 @@ class Replica:
         """Whether a request would be answered now."""
         return await self._engine.is_ready()
 
+    async def status(self) -> Sequence[ReplicaStatus]:
+        """What this replica is doing at the moment."""
+        return await self._engine.status()
+
     async def _look(self) -> None:
         """Export what the engine says, for as long as it lives."""
         with contextlib.suppress(EngineError):
@@ -63,3 +72,12 @@ class Replica:
     def open_answers(self) -> int:
         """Answers being written or waiting."""
         return self._engine.open_answers
+
+
+def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
+    """The checkpoint on this node, and the engine's configuration with its draft model here too."""
+    checkpoint = local_copy(Source(job.checkpoint, job.revision), job.model_cache)
+    if not job.engine.draft_model:
+        return checkpoint, job.engine
+    draft_model = str(local_copy(Source(job.engine.draft_model), job.model_cache))
+    return checkpoint, job.engine.model_copy(update={"draft_model": draft_model})

@@ -3,7 +3,7 @@
 A reply's `usage.mars`, and `mars` of a choice if asked for, are ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -190,10 +190,13 @@ def reply(
     }
 
 
-def model_list(model: str, created: int) -> dict[str, Any]:
+def model_list(models: Iterable[str], created: int) -> dict[str, Any]:
     """Body of the list of models."""
-    entry = {"id": model, "object": "model", "created": created, "owned_by": "mars-ray"}
-    return {"object": "list", "data": [entry]}
+    entries = [
+        {"id": model, "object": "model", "created": created, "owned_by": "mars-ray"}
+        for model in models
+    ]
+    return {"object": "list", "data": entries}
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

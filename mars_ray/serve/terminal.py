@@ -13,7 +13,8 @@ from rich.text import Text
 
 from mars_ray.errors import EngineError
 
-_HELP = """/mode exact|verified|confidence|default   how to decode
+_HELP = """/model NAME   the one to ask; without a name: which there are
+/mode exact|verified|confidence|default   how to decode
 /threshold 0.9|default   quality against speed
 /system TEXT   instructions before the conversation
 /new   forget the conversation
@@ -56,16 +57,16 @@ class Conversation:
                 self.messages.pop()
 
 
-def first_model(url: str, api_key: str | None) -> str:
-    """The service's model. Raises EngineError if there is no such service."""
+def models(url: str, api_key: str | None) -> list[str]:
+    """The service's models. Raises EngineError if there is no such service."""
     with _open(f"{url}/v1/models", None, api_key) as reply:
-        return json.load(reply)["data"][0]["id"]
+        return [model["id"] for model in json.load(reply)["data"]]
 
 
 def chat(url: str, api_key: str | None, console: Console) -> None:
     """Until the user leaves. Raises EngineError if the service cannot be reached."""
     url = url.rstrip("/").removesuffix("/v1")
-    conversation = Conversation(url, first_model(url, api_key), api_key)
+    conversation = Conversation(url, models(url, api_key)[0], api_key)
     console.print(f"{conversation.model} at {url}; /help says what else can be said", style="dim")
     while True:
         try:
@@ -90,6 +91,8 @@ def _command(conversation: Conversation, text: str) -> str:
         case "/system", content if content:
             conversation.messages[:] = [{"role": "system", "content": content}]
             return "a new conversation with these instructions"
+        case "/model", chosen:
+            return _choose_model(conversation, chosen)
         case "/mode" | "/threshold", "default":
             conversation.settings.pop(name[1:], None)
         case "/mode", mode if mode:
@@ -100,6 +103,16 @@ def _command(conversation: Conversation, text: str) -> str:
             return _HELP
     settings = conversation.settings or "the service's own"
     return f"settings: {settings}"
+
+
+def _choose_model(conversation: Conversation, chosen: str) -> str:
+    try:
+        names = models(conversation.url, conversation.api_key)
+    except EngineError as error:
+        return str(error)
+    if chosen in names:
+        conversation.model = chosen
+    return f"asking {conversation.model}; there are {', '.join(names)}"
 
 
 def _is_number(text: str) -> bool:

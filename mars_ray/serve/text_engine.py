@@ -22,6 +22,7 @@ from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
 from mars_ray.model.stop import stop_ids
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
+from mars_ray.serve.live import Live
 from mars_ray.serve.messages import (
     Call,
     Finish,
@@ -36,6 +37,7 @@ from mars_ray.serve.messages import (
     Turn,
 )
 from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
+from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.stream import internal_error
 from mars_ray.serve.text import Writer
 from mars_ray.serve.token_text import TokenBytes
@@ -67,11 +69,12 @@ class TextEngine:
         self._tokenizer = tokenizer
         self._bytes = TokenBytes(tokenizer)
         self._vocabulary = engine.model.config.vocab_size
-        self._limits = job.limits
+        self._job = job
         self._stop_ids = stop_ids(engine.model)
         grammars = Grammars(tokenizer, self._vocabulary, self._stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._open = 0
+        self._live = Live()
 
     def start(self) -> None:
         """Let the engine's thread begin."""
@@ -97,6 +100,10 @@ class TextEngine:
         """The engine between two steps. Raises EngineError if it is dead."""
         return await self._thread.ask(engine_seen)
 
+    async def status(self) -> tuple[ReplicaStatus]:
+        """What this engine is doing at the moment. Raises EngineError if it is dead."""
+        return (self._live.status(self._job, await self.seen(), time.monotonic()),)
+
     async def set_threshold(self, threshold: float) -> None:
         """The set-point of requests that pin none. Raises EngineError if the engine is dead."""
 
@@ -115,7 +122,7 @@ class TextEngine:
 
         Closing the generator frees the call's places in the engine.
         """
-        if self._open + call.choices > self._config.max_batch + self._limits.waiting_requests:
+        if self._open + call.choices > self._config.max_batch + self._job.limits.waiting_requests:
             message = f"{self._open} answers are being written or wait; try again later"
             yield Refusal(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
             return
@@ -217,6 +224,7 @@ class TextEngine:
             async with aclosing(self._written(call, request, choice)) as pieces:
                 async for piece, event in pieces:
                     now = time.monotonic()
+                    self._live.add(now, len(event.tokens), event.disagreed - seen.disagreed)
                     _look(seen, piece, event, now - last)
                     last = now
                     yield piece

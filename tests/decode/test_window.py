@@ -12,17 +12,11 @@ from mars_ray.config.decode import (
     Sampling,
     VerifiedMode,
 )
+from mars_ray.core.cost import StepCost, row_counts
+from mars_ray.core.drafting import Choice, all_choices, expected
 from mars_ray.decode import reference
-from mars_ray.decode.cost import StepCost, row_counts
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.window import (
-    AcceptanceRates,
-    Choice,
-    WindowControl,
-    all_choices,
-    best_choice,
-    expected,
-)
+from mars_ray.decode.window import AcceptanceRates, WindowControl, best_choice
 
 FREE = StepCost({1: 1.0, 1000: 1.0})
 BY_ROW = StepCost({1: 1.0, 1000: 1000.0})

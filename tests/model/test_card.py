@@ -13,7 +13,7 @@ def test_round_trip(tmp_path):
 
 def test_a_missing_card_says_what_to_do(tmp_path):
     """The usual mistake: the run's directory instead of the model's, or a model not trained."""
-    with pytest.raises(ModelError, match=r"has no mars\.json.*Train it first"):
+    with pytest.raises(ModelError, match=r"has no mars\.json.*mars-ray train` first"):
         read_card(tmp_path)
 
 

@@ -78,4 +78,4 @@ def text_engine(job: ServeJob) -> Iterator[TextEngine]:
 
 @pytest.fixture(scope="session")
 def client(job: ServeJob, text_engine: TextEngine) -> TestClient:
-    return TestClient(build_api(job, "tiny", text_engine), raise_server_exceptions=False)
+    return TestClient(build_api(job, {"tiny": text_engine}), raise_server_exceptions=False)

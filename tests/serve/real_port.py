@@ -1,5 +1,6 @@
 """The API on a real port, for clients that want one."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -7,6 +8,13 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager

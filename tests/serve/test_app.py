@@ -125,7 +125,7 @@ def test_the_end_token_is_counted_but_not_shown(checkpoint, job):
     engine.model.generation_config.eos_token_id = [end]
     chat = TextEngine(engine, tokenizer, job)
     chat.start()
-    reply = ask(TestClient(build_api(job, "tiny", chat)))
+    reply = ask(TestClient(build_api(job, {"tiny": chat})))
     chat.stop()
     assert text_of(reply) == tokenizer.decode(tokens[:cut]).rstrip("\ufffd")
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
@@ -225,7 +225,7 @@ def test_a_full_queue_is_a_429_and_places_come_back(client, text_engine, job):
     assert (refused.status, refused.retry_after_s) == (429, 1)
     assert text_engine.open_answers == 0
     assert text_of(ask(client))
-    full = TestClient(build_api(job, "tiny", Saying(refused)))
+    full = TestClient(build_api(job, {"tiny": Saying(refused)}))
     assert ask(full).headers["Retry-After"] == "1"
     assert error_of(ask(full, stream=True), 429)["type"] == "rate_limit_error"
 
@@ -256,7 +256,7 @@ class Saying:
 
 def test_an_answer_that_fails_midway_is_an_error_not_half_an_answer(job):
     """Without streaming the status line can still tell."""
-    client = TestClient(build_api(job, "tiny", Saying(Piece("x"), Refusal(503, "gone"))))
+    client = TestClient(build_api(job, {"tiny": Saying(Piece("x"), Refusal(503, "gone"))}))
     assert error_of(ask(client), 503)["message"] == "gone"
 
 
@@ -269,7 +269,7 @@ def test_a_fault_is_a_500_with_a_request_id_and_no_details(job, caplog):
             raise RuntimeError("secret")
             yield Piece("", Finish("stop", 1, 1, 1))
 
-    response = ask(TestClient(build_api(job, "tiny", Broken())))
+    response = ask(TestClient(build_api(job, {"tiny": Broken()})))
     error = error_of(response, 500)
     request_id = error["message"].split()[-1]
     assert request_id.startswith("chatcmpl-")
@@ -289,13 +289,13 @@ def test_an_engine_that_fails_on_a_step_answers_so(checkpoint, job, monkeypatch,
 
     monkeypatch.setattr(engine, "step", broken)
     chat.start()
-    response = ask(TestClient(build_api(job, "tiny", chat)))
+    response = ask(TestClient(build_api(job, {"tiny": chat})))
     assert error_of(response, 503)["code"] == "engine_error"
     assert "secret" not in response.text
     assert chat.open_answers == 0
     chat.check_health()
     chat.stop()
-    assert error_of(ask(TestClient(build_api(job, "tiny", chat))), 503)
+    assert error_of(ask(TestClient(build_api(job, {"tiny": chat}))), 503)
 
 
 async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:
@@ -323,7 +323,7 @@ async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:
 
 def test_a_client_that_goes_away_frees_its_place(job, text_engine):
     """The disconnect reaches the engine through Starlette, the events and the generator."""
-    api = build_api(job, "tiny", text_engine)
+    api = build_api(job, {"tiny": text_engine})
     body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": ASK}]}
     request = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent = asyncio.run(talk(api, request, hang_up_after=3))
@@ -333,7 +333,7 @@ def test_a_client_that_goes_away_frees_its_place(job, text_engine):
 
 def test_half_a_request_is_no_fault_of_ours(job, text_engine, caplog):
     """Guards an error and its trace in the log for every client that gives up early."""
-    api = build_api(job, "tiny", text_engine)
+    api = build_api(job, {"tiny": text_engine})
     half = [{"type": "http.request", "body": b'{"mod', "more_body": True}]
     sent = asyncio.run(talk(api, half, hang_up_after=0))
     assert sent[0]["status"] == 499

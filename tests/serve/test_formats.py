@@ -68,7 +68,7 @@ def text_engine(job) -> Iterator[TextEngine]:
 
 @pytest.fixture(scope="module")
 def client(job, text_engine) -> TestClient:
-    return TestClient(build_api(job, "tiny", text_engine), raise_server_exceptions=False)
+    return TestClient(build_api(job, {"tiny": text_engine}), raise_server_exceptions=False)
 
 
 def follows(text: str) -> bool:

@@ -25,7 +25,7 @@ def test_no_request_breaks_the_service(job):
     text_engine = TextEngine(engine, tokenizer, job)
     text_engine.start()
     fuzzed = Fuzzed()
-    with served(build_api(job, "tiny", text_engine)) as url:
+    with served(build_api(job, {"tiny": text_engine})) as url:
         for path in ("/", "/healthz", "/readyz", "/version", "/v1/models"):
             fuzz(url, path, 1, 0, fuzzed)
         for path, share in SHARES.items():

@@ -57,7 +57,7 @@ def backend() -> Counting:
 def client(tmp_path, backend) -> TestClient:
     path = tmp_path / "keys.toml"
     path.write_text(FILE)
-    return TestClient(build_api(ServeJob(checkpoint="x", keys_file=str(path)), "m", backend))
+    return TestClient(build_api(ServeJob(checkpoint="m", keys_file=str(path)), {"m": backend}))
 
 
 def bearer(secret: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ TURNS = [SystemMessage("be short"), HumanMessage(ASK)]
 
 @pytest.fixture(scope="module")
 def chat(job, text_engine) -> Iterator[ChatOpenAI]:
-    with served(build_api(job, "tiny", text_engine)) as url:
+    with served(build_api(job, {"tiny": text_engine})) as url:
         yield ChatOpenAI(
             model="tiny",
             base_url=f"{url}/v1",

@@ -66,7 +66,7 @@ def test_lm_eval_says_what_the_service_says(job, tmp_path):
     job = job.model_copy(update={"engine": sizes, "limits": Limits()})
     text_engine = TextEngine(*load_engine(job.checkpoint, job.engine), job)
     text_engine.start()
-    api = build_api(job, "tiny", text_engine)
+    api = build_api(job, {"tiny": text_engine})
     with served(api) as url:
         results, samples = evaluate(url, tmp_path)
     problems = gsm8k_problems(Gsm8kTask(path=str(DATA / "gsm8k" / "test.jsonl"), count=PROBLEMS))

@@ -44,7 +44,7 @@ def test_the_node_client(node, job, text_engine, client):
     """Whole, streamed, aborted, and errors of its own types."""
     expected = text_of(ask(client))
     stop = expected[len(expected) // 2 :][:3]
-    with served(build_api(job, "tiny", text_engine)) as url:
+    with served(build_api(job, {"tiny": text_engine})) as url:
         command = ["node", str(node), f"{url}/v1", stop]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

@@ -24,7 +24,7 @@ EXACT = {"mode": "exact"}
 
 @pytest.fixture(scope="module")
 def url(job, text_engine) -> Iterator[str]:
-    with served(build_api(job, "tiny", text_engine)) as root:
+    with served(build_api(job, {"tiny": text_engine})) as root:
         yield f"{root}/v1"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from serve.real_port import served
 
-from mars_ray.config.serve import Limits
+from mars_ray.config.serve import Limits, ServedModel
 from mars_ray.serve.app import build_api
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -20,8 +20,13 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def url(job, text_engine) -> Iterator[str]:
     # Short answers: several fit the context.
-    short = job.model_copy(update={"limits": Limits(new_tokens=15)})
-    with served(build_api(short, "tiny", text_engine)) as url:
+    short = job.model_copy(
+        update={
+            "limits": Limits(new_tokens=15),
+            "more_models": (ServedModel(checkpoint=job.checkpoint, model_name="second"),),
+        }
+    )
+    with served(build_api(short, {"tiny": text_engine, "second": text_engine})) as url:
         yield url
 
 
@@ -42,7 +47,7 @@ def page(browser, url) -> Iterator[playwright.Page]:
     page.on("console", lambda said: said.type == "error" and problems.append(said.text))
     page.on("request", lambda asked: asked.url.startswith(url) or problems.append(asked.url))
     page.goto(url)
-    playwright.expect(page.locator("#service")).to_have_text("tiny")
+    playwright.expect(page.locator("#model")).to_have_value("tiny")
     yield page
     page.close()
     # The browser itself reports every reply that is no success.
@@ -55,19 +60,19 @@ def ask(page: playwright.Page, text: str) -> playwright.Locator:
     page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
     answer = page.locator("article").nth(before + 1)
-    playwright.expect(answer.locator(".note")).to_contain_text("per forward", timeout=20_000)
+    playwright.expect(answer.locator(".note")).to_contain_text("own choice", timeout=20_000)
     return answer
 
 
 def test_a_conversation_with_a_mode_switch(page):
     """Shades say how many tokens came from one forward; `exact` has none."""
-    page.get_by_label("Mode").select_option("confidence")
+    page.locator("#mode").select_option("confidence")
     page.get_by_label("Threshold").fill("0")
     answer = ask(page, "count")
     shades = answer.locator("span").evaluate_all("spans => spans.map(s => s.dataset.tokens)")
     assert "5" in shades
     assert "confidence at 0" in answer.locator(".note").inner_text()
-    page.get_by_label("Mode").select_option("exact")
+    page.locator("#mode").select_option("exact")
     assert page.get_by_label("Threshold").is_disabled()
     exact = ask(page, "again")
     shades = exact.locator("span").evaluate_all("spans => spans.map(s => s.dataset.tokens)")
@@ -76,10 +81,11 @@ def test_a_conversation_with_a_mode_switch(page):
 
 
 def test_a_phone_shows_everything(page):
-    """Nothing sticks out at 390 pixels, and what is to be touched is large enough."""
+    """Nothing sticks out at 360 pixels, and what is to be touched is large enough."""
+    page.set_viewport_size({"width": 360, "height": 740})
     ask(page, "word " * 6)
     wide = page.evaluate("document.documentElement.scrollWidth")
-    assert wide <= 390
+    assert wide <= 360
     for name in ("Send", "Stop"):
         box = page.get_by_role("button", name=name).bounding_box()
         assert box
@@ -90,11 +96,11 @@ def test_it_works_without_a_mouse(page):
     """Tab reaches every control, each has a name, and the focus comes back after an answer."""
     page.locator("body").press("Tab")
     reached = []
-    for _ in range(3):
+    for _ in range(4):
         reached.append(page.evaluate("document.activeElement.id"))
         page.keyboard.press("Tab")
     # The threshold has no effect in the service's own mode, and there is nothing to stop.
-    assert reached == ["mode", "text", "send"]
+    assert reached == ["model", "mode", "text", "send"]
     ask(page, "count")
     assert page.evaluate("document.activeElement.id") == "text"
     assert page.get_by_role("main").get_attribute("aria-live") == "polite"
@@ -113,3 +119,79 @@ def test_an_error_is_shown_and_the_next_message_works(page):
     page.keyboard.press("Enter")
     playwright.expect(page.locator(".error")).to_contain_text("context", timeout=10_000)
     ask(page, "count")
+
+
+def test_the_other_model_answers_when_it_is_chosen(page):
+    """Its name stands above its answer."""
+    page.locator("#model").select_option("second")
+    answer = ask(page, "count")
+    assert answer.locator("h2").inner_text() == "second"
+
+
+def test_live_figures_come_by_themselves(page):
+    """Replicas and threshold at once, tokens per forward after an answer; guards a page that asks
+    on while nobody looks."""
+    playwright.expect(page.locator("#replicas")).to_have_text("1")
+    playwright.expect(page.locator("#in-force")).to_have_text("1.00")
+    ask(page, "count")
+    playwright.expect(page.locator("#rate")).not_to_have_text("0", timeout=5_000)
+    playwright.expect(page.locator("#per-forward")).to_contain_text(".")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    hidden = "Object.defineProperty(document, 'visibilityState', { value: 'hidden' })"
+    page.evaluate(hidden)
+    page.wait_for_timeout(2500)
+    assert asked == []
+
+
+# Relative luminance and contrast as in WCAG 2; computed colours are blended over what is below.
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const over = (layers) => {
+    layers.forEach((color) => { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); });
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => rgb.map((part) => part / 255)
+    .map((part) => part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4)
+    .reduce((sum, part, index) => sum + part * [.2126, .7152, .0722][index], 0);
+  const contrast = (element) => {
+    const layers = [];
+    for (let node = element; node; node = node.parentElement)
+      layers.unshift(getComputedStyle(node).backgroundColor);
+    const [low, high] = [light(over(layers)), light(over([...layers,
+      getComputedStyle(element).color]))].sort((a, b) => a - b);
+    return (high + .05) / (low + .05);
+  };
+  return [...document.querySelectorAll("h1, h2, dt, dd, label, p, .note, #legend, #legend span, "
+    + "span[data-tokens], button:enabled, select, textarea, output")]
+    .filter((element) => element.offsetParent && element.textContent + element.placeholder)
+    .map((element) => [element.outerHTML.slice(0, 60), contrast(element)]);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(page, scheme):
+    """Contrast of at least 4.5 (WCAG AA) on every shade, by day and by night."""
+    page.emulate_media(color_scheme=scheme)
+    page.locator("#mode").select_option("confidence")
+    page.get_by_label("Threshold").fill("0")
+    ask(page, "count")
+    measured = page.evaluate(CONTRAST)
+    assert len(measured) > 20
+    assert [(what, ratio) for what, ratio in measured if ratio < 4.5] == []
+
+
+def test_a_service_with_keys_asks_for_one(browser, job, text_engine, tmp_path):
+    """And shows everything once it has it."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[[keys]]\nname = 'a'\nkey = 'a-secret-of-24-characters'")
+    locked = job.model_copy(update={"keys_file": str(keys)})
+    with served(build_api(locked, {"tiny": text_engine})) as url:
+        page = browser.new_page()
+        page.goto(url)
+        playwright.expect(page.locator("#service")).to_have_text("needs a valid API key")
+        page.get_by_label("API key").fill("a-secret-of-24-characters")
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#replicas")).to_have_text("1")
+        ask(page, "count")
+        page.close()

@@ -1,6 +1,5 @@
 """The service on a real Ray cluster, as the official client sees it."""
 
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ import pytest
 import ray
 import torch
 from ray import serve
+from serve.real_port import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.config.decode import EngineConfig
@@ -21,12 +21,6 @@ pytestmark = pytest.mark.ray
 
 NEW_TOKENS = 1900
 CHAT = [{"role": "user", "content": "count from one to ten"}]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,7 @@ def greedy(checkpoint, tokens: int) -> str:
 
 
 def open_answers() -> int:
-    handle = serve.get_deployment_handle("Replica", APP_NAME)
+    handle = serve.get_deployment_handle("Replica-mars", APP_NAME)
     return handle.open_answers.remote().result(timeout_s=10)
 
 

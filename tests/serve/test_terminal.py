@@ -7,14 +7,18 @@ import pytest
 from rich.console import Console
 from serve.real_port import served
 
+from mars_ray.config.decode import ExactMode
+from mars_ray.config.serve import ServedModel
 from mars_ray.errors import EngineError
 from mars_ray.serve.app import build_api
-from mars_ray.serve.terminal import Conversation, chat, first_model
+from mars_ray.serve.terminal import Conversation, chat, models
 
 
 @pytest.fixture(scope="module")
 def url(job, text_engine) -> Iterator[str]:
-    with served(build_api(job, "tiny", text_engine)) as url:
+    second = ServedModel(checkpoint=job.checkpoint, model_name="second", default_mode=ExactMode())
+    two = job.model_copy(update={"more_models": (second,)})
+    with served(build_api(two, {"tiny": text_engine, "second": text_engine})) as url:
         yield url
 
 
@@ -46,6 +50,14 @@ def test_a_conversation(url):
     assert "never said" not in shown
 
 
+def test_another_model_is_asked(url):
+    """With its own default mode; a name that is none changes nothing."""
+    shown = said(url, "/model second", "count", "/model third", "/model")
+    assert "asking second; there are tiny, second" in shown
+    assert shown.count("asking second") == 3
+    assert "a forward, exact" in shown
+
+
 def test_what_is_wrong_is_said_and_the_conversation_goes_on(url):
     """Guards a traceback in the user's face."""
     shown = said(url, "/nonsense", "/mode nonsense", "count", "/mode default", "count")
@@ -75,4 +87,4 @@ def test_messages_are_remembered(url):
 def test_no_service_is_told_so():
     """With the address that was tried."""
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9.* cannot be reached"):
-        first_model("http://127.0.0.1:9", None)
+        models("http://127.0.0.1:9", None)

@@ -1,0 +1,77 @@
+"""What an operator wants of a fleet, in their own terms."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from mars_ray.config.base import Config
+from mars_ray.config.decode import Threshold
+
+
+class Slo(Config):
+    """What a request is owed. One that misses either time counts as missed."""
+
+    ttft_s: float = Field(default=2.0, gt=0, description="until the first token")
+    time_per_token_s: float = Field(default=0.1, gt=0, description="mean over the rest")
+    attainment: float = Field(default=0.99, gt=0, lt=1, description="share of requests within both")
+
+
+class ThresholdBounds(Config):
+    """Of `verified`: 1 is lossless. Nothing goes below the floor, and rest is at the set-point."""
+
+    set_point: Threshold = 1.0
+    floor: Threshold = 0.3
+    ceiling: Threshold = 1.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.floor <= self.set_point <= self.ceiling:
+            raise ValueError("must be floor <= set_point <= ceiling")
+        return self
+
+
+class Prices(Config):
+    """In any currency: only their ratio counts.
+
+    A point is one percentage point of accuracy, lost by all answers of one replica. With a point at
+    a quarter of a replica the operator would pay for a quarter more replicas to win a point.
+    """
+
+    replica_hour: float = Field(default=1.0, gt=0)
+    point_hour: float = Field(default=0.5, ge=0)
+
+
+class ScalingConfig(Config):
+    """Replicas and threshold of one fleet (docs/autoscaling.md)."""
+
+    slo: Slo = Slo()
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=4, ge=1)
+    scale_to_zero: bool = Field(default=False, description="after idle_to_zero_s")
+    threshold: ThresholdBounds = ThresholdBounds()
+    quality_classes: dict[str, Threshold] = Field(
+        default={}, description="name: floor of the requests that ask for this class"
+    )
+    prices: Prices = Prices()
+    quality_budget_points: float | None = Field(
+        default=1.0,
+        ge=0,
+        description="mean points lost over budget_window_s; beyond it the set-point holds",
+    )
+    budget_window_s: float = Field(default=3600.0, gt=0)
+    cold_start_s: float = Field(default=60.0, gt=0, description="until it has been measured")
+    scale_down_window_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="fewer replicas must have been enough for so long, and for a cold start",
+    )
+    idle_to_zero_s: float = Field(default=600.0, ge=0, description="without a request")
+    lower_dwell_s: float = Field(default=1.0, ge=0, description="between two lower thresholds")
+    raise_dwell_s: float = Field(default=15.0, ge=0, description="before a higher threshold")
+    stale_after_s: float = Field(default=15.0, gt=0, description="older metrics: nothing changes")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas must be at most max_replicas")
+        return self

@@ -1,0 +1,91 @@
+"""A simulated comparison: traces, policies, seeds, and the cluster they run on."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from mars_ray.config.base import Config
+from mars_ray.config.scaling import ScalingConfig
+from mars_ray.config.traces import TraceSource
+
+PolicyName = Literal[
+    "mars",
+    "lossless",
+    "fixed-threshold",
+    "threshold-only",
+    "static-peak",
+    "static-mean",
+    "ray",
+    "ray-verified",
+    "ray-ttft",
+    "knative",
+    "llm-d",
+    "clairvoyant",
+]
+ALL_POLICIES: tuple[PolicyName, ...] = (
+    "mars",
+    "lossless",
+    "fixed-threshold",
+    "threshold-only",
+    "static-peak",
+    "static-mean",
+    "ray",
+    "ray-verified",
+    "ray-ttft",
+    "knative",
+    "llm-d",
+    "clairvoyant",
+)
+
+
+class Kill(Config):
+    """Replicas that die at once, whichever."""
+
+    at_s: float = Field(ge=0)
+    replicas: int = Field(default=1, ge=1)
+
+
+class Cluster(Config):
+    """What is not the policy's to choose."""
+
+    cold_start_s: float = Field(default=100.0, ge=0, description="until a new replica answers")
+    tick_s: float = Field(default=1.0, gt=0, description="between two calls of the policy")
+    metrics_lag_s: float = Field(default=1.0, ge=0, description="age of what the policy sees")
+    latency_window_s: float = Field(
+        default=30.0, gt=0, description="over which percentiles of latencies are taken"
+    )
+    routing: Literal["two-choices", "least-outstanding"] = Field(
+        default="two-choices", description="the first is Ray Serve's"
+    )
+    waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
+    step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
+    retries: int = Field(default=1, ge=0, description="of a request whose replica died")
+    kills: tuple[Kill, ...] = ()
+
+
+class SimulateJob(Config):
+    """Every policy on every trace with every seed."""
+
+    kind: Literal["simulate"] = "simulate"
+    name: str
+    service_model: str = Field(description="JSON file (docs/simulator.md)")
+    accuracy: float = Field(default=100.0, gt=0, le=100, description="of lossless answers, percent")
+    traces: dict[str, TraceSource] = Field(min_length=1)
+    policies: tuple[PolicyName, ...] = Field(default=ALL_POLICIES, min_length=1)
+    scaling: ScalingConfig = ScalingConfig()
+    cluster: Cluster = Cluster()
+    fixed_threshold: float = Field(
+        default=0.9, ge=0, le=1, description="of the policy fixed-threshold"
+    )
+    seeds: tuple[int, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    cold_starts_s: tuple[float, ...] = Field(
+        default=(), description="other cold starts, for the sensitivity; all policies again"
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        for name in ("seeds", "policies", "cold_starts_s"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} holds a value twice")
+        return self

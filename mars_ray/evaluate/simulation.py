@@ -1,0 +1,177 @@
+"""Every policy on every trace with every seed, and what the comparison says."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
+from mars_ray.provenance import provenance
+from mars_ray.scaling.baselines.contenders import Setting, contender, run, tuned
+from mars_ray.scaling.service_model import ServiceModel, load_service_model
+from mars_ray.scaling.simulate.result import Outcome, Timeline, summarise
+from mars_ray.scaling.traces.load import load_trace
+
+# 97.5% quantiles of Student's t by degrees of freedom; beyond, the normal one.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_NORMAL = 1.96
+_TUNING_SEEDS = 2
+# Points of a timeline in the result: its file stays small.
+_TICKS = 150
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One policy on one trace at one cold start."""
+
+    trace: str
+    cold_start_s: float
+    policy: PolicyName
+
+
+def run_simulations(job: SimulateJob, console: Console) -> dict[str, Any]:
+    """JSON values: by cold start, trace and policy the runs' figures, means and intervals.
+
+    Raises ConfigError or DataError.
+    """
+    model = load_service_model(job.service_model)
+    colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))
+    parts = [_Part(t, cold, p) for cold in colds for t in job.traces for p in job.policies]
+    results: dict[str, Any] = {}
+    settings: dict[tuple[str, float], list[Setting]] = {}
+    for part in _progress(parts, console):
+        key = part.trace, part.cold_start_s
+        if key not in settings:
+            settings = {key: _settings(job, model, part)}
+        by_trace = results.setdefault(f"{part.cold_start_s:g}", {})
+        by_policy = by_trace.setdefault(part.trace, {"policies": {}})
+        by_policy["requests"] = [len(setting.trace) for setting in settings[key]]
+        by_policy["policies"][part.policy] = _compared(part.policy, settings[key], job)
+    return {
+        "job": job.model_dump(mode="json"),
+        "model": {"name": model.name, "provenance": model.provenance},
+        "cold_starts": results,
+        "provenance": provenance(),
+    }
+
+
+def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Setting]:
+    cluster = Cluster.model_validate(job.cluster.model_dump() | {"cold_start_s": part.cold_start_s})
+    source = job.traces[part.trace]
+    return [Setting(job, model, load_trace(source, seed), cluster) for seed in job.seeds]
+
+
+def _compared(name: PolicyName, settings: list[Setting], job: SimulateJob) -> dict[str, Any]:
+    knob = tuned(settings[:_TUNING_SEEDS], name)
+    runs, first = [], None
+    for seed, setting in zip(job.seeds, settings, strict=True):
+        outcome = run(setting, contender(name, setting), knob, seed)
+        runs.append(summarise(outcome, job.scaling.slo, job.accuracy))
+        first = first or outcome
+    assert first is not None
+    return {
+        "knob": knob,
+        "runs": runs,
+        "mean": {key: statistics.fmean(r[key] for r in runs) for key in runs[0]},
+        "half_width": {key: _half_width([r[key] for r in runs]) for key in runs[0]},
+        "timeline": _thinned(first.timeline),
+        "reasons": _reasons(first),
+    }
+
+
+def _half_width(values: list[float]) -> float:
+    """Of the 95% interval of the mean over seeds."""
+    if len(values) < 2 or not all(map(np.isfinite, values)):
+        return 0.0
+    degrees = len(values) - 1
+    quantile = _T[degrees - 1] if degrees <= len(_T) else _NORMAL
+    return quantile * statistics.stdev(values) / sqrt(len(values))
+
+
+def _thinned(timeline: Timeline) -> dict[str, list[float]]:
+    """Means of equal spans; of the threshold the lowest."""
+    spans = np.array_split(np.arange(len(timeline.at_s)), min(_TICKS, len(timeline.at_s)))
+    columns = {
+        "at_s": [timeline.at_s[i[0]] for i in spans],
+        "arrivals_per_s": [timeline.arrivals_per_s[i].mean() for i in spans],
+        "ready": [timeline.ready[i].mean() for i in spans],
+        "starting": [timeline.starting[i].mean() for i in spans],
+        "threshold": [timeline.threshold[i].min() for i in spans],
+        "outstanding": [timeline.outstanding[i].mean() for i in spans],
+    }
+    return {name: [round(float(v), 3) for v in values] for name, values in columns.items()}
+
+
+def _reasons(outcome: Outcome) -> list[tuple[float, str]]:
+    """The first decisions that changed something, to be read by people."""
+    return [(round(at, 1), reason) for at, reason in outcome.reasons[:20]]
+
+
+def _progress(parts: list[_Part], console: Console) -> Iterator[_Part]:
+    """Quiet when the console is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(parts))
+        for part in parts:
+            where = f"{part.trace}, cold start {part.cold_start_s:g} s: {part.policy}"
+            bar.update(task, description=where)
+            yield part
+            bar.advance(task)
+
+
+def print_comparison(result: dict[str, Any], console: Console) -> None:
+    """A table a trace, at the job's own cold start."""
+    cold = f"{result['job']['cluster']['cold_start_s']:g}"
+    wanted = result["job"]["scaling"]["slo"]["attainment"]
+    for trace, part in result["cold_starts"][cold].items():
+        title = f"{trace}: {part['requests'][0]} requests, cold start {cold} s"
+        table = Table(title=title, title_justify="left")
+        table.add_column("policy")
+        for name in (
+            "replicas",
+            "attained",
+            "effective accuracy",
+            "points lost",
+            "below set-point",
+        ):
+            table.add_column(name, justify="right")
+        for policy, row in part["policies"].items():
+            mean, half = row["mean"], row["half_width"]
+            mark = "" if mean["attainment"] >= wanted else " *"
+            table.add_row(
+                policy,
+                f"{mean['mean_replicas']:.2f} ± {half['mean_replicas']:.2f}",
+                f"{mean['attainment']:.2%}{mark}",
+                f"{mean['effective_accuracy']:.2f} ± {half['effective_accuracy']:.2f}",
+                f"{mean['points_lost']:.2f}",
+                f"{mean['below_set_point_s']:.0f} s",
+            )
+        console.print(table)
+    console.print(f"* below {wanted:.1%}; means over seeds, 95% intervals", style="dim")
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The result without timelines, runs and reasons."""
+
+    def short(row: dict[str, Any]) -> dict[str, Any]:
+        return {key: row[key] for key in ("knob", "mean", "half_width")}
+
+    colds = {
+        cold: {
+            trace: {name: short(row) for name, row in part["policies"].items()}
+            for trace, part in traces.items()
+        }
+        for cold, traces in result["cold_starts"].items()
+    }
+    return {key: result[key] for key in ("job", "model", "provenance")} | {"cold_starts": colds}

@@ -1,0 +1,79 @@
+"""What was wanted of the policy, and whether the comparison shows it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_OF_RAY, _OF_LOSSLESS, _OF_CLAIRVOYANT = 0.55, 0.90, 1.15
+_POINTS = 1.0
+_LOSSLESS = ("lossless", "ray-verified")
+_KNOWING = "clairvoyant"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One claim on one trace."""
+
+    trace: str
+    claim: str
+    measured: str
+    holds: bool
+
+
+def verdicts(result: dict[str, Any]) -> list[Verdict]:
+    """At the job's own cold start; claims about policies that were not run are left out."""
+    cold = f"{result['job']['cluster']['cold_start_s']:g}"
+    wanted = result["job"]["scaling"]["slo"]["attainment"]
+    found: list[Verdict] = []
+    for trace, part in result["cold_starts"][cold].items():
+        means = {name: row["mean"] for name, row in part["policies"].items()}
+        if "mars" in means:
+            found += _of_trace(trace, means, wanted)
+    return found
+
+
+def _of_trace(trace: str, means: dict[str, Any], wanted: float) -> Iterator[Verdict]:
+    mars = means["mars"]
+    attained = mars["attainment"]
+    yield Verdict(trace, f"at least {wanted:.0%} in time", f"{attained:.2%}", attained >= wanted)
+    if "ray" in means:
+        yield _ratio(trace, "Ray's default over plain decoding", mars, means["ray"], _OF_RAY)
+    lossless = {n: means[n] for n in _LOSSLESS if n in means and means[n]["attainment"] >= wanted}
+    if lossless:
+        name, best = min(lossless.items(), key=lambda item: item[1]["replica_s"])
+        yield _against_lossless(trace, name, mars, best)
+    better = [name for name, row in means.items() if name not in ("mars", _KNOWING)]
+    better = [name for name in better if _dominates(means[name], mars)]
+    measured = f"by {', '.join(better)}" if better else "by none"
+    yield Verdict(trace, "dominated by no policy but the clairvoyant one", measured, not better)
+    if _KNOWING in means:
+        yield _ratio(trace, "the clairvoyant one", mars, means[_KNOWING], _OF_CLAIRVOYANT)
+
+
+def _ratio(
+    trace: str, other: str, mars: dict[str, Any], row: dict[str, Any], most: float
+) -> Verdict:
+    ratio = mars["replica_s"] / row["replica_s"]
+    claim = f"at most {most:.0%} of the replica-seconds of {other}"
+    measured = f"{ratio:.0%} (which has {row['attainment']:.2%} in time)"
+    return Verdict(trace, claim, measured, ratio <= most)
+
+
+def _against_lossless(trace: str, name: str, mars: dict[str, Any], best: dict[str, Any]) -> Verdict:
+    ratio = mars["replica_s"] / best["replica_s"]
+    points = best["effective_accuracy"] - mars["effective_accuracy"]
+    cheaper = ratio <= _OF_LOSSLESS and points <= _POINTS
+    surer = ratio <= 1 and mars["attainment"] > best["attainment"]
+    claim = (
+        f"at most {_OF_LOSSLESS:.0%} of the best lossless one at {_POINTS:g} point less, or more "
+        "in time at no more replica-seconds"
+    )
+    measured = f"{ratio:.0%} of {name}, {points:+.2f} points less"
+    return Verdict(trace, claim, measured, cheaper or surer)
+
+
+def _dominates(row: dict[str, Any], mars: dict[str, Any]) -> bool:
+    """No worse in both, better in one."""
+    fewer = row["replica_s"] - mars["replica_s"]
+    better = row["effective_accuracy"] - mars["effective_accuracy"]
+    return fewer <= 0 <= better and (fewer, better) != (0, 0)

@@ -1,0 +1,1 @@
+"""Threshold against replicas: load samples, service model, policy. Arithmetic only."""

@@ -1,0 +1,1 @@
+"""What others do, as policies of the same simulator."""

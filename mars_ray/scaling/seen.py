@@ -1,0 +1,98 @@
+"""What one tick means, before anything is decided: load, forecast, rungs and pressure."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from mars_ray.config.scaling import ScalingConfig
+from mars_ray.scaling.decision import State
+from mars_ray.scaling.forecast import Forecast, Load, bucket_s, forecast, observe, with_surge
+from mars_ray.scaling.ladder import Rung, ladder
+from mars_ray.scaling.quality import Pressure
+from mars_ray.scaling.sample import PINNED, Sample
+from mars_ray.scaling.service_model import ServiceModel
+from mars_ray.scaling.traffic import Traffic, observe_traffic
+
+# The rate of the last seconds reaches back so many times the time to the first token.
+_FAST_SPANS = 2.0
+_LONGEST_COLD_START_S = 3600.0
+# A forecast reaches at most so many buckets ahead: half of what is remembered.
+_FURTHEST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One tick, read with what is remembered."""
+
+    sample: Sample  # checked
+    load: Load
+    traffic: Traffic
+    ahead: Forecast  # a cold start ahead
+    rungs: tuple[Rung, ...]
+    pressure: Pressure
+    cold_start_s: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.sample.arrivals_per_s or self.sample.refused_per_s) or (
+            self.pressure.in_system > 0
+        )
+
+    @property
+    def stay_s(self) -> float | None:
+        """How long a request is in the system, by Little's law; None without any."""
+        if not self.busy:
+            return None
+        rate = max(self.load.fast, fmean(self.load.rates or (0.0,)))
+        return self.pressure.in_system / max(1e-3, rate)
+
+    @property
+    def unpinned(self) -> float:
+        """Share of the requests that may be refused."""
+        return 1 - dict(self.traffic.class_shares).get(PINNED, 0.0)
+
+    @property
+    def extra_rate(self) -> float:
+        """Capacity that drains, in another cold start, what will have piled up after this one.
+
+        Replicas on their way serve in it for as long as they have already been starting.
+        """
+        pressure, lowest = self.pressure, self.rungs[-1]
+        span = self.cold_start_s
+        serving = pressure.running * span + sum(min(a, span) for a in self.sample.starting_ages_s)
+        too_many = max(0.0, pressure.in_system - pressure.running * lowest.sequences)
+        piled_up = too_many + pressure.rate * span - lowest.requests_per_s * serving
+        return max(0.0, min(piled_up, too_many + pressure.rate * span)) / span
+
+
+def see(
+    sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, dt: float
+) -> Seen:
+    """`sample` is a checked one; `dt` seconds after the one before."""
+    offered = (sample.arrivals_per_s or 0.0) + (sample.refused_per_s or 0.0)
+    width = bucket_s(config.cold_start_s)
+    load = observe(state.load, offered, dt, _FAST_SPANS * config.slo.ttft_s, width)
+    traffic = observe_traffic(state.traffic, sample, model, dt)
+    measured = sample.cold_start_s or state.fleet.cold_start_s or config.cold_start_s
+    cold = min(_LONGEST_COLD_START_S, max([measured, width, *sample.starting_ages_s]))
+    ahead = min(_FURTHEST, max(1, round(cold / width)))
+    load = with_surge(load, forecast(load, ahead, width), cold)
+    pressure = Pressure(
+        rate=load.fast,
+        in_system=_in_system(sample),
+        running=sample.running,
+        deadline_s=max(config.slo.ttft_s, dt),
+    )
+    rungs = ladder(model, config, traffic)
+    return Seen(
+        sample, load, traffic, forecast(load, ahead, width), rungs, pressure, cold_start_s=cold
+    )
+
+
+def _in_system(sample: Sample) -> float:
+    """Requests decoding or waiting; replicas that did not answer are taken to be like the rest."""
+    decoding = sum(load.running for load in sample.loads)
+    if sample.loads:
+        decoding *= max(1.0, sample.running / len(sample.loads))
+    waiting = sample.waiting
+    return decoding + (sum(load.waiting for load in sample.loads) if waiting is None else waiting)

@@ -1,0 +1,1 @@
+"""Fleets of replicas on a virtual clock."""

@@ -1,0 +1,45 @@
+"""Numba's compiler, with a cache that cannot be stale.
+
+Compiling takes several seconds, so the result is kept. Numba itself looks only at the file of a
+function, not at those of the functions that it calls; here the cache's folder is named by the
+content of them all. It lies in the user's cache: the installation may be read-only.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: _Function) -> _Function:
+    """Compiled at its first call."""
+    if _FOLDER is None:
+        return numba.njit(function)
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(_FOLDER)
+    try:
+        return numba.njit(cache=True)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def _cache_folder() -> Path | None:
+    """None where nothing can be written: then every process compiles."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = root / "mars-ray" / "numba" / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+_FOLDER = _cache_folder()

@@ -1,0 +1,1 @@
+"""Requests over time: read from files, sampled from published clients, or made up."""

@@ -1,0 +1,81 @@
+"""A trace: who asks when, for how much."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mars_ray.errors import DataError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """N requests by time of arrival; arrays of shape [N].
+
+    A pinned threshold is the lowest that may serve the request, 0 where any may; a deadline counts
+    from the arrival and is infinite where there is none. Lower priorities go first.
+    """
+
+    name: str
+    arrival_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+    priority: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    deadline_s: Floats = field(default_factory=lambda: np.empty(0))
+    pinned_threshold: Floats = field(default_factory=lambda: np.empty(0))
+
+    def __post_init__(self) -> None:
+        count = len(self.arrival_s)
+        defaults = {
+            "priority": np.zeros(count, np.int64),
+            "deadline_s": np.full(count, np.inf),
+            "pinned_threshold": np.zeros(count),
+        }
+        for name, values in defaults.items():
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, values)
+            assert len(getattr(self, name)) == count
+        assert len(self.prompt_tokens) == len(self.output_tokens) == count
+        assert np.all(np.diff(self.arrival_s) >= 0)
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def duration_s(self) -> float:
+        """Until the last arrival."""
+        return float(self.arrival_s[-1]) if len(self) else 0.0
+
+    def part(self, start_s: float, duration_s: float | None) -> "Trace":
+        """Arrivals in [start, start + duration), counted from its start. Raises DataError."""
+        end_s = np.inf if duration_s is None else start_s + duration_s
+        inside = np.flatnonzero((self.arrival_s >= start_s) & (self.arrival_s < end_s))
+        if not len(inside):
+            raise DataError(f"{self.name}: no request between {start_s:g} s and {end_s:g} s")
+        return self._taken(inside, self.arrival_s[inside] - start_s)
+
+    def scaled(self, factor: float, spread_s: float, rng: np.random.Generator) -> "Trace":
+        """`factor` times as many requests: each is kept, left out or repeated at random.
+
+        Every copy moves later by up to `spread_s`, so that copies do not arrive together.
+        """
+        copies = np.full(len(self), int(factor))
+        copies += rng.random(len(self)) < factor - int(factor)
+        index = np.repeat(np.arange(len(self)), copies)
+        moved = self.arrival_s[index] + rng.random(len(index)) * spread_s
+        order = np.argsort(moved, kind="stable")
+        return self._taken(index[order], moved[order])
+
+    def _taken(self, index: NDArray[np.intp], arrival_s: Floats) -> "Trace":
+        return Trace(
+            self.name,
+            arrival_s,
+            self.prompt_tokens[index],
+            self.output_tokens[index],
+            self.priority[index],
+            self.deadline_s[index],
+            self.pinned_threshold[index],
+        )

@@ -1,0 +1,115 @@
+"""What requests are like and how the engines do with them: slow means of what replicas report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mars_ray.scaling.sample import ReplicaLoad, Sample
+from mars_ray.scaling.service_model import Level, ServiceModel
+
+# Means forget with this time constant, and count so many requests before they are believed.
+_FORGET_S = 300.0
+# A measurement further from the model than this is a fault of one of them.
+_LEAST_SLOW, _MOST_SLOW = 0.25, 4.0
+_LEAST_GAIN, _MOST_GAIN = 0.2, 3.0
+# Rows of a sequence below which its drafts tell nothing.
+_DRAFTING = 1.5
+# Digits that count: finer changes would only make ladders anew.
+_DIGITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Means of requests, who may be lowered, and how reality differs from the service model."""
+
+    requests: float = 0.0  # behind the means, forgotten slowly
+    prompt_tokens: float = 512.0
+    output_tokens: float = 128.0
+    # (class or PINNED, share), sorted by name.
+    class_shares: tuple[tuple[str, float], ...] = ()
+    # Measured seconds of a step over the model's.
+    slowness: float = 1.0
+    # (threshold, what masks bring beyond the first token over what the model says).
+    gains: tuple[tuple[float, float], ...] = ()
+
+    def rounded(self) -> "Traffic":
+        """To few digits."""
+        return Traffic(
+            prompt_tokens=_digits(self.prompt_tokens),
+            output_tokens=_digits(self.output_tokens),
+            class_shares=tuple((name, round(share, 2)) for name, share in self.class_shares),
+            slowness=round(self.slowness, 2),
+            gains=tuple((threshold, round(gain, 1)) for threshold, gain in self.gains),
+        )
+
+
+def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: float) -> Traffic:
+    """After a tick; `sample` is a checked one."""
+    new = (sample.arrivals_per_s or 0.0) * dt
+    kept = traffic.requests * math.exp(-dt / _FORGET_S)
+    weight = new / (kept + new) if new > 0 else 0.0
+    slow = 1 - math.exp(-dt / _FORGET_S)
+    slowness = _slowness(sample, traffic, model)
+    return replace(
+        traffic,
+        requests=kept + new,
+        prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, weight),
+        output_tokens=_towards(traffic.output_tokens, sample.output_tokens, weight),
+        class_shares=_shares(traffic, sample, weight),
+        slowness=_towards(traffic.slowness, slowness, slow),
+        gains=_gains(traffic, sample, model, slow),
+    )
+
+
+def _towards(old: float, new: float | None, weight: float) -> float:
+    return old if new is None else old + weight * (new - old)
+
+
+def _shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str, float], ...]:
+    old, new = dict(traffic.class_shares), sample.class_shares
+    names = sorted({*old, *new})
+    mixed = ((name, _towards(old.get(name, 0.0), new.get(name, 0.0), weight)) for name in names)
+    return tuple((name, share) for name, share in mixed if share > 1e-3)
+
+
+def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:
+    """Of the steps of all busy replicas together."""
+    measured = expected = 0.0
+    context = traffic.prompt_tokens + traffic.output_tokens / 2
+    for load in sample.loads:
+        if load.running and load.step_s and load.rows:
+            measured += load.step_s
+            expected += model.step_s(load.rows, load.running * context)
+    return min(_MOST_SLOW, max(_LEAST_SLOW, measured / expected)) if expected else None
+
+
+def _gains(
+    traffic: Traffic, sample: Sample, model: ServiceModel, weight: float
+) -> tuple[tuple[float, float], ...]:
+    positions = _positions(sample.loads)
+    if positions < _DRAFTING:
+        return traffic.gains
+    old = dict(traffic.gains)
+    gains = dict(old)
+    for level in model.levels:
+        live = sample.tokens_per_forward.get(level.threshold)
+        if live is not None:
+            gain = _gain(level, positions, live)
+            gains[level.threshold] = _towards(old.get(level.threshold, 1.0), gain, weight)
+    return tuple(sorted(gains.items()))
+
+
+def _gain(level: Level, positions: float, live: float) -> float:
+    said = level.tokens_per_forward(positions) - 1
+    return min(_MOST_GAIN, max(_LEAST_GAIN, (live - 1) / said)) if said > 0.01 else 1.0
+
+
+def _positions(loads: Sequence[ReplicaLoad]) -> float:
+    """Rows of a decoding sequence, over all replicas."""
+    known = [load for load in loads if load.running and load.positions]
+    rows = sum(load.running * (load.positions or 0.0) for load in known)
+    return rows / sum(load.running for load in known) if known else 0.0
+
+
+def _digits(value: float) -> float:
+    return float(f"{min(1e6, max(1.0, value)):.{_DIGITS}g}")

@@ -1,0 +1,42 @@
+"""The reply of `GET /v1/mars/status`: what models are doing at the moment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica now; tokens, forwards and disagreements are those of the last minute."""
+
+    mode: str  # of a request that names none
+    threshold: float | None
+    running: int
+    waiting: int
+    cache_share: float
+    tokens_per_second: float
+    tokens: int
+    forwards: int
+    disagreed: int
+
+
+def model_status(name: str, replicas: Sequence[ReplicaStatus]) -> dict[str, Any]:
+    """One model's entry in the reply, from the replicas that have answered."""
+    tokens = sum(replica.tokens for replica in replicas)
+    forwards = sum(replica.forwards for replica in replicas)
+    disagreed = sum(replica.disagreed for replica in replicas)
+    thresholds = [replica.threshold for replica in replicas if replica.threshold is not None]
+    usage = [replica.cache_share for replica in replicas]
+    return {
+        "id": name,
+        "replicas": len(replicas),
+        "running": sum(replica.running for replica in replicas),
+        "waiting": sum(replica.waiting for replica in replicas),
+        "kv_cache_usage": sum(usage) / len(usage) if usage else None,
+        "tokens_per_second": sum(replica.tokens_per_second for replica in replicas),
+        "tokens_per_forward": tokens / forwards if forwards else None,
+        "disagreement": disagreed / tokens if tokens else None,
+        "mode": replicas[0].mode if replicas else None,
+        # While a new one spreads, the lower one is what a client may get.
+        "threshold": min(thresholds, default=None),
+    }

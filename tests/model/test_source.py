@@ -1,0 +1,168 @@
+"""Checkpoints from directories, stores and the hub: whole, once, and with clear errors."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from model.small_hub import COMMIT, NAME, hub
+from model.small_s3 import bucket
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.model import PresetModel
+from mars_ray.decode.engine import load_engine
+from mars_ray.errors import ModelError
+from mars_ray.model import object_store
+from mars_ray.model.card import read_card
+from mars_ray.model.create import create_model
+from mars_ray.model.source import Source, local_copy, pinned
+
+WORDS = ["one two three four five six seven eight nine ten"] * 50
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A model directory with a file beside it that nobody should fetch."""
+    directory = tmp_path_factory.mktemp("made") / "mars"
+    create_model(PresetModel(preset="tiny", vocab_size=300), lambda: WORDS, directory, seed=0)
+    (directory / "pytorch_model.bin").write_bytes(b"a program")
+    return directory
+
+
+@pytest.fixture
+def stored(made, tmp_path) -> Path:
+    """A copy to break, below a folder that is the store."""
+    return Path(shutil.copytree(made, tmp_path / "store" / "models" / "mars"))
+
+
+@pytest.fixture
+def s3(stored, monkeypatch) -> Iterator[tuple[str, list[str]]]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "password")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with bucket(stored.parents[1]) as (options, reads):
+        yield f"s3://bucket/models/mars{options}", reads
+
+
+def test_a_store_gives_a_model_that_decodes(s3, tmp_path, made):
+    """Over S3's own protocol, from the listing to an engine; and without what is not wanted."""
+    uri, reads = s3
+    source, card = pinned(Source(uri))
+    assert card == read_card(made)
+    assert reads == ["mars.json"]
+    directory = local_copy(source, str(tmp_path / "cache"))
+    wanted = {path.name for path in made.iterdir()} - {"pytorch_model.bin"}
+    assert {path.name for path in directory.iterdir()} == wanted
+    for name in wanted:
+        assert (directory / name).read_bytes() == (made / name).read_bytes()
+    config = EngineConfig(max_batch=1, max_context=32, device="cpu", window_control=False)
+    load_engine(directory, config)
+
+
+def test_a_copy_is_made_once_however_many_ask(s3, tmp_path):
+    """Replicas of a node start at the same time; the listing is all that each of them reads."""
+    uri, reads = s3
+    with ThreadPoolExecutor(4) as pool:
+        copies = set(pool.map(lambda _: local_copy(Source(uri), str(tmp_path)), range(4)))
+    assert len(copies) == 1
+    assert len(reads) == len(set(reads))
+
+
+def test_a_changed_checkpoint_is_another_copy(stored, tmp_path):
+    """Guards a rolling update that serves the old weights again."""
+    uri = f"file://{stored}"
+    first = local_copy(Source(uri), str(tmp_path / "cache"))
+    assert local_copy(Source(uri), str(tmp_path / "cache")) == first
+    os.utime(stored / "model.safetensors", (1, 1))
+    assert local_copy(Source(uri), str(tmp_path / "cache")) != first
+
+
+def test_a_fetch_that_fails_leaves_no_copy(stored, tmp_path):
+    """A file cut short is named; once the store is mended, the next try succeeds."""
+    weights, cache = stored / "model.safetensors", tmp_path / "cache"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or was cut short"):
+        local_copy(Source(f"file://{stored}"), str(cache))
+    assert not [path for path in cache.iterdir() if path.is_dir() and path.suffix != ".partial"]
+    weights.write_bytes(whole)
+    assert (local_copy(Source(f"file://{stored}"), str(cache)) / "config.json").exists()
+
+
+def test_an_upload_in_the_middle_is_noticed(stored, tmp_path, monkeypatch):
+    """Guards a copy with files of two versions."""
+    fetch = object_store._fetch
+
+    def fetch_and_change(filesystem, file, directory, uri):
+        fetch(filesystem, file, directory, uri)
+        os.utime(stored / "config.json", (2, 2))
+
+    monkeypatch.setattr(object_store, "_fetch", fetch_and_change)
+    with pytest.raises(ModelError, match="was changed while it was fetched"):
+        local_copy(Source(f"file://{stored}"), str(tmp_path / "cache"))
+
+
+def test_shards_must_all_be_there(stored):
+    """By the index, without loading anything."""
+    os.rename(stored / "model.safetensors", stored / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (stored / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"has no model-2\.safetensors"):
+        local_copy(Source(str(stored)), "unused")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{empty}", r"has no mars\.json.*mars-ray train"),
+        ("file://{empty}", r"has no mars\.json.*mars-ray train"),
+        ("file://{empty}/none", "cannot read file://.*none"),
+        ("nonsense://user:secret@host/x?token=secret", "cannot read nonsense://host/x:"),
+        ("s3://bucket/none{options}", "cannot read s3://bucket/none:"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told(name, message, tmp_path, s3):
+    """On the driver, before any replica starts."""
+    options = s3[0].partition("?")[2]
+    named = name.format(empty=tmp_path, options=f"?{options}")
+    with pytest.raises(ModelError, match=message) as caught:
+        pinned(Source(named))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_directory_that_another_node_lacks_is_told(tmp_path):
+    """The driver saw it, the replica does not."""
+    with pytest.raises(ModelError, match="storage that all nodes share"):
+        local_copy(Source(str(tmp_path / "none")), "unused")
+
+
+def test_a_revision_without_a_hub_is_refused(made):
+    """Guards a revision that has no effect."""
+    with pytest.raises(ModelError, match="only names of the hub"):
+        pinned(Source(str(made), "v2"))
+
+
+def test_the_hub_gives_one_commit(made, tmp_path, monkeypatch):
+    """Replicas that start later get what the first ones got; offline, what is there already."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with hub(made) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        source, card = pinned(Source(NAME))
+        assert (source.revision, card) == (COMMIT, read_card(made))
+        directory = local_copy(source, "unused")
+        with pytest.raises(ModelError, match=r"no directory org/other, and the .* hub"):
+            pinned(Source("org/other"))
+    assert (directory / "model.safetensors").exists()
+    assert not (directory / "pytorch_model.bin").exists()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert pinned(Source(NAME)) == (source, card)
+    assert local_copy(source, "unused") == directory
+    with pytest.raises(ModelError, match="org/other"):
+        pinned(Source("org/other"))

@@ -1,0 +1,144 @@
+"""The service model: hand-worked numbers, its physics, its file, and what it is built from."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_ray.core.drafting import Choice, expected
+from mars_ray.core.frontier import Frontier
+from mars_ray.errors import ConfigError
+from mars_ray.scaling.measured import (
+    acceptance_rate,
+    confidence_level,
+    data_sheet_steps,
+    levels_of,
+    measured_steps,
+    verified_level,
+)
+from mars_ray.scaling.service_model import Level, Mix, ServiceModel, Shape, load_service_model
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+LEVELS = (
+    Level(1.0, 0.0, (Shape(1, 3.0, 1.5),)),
+    Level(0.5, 1.0, (Shape(1, 3.0, 2.0),)),
+)
+# 4 ms up to 100 rows, then 40 us each.
+MODEL = ServiceModel("toy", ((1, 0.004), (100, 0.004), (1000, 0.04)), LEVELS, 200, step_rows=1000)
+NO_PROMPTS = Mix(0, 100)
+
+
+def test_hand_worked_capacity():
+    """10 sequences of 3 rows are 30 rows, 4 ms, and commit 15 or 20 tokens."""
+    strict, loose = (MODEL.at(level, 10, NO_PROMPTS) for level in LEVELS)
+    assert strict.tokens_per_s == pytest.approx(15 / 0.004)
+    assert loose.tokens_per_s == pytest.approx(20 / 0.004)
+    assert loose.requests_per_s == pytest.approx(loose.tokens_per_s / 100)
+    assert strict.time_per_token_s == pytest.approx(0.004 / 1.5)
+
+
+def test_prompts_fill_steps():
+    """A step completes 10 * 2 / 100 requests of 970 prompt tokens: a fifth of the steps is full."""
+    operating = MODEL.at(LEVELS[1], 10, Mix(970, 100))
+    assert operating.step_s == pytest.approx(0.8 * 0.004 + 0.2 * 0.04)
+
+
+def test_where_prompts_are_all_there_is_no_level_helps():
+    """(1000 - 30) rows of prompts a step of 40 ms are 1 / 0.04 requests of 970 tokens."""
+    for level in LEVELS:
+        assert MODEL.at(level, 10, Mix(970, 1)).requests_per_s <= 1000 / 970 / 0.04
+
+
+@given(st.integers(1, 200), st.floats(0, 5000), st.floats(1, 2000))
+def test_a_lower_threshold_never_carries_less(batch, prompt, output):
+    """And where every row costs, it carries no more than plain decoding does."""
+    mix = Mix(prompt, output)
+    strict, loose = (MODEL.at(level, batch, mix).tokens_per_s for level in LEVELS)
+    plain = MODEL.at(Level(1.0, 0.0, ()), batch, mix).tokens_per_s
+    assert plain <= strict * (1 + 1e-9)
+    assert strict <= loose * (1 + 1e-9)
+    by_row = ServiceModel("rows", ((1, 0.001), (1000, 1.0)), LEVELS, 200, step_rows=1000)
+    best = by_row.at(LEVELS[1], batch, mix)
+    assert best.shape.tokens_per_forward == 1
+
+
+@given(st.floats(0.001, 0.1), st.floats(0, 2000))
+def test_the_largest_batch_is_the_largest(limit_s, prompt):
+    """One more would break the time per token, or does not fit."""
+    mix = Mix(prompt, 200)
+    batch = MODEL.largest_batch(LEVELS[0], mix, limit_s)
+    if batch:
+        assert MODEL.at(LEVELS[0], batch, mix).time_per_token_s <= limit_s
+    if batch < MODEL.max_batch:
+        assert MODEL.at(LEVELS[0], batch + 1, mix).time_per_token_s > limit_s
+
+
+def test_the_cache_bounds_the_batch():
+    """1,000 tokens hold 10 sequences of 100 tokens, half of which are there in the mean."""
+    small = ServiceModel("small", MODEL.seconds_at, LEVELS, 200, cache_tokens=1000)
+    assert small.most_sequences(Mix(50, 100)) == 10
+
+
+def test_the_file_round_trips_and_a_bad_one_is_refused(tmp_path):
+    """Every committed model loads; nonsense is named."""
+    MODEL.save(tmp_path / "model.json")
+    assert load_service_model(tmp_path / "model.json") == MODEL
+    for path in (RESULTS.parents[1] / "jobs" / "models").glob("*.json"):
+        assert load_service_model(path).levels[0].threshold == 1
+    (tmp_path / "bad.json").write_text('{"name": "x"}')
+    with pytest.raises(ConfigError, match="no service model"):
+        load_service_model(tmp_path / "bad.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_service_model(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="thresholds must fall"):
+        ServiceModel("x", MODEL.seconds_at, (LEVELS[0], LEVELS[0]), 1)
+    with pytest.raises(ConfigError, match="tokens_per_forward <= positions"):
+        ServiceModel("x", MODEL.seconds_at, (Level(1.0, 0.0, (Shape(1, 1.0, 2.0),)),), 1)
+
+
+def test_live_gain_scales_what_masks_bring():
+    """Half the gain of 1.5 is 1.25, and no more tokens than rows."""
+    assert LEVELS[0].with_gain(0.5).shapes[0].tokens_per_forward == 1.25
+    assert LEVELS[1].with_gain(9.0).shapes[0].tokens_per_forward == 3.0
+    assert LEVELS[0].tokens_per_forward(2.0) == pytest.approx(1.25)
+
+
+def test_data_sheet_steps_are_the_formula():
+    """max(a, b n) + c at points off the table too."""
+    model = ServiceModel("sheet", data_sheet_steps(0.004, 0.00004, 0.001), LEVELS, 4)
+    for rows in (1, 50, 100, 500, 3000):
+        assert model.step_s(rows) == pytest.approx(max(0.004, 0.00004 * rows) + 0.001)
+
+
+def test_the_one_rate_gives_the_frontier_back():
+    """The rate that a T/F is read back to has that T/F at the evaluated window."""
+    rate = acceptance_rate("verified", 1.8, 4)
+    assert expected(Choice(4, 1), [rate] * 4).tokens == pytest.approx(1.8)
+    rate = acceptance_rate("confidence", 1.8, 4)
+    level = confidence_level(0.9, 1.0, [rate] * 4)
+    assert level.tokens_per_forward(5.0) == pytest.approx(1.8)
+    assert verified_level(1.0, 0.0, [0.0] * 4).shapes == ()
+
+
+def test_levels_of_the_committed_frontier():
+    """Lossless first, loss rising, and `confidence` begins with plain decoding."""
+    frontier = Frontier.from_json((RESULTS / "demo.json").read_text())
+    verified = levels_of(frontier, "verified", 4)
+    assert [level.threshold for level in verified] == [1.0, 0.5, 0.1]
+    confidence = levels_of(frontier, "confidence", 4)
+    assert confidence[0] == Level(1.0, 0.0, ())
+    lost = [level.points_lost for level in confidence]
+    assert lost == sorted(lost)
+    assert lost[-1] > 30
+
+
+def test_steps_of_the_committed_benchmarks():
+    """Step measurements if there are any, else the decoders' own mean steps; else an error."""
+    steps = measured_steps(json.loads((RESULTS / "decode_0_5b.json").read_text()))
+    assert dict(steps)[256] == pytest.approx(1.9085, abs=1e-3)
+    rows = [n for n, _ in measured_steps(json.loads((RESULTS / "decode_demo.json").read_text()))]
+    assert len(rows) > 10
+    with pytest.raises(ConfigError, match="step_positions"):
+        measured_steps({"steps": [], "cases": []})

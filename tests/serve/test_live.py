@@ -1,0 +1,108 @@
+"""What the page shows: rates of the last seconds, shares of the last minute, and their sums."""
+
+import asyncio
+
+import pytest
+
+from mars_ray.config.decode import ConfidenceMode, ExactMode
+from mars_ray.config.serve import ServeJob
+from mars_ray.serve.live import Live
+from mars_ray.serve.observe import EngineSeen
+from mars_ray.serve.recent import Recent
+from mars_ray.serve.status import ReplicaStatus, model_status
+
+JOB = ServeJob(checkpoint="x")
+
+
+def seen(set_point: float = 1.0) -> EngineSeen:
+    return EngineSeen(
+        running=2,
+        waiting=1,
+        cache_share=0.25,
+        preemptions=0,
+        windows=(),
+        set_point=set_point,
+        checked={},
+        tokens_per_forward_at={},
+    )
+
+
+def test_rates_follow_the_traffic():
+    """Two tokens a tenth of a second are 20 a second; five quiet seconds later, none."""
+    live = Live()
+    for step in range(100):
+        live.add(step / 10, 2, 0)
+    assert live.tokens_per_second(10.0) == pytest.approx(20, rel=0.1)
+    assert live.tokens_per_second(12.5) == pytest.approx(10, rel=0.2)
+    assert live.tokens_per_second(15.1) == 0
+
+
+def test_shares_are_of_the_last_minute():
+    """Old steps are forgotten; a step without tokens, as at a deadline, is no forward."""
+    live = Live()
+    live.add(0.0, 100, 100)
+    live.add(50.0, 6, 1)
+    live.add(50.1, 2, 0)
+    live.add(50.2, 0, 1)
+    status = live.status(JOB, seen(), 61.0)
+    assert (status.tokens, status.forwards, status.disagreed) == (8, 2, 2)
+    assert (status.running, status.waiting, status.cache_share) == (2, 1, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "set_point", "threshold"),
+    [
+        ({}, 0.2, 1.0),
+        ({"default_quality": "balanced"}, 1.0, 1.0),
+        ({"default_quality": "balanced"}, 0.5, 0.5),
+        ({"default_quality": "balanced"}, 0.1, 0.3),
+        ({"default_mode": ConfidenceMode(threshold=0.9), "default_quality": "fast"}, 0.1, 0.9),
+        ({"default_mode": ExactMode()}, 0.1, None),
+    ],
+)
+def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set_point, threshold):
+    """The set-point, but never below the default quality's floor; other modes keep their own."""
+    status = Live().status(JOB.model_copy(update=changes), seen(set_point), 0.0)
+    assert status.threshold == threshold
+
+
+def test_replicas_add_up():
+    """Shares are of all tokens, not means of shares."""
+    one = ReplicaStatus("verified", 0.5, 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9)
+    two = ReplicaStatus("verified", 0.4, 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1)
+    assert model_status("m", [one, two]) == {
+        "id": "m",
+        "replicas": 2,
+        "running": 3,
+        "waiting": 3,
+        "kv_cache_usage": 0.25,
+        "tokens_per_second": 10.5,
+        "tokens_per_forward": 2.5,
+        "disagreement": 0.1,
+        "mode": "verified",
+        "threshold": 0.4,
+    }
+    nobody = model_status("m", [])
+    assert (nobody["replicas"], nobody["threshold"], nobody["tokens_per_forward"]) == (
+        0,
+        None,
+        None,
+    )
+
+
+def test_many_pages_ask_once():
+    """However many wait for the answer; guards a service that is busy with its own status."""
+
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.01)
+        return asked
+
+    async def all_at_once() -> list[int]:
+        recent = Recent(ask, fresh_s=60)
+        first = await asyncio.gather(*(recent.get() for _ in range(10)))
+        return [*first, await recent.get()]
+
+    asked = 0
+    assert asyncio.run(all_at_once()) == [1] * 11
