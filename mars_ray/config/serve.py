@@ -52,7 +52,7 @@ class ServedModel(Config):
         default="prefix", description="prefix: prefer the replica that holds the prompt's beginning"
     )
     stream_interval_s: float = Field(
-        default=0.02, ge=0, description="at least so long between two messages of a stream"
+        default=0.05, ge=0, description="at least so long between two messages of a stream"
     )
     default_mode: Mode = VerifiedMode()
     qualities: dict[str, Threshold] = Field(
