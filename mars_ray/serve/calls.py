@@ -66,11 +66,18 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         schema=_schema(body),
         tools=_tools(body),
         delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
+        timeout_s=_timeout_s(body, job.limits),
     )
     if call.choices > job.limits.choices:
         field = "n" if call.n > 1 else "prompt"
         _refuse(field, f"{call.choices} answers are more than this server's {job.limits.choices}")
     return call
+
+
+def _timeout_s(body: AnswerBody, limits: Limits) -> float:
+    if body.timeout_s is not None and body.timeout_s > limits.request_s:
+        _refuse("timeout_s", f"'timeout_s' is more than this server's {limits.request_s:g} s")
+    return body.timeout_s or limits.request_s
 
 
 def _refuse(param: str, message: str) -> NoReturn:

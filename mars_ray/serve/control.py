@@ -15,6 +15,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from mars_ray.errors import ConfigError
+
 _NAMESPACE = "mars-ray"
 # A wait that ends without news: so that a caller which is gone is not waited for in vain.
 _WAIT_S = 30.0
@@ -88,13 +90,21 @@ def control_of(model: str, threshold: float) -> Any:
     return ray.remote(Control).options(**options).remote(threshold)
 
 
-def end_controls() -> None:
-    """At the end of the service."""
-    # Ray's annotation forgets what it lists with all namespaces.
-    actors: Any = ray.util.list_named_actors(all_namespaces=True)
-    for actor in actors:
-        if actor["namespace"] == _NAMESPACE:
-            ray.kill(ray.get_actor(actor["name"], namespace=_NAMESPACE))
+def publish(model: str, threshold: float) -> None:
+    """Has the model's replicas follow. Raises ConfigError if no service has this model."""
+    try:
+        control = ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
+    except ValueError as error:
+        raise ConfigError(f"no service on this cluster has a model {model!r}") from error
+    ray.get(control.publish.remote(threshold))
+
+
+def end_control(model: str) -> None:
+    """At the end of the service; none is no fault."""
+    try:
+        ray.kill(ray.get_actor(f"control:{model}", namespace=_NAMESPACE))
+    except ValueError:
+        return
 
 
 async def follow(

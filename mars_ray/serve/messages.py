@@ -67,6 +67,7 @@ class Call:
     tools: Tools | None = None
     # `steps`: a message for each step; `paced`, `whole`: several in one (serve/pace.py).
     delivery: Literal["steps", "paced", "whole"] = "paced"
+    timeout_s: float | None = None  # from its arrival at the replica
 
     @property
     def choices(self) -> int:

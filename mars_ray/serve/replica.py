@@ -33,8 +33,8 @@ class Replica:
         self._engine.start()
         self._interval_s = job.stream_interval_s
         self._looking = asyncio.create_task(self._look())
-        set_point = job.scaling.threshold.set_point
-        self._following = asyncio.create_task(follow(job.name, set_point, self._apply))
+        following = follow(job.name, job.set_point, self._set)
+        self._following = asyncio.create_task(following)
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
@@ -62,16 +62,17 @@ class Replica:
         (status,) = await self._engine.status()
         return status
 
+    async def _set(self, point: SetPoint) -> None:
+        # A dead engine needs none: `check_health` tells, and the next replica asks for itself.
+        with contextlib.suppress(EngineError):
+            await self._engine.set_point(point.threshold, point.shed)
+
     async def _look(self) -> None:
         """Export what the engine says, for as long as it lives."""
         with contextlib.suppress(EngineError):
             while True:
                 self._metrics.engine(await self._engine.seen())
                 await asyncio.sleep(_LOOK_S)
-
-    async def _apply(self, point: SetPoint) -> None:
-        with contextlib.suppress(EngineError):
-            await self._engine.set_point(point.threshold, point.shed)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve hands it to the autoscaling policy."""

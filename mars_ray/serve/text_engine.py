@@ -19,7 +19,14 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.grammar import CompiledGrammar, Grammars
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.thread import EngineThread
-from mars_ray.errors import DataError, EngineError, PromptTooLongError, RequestError
+from mars_ray.errors import (
+    DataError,
+    DeadlineError,
+    EngineError,
+    PoisonError,
+    PromptTooLongError,
+    RequestError,
+)
 from mars_ray.model.stop import stop_ids
 from mars_ray.serve.admission import Admission
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
@@ -158,6 +165,10 @@ class TextEngine:
             yield Refusal(400, str(error), param=param, code="invalid_value")
         except DataError as error:
             yield Refusal(400, str(error), param=_prompt_param(call), code="invalid_value")
+        except DeadlineError as error:
+            yield Refusal(408, str(error), param="timeout_s", code="deadline_exceeded")
+        except PoisonError:
+            yield internal_error(call.id)
         except EngineError as error:
             yield Refusal(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
         except Exception:
@@ -209,6 +220,7 @@ class TextEngine:
     def _requests(self, call: Call, grammar: CompiledGrammar | None) -> list[Request]:
         """One for each choice; those to one prompt differ in their seeds."""
         requests = []
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         for number, given in enumerate(call.prompts):
             prompt = self._encode(given, call.tools)
             # At least one, so that a prompt without room is refused, and by the engine.
@@ -225,6 +237,7 @@ class TextEngine:
                     logprobs=call.logprobs,
                     grammar=grammar,
                     quality=call.quality,
+                    deadline=deadline,
                 )
                 requests.append(request)
         return requests
@@ -242,8 +255,8 @@ class TextEngine:
                     _look(seen, piece, event, now - last)
                     last = now
                     yield piece
-        except Exception:
-            seen.ending = "error"
+        except Exception as error:
+            seen.ending = "deadline" if isinstance(error, DeadlineError) else "error"
             raise
         finally:
             seen.total_s = time.monotonic() - started
@@ -285,7 +298,8 @@ class TextEngine:
                 if reason is None:
                     yield piece, event
                     continue
-                assert reason in ("stop", "length"), reason
+                if reason == "deadline":
+                    raise DeadlineError(f"the answer was not finished within {call.timeout_s:g} s")
                 if reason == "stop" and reader and reader.count and not call.is_forced:
                     reason = "tool_calls"
                 finish = Finish(

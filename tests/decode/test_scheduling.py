@@ -85,6 +85,8 @@ def test_a_deadline_ends_a_request_with_what_it_has(model):
     item = request("running", [1, 2], ExactMode(), max_new_tokens=50, stop=-1)
     engine.submit(replace(item, deadline=time.monotonic() + 0.2))
     engine.submit(replace(item, id="waiting", deadline=past))
+    (late,) = engine.step()
+    assert late.request_id == "waiting"
     engine.step()
     time.sleep(0.25)
     ended = {e.request_id: e.completion for e in engine.step() if e.completion}

@@ -6,7 +6,7 @@ import time
 import pytest
 import ray
 
-from mars_ray.serve.control import SetPoint, control_of, end_controls, follow
+from mars_ray.serve.control import SetPoint, control_of, end_control, follow
 
 pytestmark = pytest.mark.ray
 
@@ -45,5 +45,5 @@ def test_everybody_learns_every_set_point(ray_cluster):
         following.cancel()
 
     asyncio.run(scenario())
-    end_controls()
-    end_controls()
+    end_control("tiny")
+    end_control("tiny")
