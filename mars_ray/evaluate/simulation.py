@@ -62,9 +62,7 @@ def run_simulations(job: SimulateJob, console: Console) -> dict[str, Any]:
 
 
 def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Setting]:
-    cluster = Cluster.model_validate(
-        job.cluster.model_dump() | {"cold_start_s": part.cold_start_s}
-    )
+    cluster = Cluster.model_validate(job.cluster.model_dump() | {"cold_start_s": part.cold_start_s})
     source = job.traces[part.trace]
     return [Setting(job, model, load_trace(source, seed), cluster) for seed in job.seeds]
 
@@ -140,7 +138,13 @@ def print_comparison(result: dict[str, Any], console: Console) -> None:
         title = f"{trace}: {part['requests'][0]} requests, cold start {cold} s"
         table = Table(title=title, title_justify="left")
         table.add_column("policy")
-        for name in ("replicas", "attained", "effective accuracy", "points lost", "below set-point"):
+        for name in (
+            "replicas",
+            "attained",
+            "effective accuracy",
+            "points lost",
+            "below set-point",
+        ):
             table.add_column(name, justify="right")
         for policy, row in part["policies"].items():
             mean, half = row["mean"], row["half_width"]

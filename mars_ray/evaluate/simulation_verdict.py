@@ -35,9 +35,7 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
 def _of_trace(trace: str, means: dict[str, Any], wanted: float) -> Iterator[Verdict]:
     mars = means["mars"]
     attained = mars["attainment"]
-    yield Verdict(
-        trace, f"at least {wanted:.0%} in time", f"{attained:.2%}", attained >= wanted
-    )
+    yield Verdict(trace, f"at least {wanted:.0%} in time", f"{attained:.2%}", attained >= wanted)
     if "ray" in means:
         yield _ratio(trace, "Ray's default over plain decoding", mars, means["ray"], _OF_RAY)
     lossless = {n: means[n] for n in _LOSSLESS if n in means and means[n]["attainment"] >= wanted}
@@ -61,9 +59,7 @@ def _ratio(
     return Verdict(trace, claim, measured, ratio <= most)
 
 
-def _against_lossless(
-    trace: str, name: str, mars: dict[str, Any], best: dict[str, Any]
-) -> Verdict:
+def _against_lossless(trace: str, name: str, mars: dict[str, Any], best: dict[str, Any]) -> Verdict:
     ratio = mars["replica_s"] / best["replica_s"]
     points = best["effective_accuracy"] - mars["effective_accuracy"]
     cheaper = ratio <= _OF_LOSSLESS and points <= _POINTS
