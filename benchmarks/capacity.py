@@ -16,7 +16,7 @@ from mars_ray.scaling.service_model import Level, Mix, ServiceModel, load_servic
 RESULTS = Path(__file__).parent / "results"
 MODELS = Path(__file__).parents[1] / "jobs" / "models"
 DEPTH = 4
-BATCHES = (1, 4, 16, 64, 256)
+BATCHES = (1, 4, 16, 64, 128)
 # Llama2-70B on 4 H100, medians of Splitwise's measurements (ISCA 2024, MIT,
 # github.com/Mutinifni/splitwise-sim data/perf_model.csv): decoding up to 32 rows, prompts above.
 STEPS_70B = (

@@ -71,7 +71,7 @@ def bounded(replicas: int, threshold: float | None, shed: float, wanted: Scaling
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(SAMPLES, NUMBERS), min_size=1, max_size=6), CONFIGS, MODELS)
 def test_answers_are_bounded_whatever_comes_in(ticks, wanted, model):
     """Guards NaN that sticks in the state, clocks that jump, and replicas without end."""
@@ -92,7 +92,7 @@ def test_answers_are_bounded_whatever_comes_in(ticks, wanted, model):
     assert math.isfinite(state.quality.spent_points)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.floats(0, 60), min_size=3, max_size=6),
     st.floats(1.0, 4.0),
@@ -168,7 +168,7 @@ def test_short_windows_do_not_thrash():
     assert moves <= 6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.floats(0.2, 5.0), st.floats(5.0, 100.0))
 def test_the_rate_of_calls_does_not_matter(tick_s, rate):
     """Ray calls policies at its own pace: what is asked for depends on time passed."""
