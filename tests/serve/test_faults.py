@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,10 +16,13 @@ import torch
 from ray import serve
 from ray.util import list_named_actors
 from serve.real_port import free_port
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.build import start
+from mars_ray.errors import ConfigError
+from mars_ray.serve.build import start, update
+from mars_ray.serve.control import publish
 
 pytestmark = pytest.mark.ray
 
