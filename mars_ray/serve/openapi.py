@@ -17,6 +17,7 @@ from mars_ray.serve.shapes import (
     ChatReply,
     DetokenizeReply,
     ErrorReply,
+    ModelsNowReply,
     ModelsReply,
     StatusReply,
     TextChunk,
@@ -59,6 +60,7 @@ _ROUTES = (
     _Route("/readyz", "Whether a request would be answered now.", StatusReply, is_open=True),
     _Route("/version", "The version of the service.", VersionReply, errors=(401,)),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401,)),
+    _Route("/v1/mars/status", "What the models do now.", ModelsNowReply, errors=(401,)),
     _Route(
         "/v1/chat/completions",
         "The next turn of a conversation.",
