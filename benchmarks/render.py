@@ -228,6 +228,49 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def simulation(result: dict[str, Any]) -> list[str]:
+    """A comparison of policies, a block a trace; what misses the objective is marked."""
+    job = result["job"]
+    wanted = job["scaling"]["slo"]["attainment"]
+    traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
+    lines = [
+        "| trace | policy | mean replicas | in time | effective accuracy | points lost |",
+        "|---|---|---|---|---|---|",
+    ]
+    for trace, policies in traces.items():
+        for policy, row in policies.items():
+            mean, half = row["mean"], row["half_width"]
+            mark = "" if mean["attainment"] >= wanted else " *"
+            lines.append(
+                f"| {trace} | `{policy}` | {mean['mean_replicas']:.2f} ± "
+                f"{half['mean_replicas']:.2f} | {mean['attainment']:.2%}{mark} | "
+                f"{mean['effective_accuracy']:.2f} ± {half['effective_accuracy']:.2f} | "
+                f"{mean['points_lost']:.2f} |"
+            )
+    return [
+        *lines,
+        "",
+        f"{result['model']['name']}, {len(job['seeds'])} seeds, 95% intervals; * misses "
+        f"{wanted:.0%} in time. Commit {result['provenance']['commit']}.",
+    ]
+
+
+def simulator_speed(result: dict[str, Any]) -> list[str]:
+    """Simulated requests per processor second."""
+    lines = [
+        "| replicas | policy | a tick every | requests | in the system, per replica | "
+        "requests per processor second |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {case['replicas']:,} | `{case['policy']}` | {case['tick_s']:g} s | "
+        f"{case['requests']:,} | {case['mean_outstanding']:.0f} | "
+        f"{case['requests_per_cpu_s']:,.0f} |"
+        for case in result["cases"]
+    ]
+    return [*lines, "", f"One core, {_machine(result['provenance'])}."]
+
+
 def _machine(facts: dict[str, Any]) -> str:
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"
@@ -242,6 +285,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "measures_overhead": measures_overhead,
     "decode_0_5b": decode,
     "serve_load": serve_load,
+    "simulate_fast": simulation,
+    "simulate_usual": simulation,
+    "simulate_kills": simulation,
+    "simulator_speed": simulator_speed,
     "steps_0_5b": steps,
     "capacity": capacity,
 }

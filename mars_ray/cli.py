@@ -38,6 +38,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example seed=1.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and stop.")]
+ServeTarget = Annotated[Path, typer.Argument(metavar="CHECKPOINT|JOB.toml")]
 AnyJob = TypeVar("AnyJob", bound=Config)
 
 
@@ -90,22 +91,45 @@ def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
 
 @app.command()
 def serve(
-    target: Annotated[Path, typer.Argument(metavar="CHECKPOINT|JOB.toml")],
+    target: ServeTarget,
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
     """Serve a checkpoint behind an OpenAI-compatible API until stopped."""
-    if target.suffix == ".toml":
-        job = _job(ServeJob, target, overrides, dry_run)
-    else:
-        table = {"kind": "serve", "checkpoint": str(target)}
-        job = _job(ServeJob, table, overrides, dry_run)
-    from mars_ray.serve.build import start, wait_until_stopped
+    job = _serve_job(target, overrides, dry_run)
+    from mars_ray.serve.build import start
+    from mars_ray.serve.stop import wait_until_stopped
 
     with _Cluster():
         url = start(job)
         print(f"serving on {url}, Ctrl-C stops", file=sys.stderr)
-        wait_until_stopped()
+        wait_until_stopped(job)
+
+
+@app.command()
+def update(
+    target: ServeTarget,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Have the running service go on with another checkpoint or job; no request fails."""
+    job = _serve_job(target, overrides, dry_run)
+    from mars_ray.serve.build import update as update_service
+
+    with _Cluster("auto"):
+        update_service(job)
+
+
+@app.command()
+def threshold(
+    value: Annotated[float, typer.Argument(min=0, max=1, help="1: never deviate from the model.")],
+    model: Annotated[str, typer.Option(help="As requests name it.")],
+) -> None:
+    """Change the set-point of a running service, for requests whose quality tolerates it."""
+    from mars_ray.serve.control import publish
+
+    with _Cluster("auto"):
+        publish(model, value)
 
 
 @app.command()
@@ -209,6 +233,13 @@ def _job(
     return job
 
 
+def _serve_job(target: Path, overrides: list[str] | None, dry_run: bool) -> ServeJob:
+    if target.suffix == ".toml":
+        return _job(ServeJob, target, overrides, dry_run)
+    table = {"kind": "serve", "checkpoint": str(target)}
+    return _job(ServeJob, table, overrides, dry_run)
+
+
 def _console() -> Any:
     from rich.console import Console
 
@@ -221,13 +252,20 @@ def _print_result(result: dict[str, Any]) -> None:
 
 
 class _Cluster:
-    """The cluster that RAY_ADDRESS names, or one of this machine's own for as long as it takes."""
+    """The cluster that RAY_ADDRESS names. Otherwise "local": one for as long as it takes; "auto":
+    the one that runs on this machine."""
+
+    def __init__(self, otherwise: str = "local") -> None:
+        self._otherwise = otherwise
 
     def __enter__(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Read by Serve's proxies when they start (serve/slow_readers.py).
+        callback = "mars_ray.serve.slow_readers.middlewares"
+        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", callback)
         import ray
 
-        address = os.environ.get("RAY_ADDRESS", "local")
+        address = os.environ.get("RAY_ADDRESS", self._otherwise)
         ray.init(address=address, include_dashboard=None, log_to_driver=True)
 
     def __exit__(self, *_: Any) -> None:

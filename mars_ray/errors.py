@@ -9,7 +9,9 @@ MarsError
 │   └── NonFiniteLossError     the loss became NaN or infinite
 ├── RequestError               a decoding request is wrong (an HTTP 400)
 │   └── PromptTooLongError     the prompt and the answer do not fit the context
+├── DeadlineError              an answer was not finished in the time that its request had
 └── EngineError                the decoding engine failed or was shut down
+    └── PoisonError            the decoding engine failed on this request, and on no other
 
 Messages say what is wrong, where, and what to do about it. Broken invariants are `assert`s, not
 members of this tree.
@@ -56,5 +58,13 @@ class PromptTooLongError(RequestError):
     """The prompt and the answer do not fit the context."""
 
 
+class DeadlineError(MarsError):
+    """An answer was not finished in the time that its request had."""
+
+
 class EngineError(MarsError):
     """The decoding engine failed or was shut down."""
+
+
+class PoisonError(EngineError):
+    """The decoding engine failed on this request, and on no other."""

@@ -26,11 +26,15 @@ LEVELS = {
 ONLY_IN = {
     "ray": {
         "train/on_ray.py",
+        "serve/autoscale.py",
         "serve/build.py",
         "serve/control.py",
+        "serve/exposition.py",
         "serve/ingress.py",
         "serve/metrics.py",
+        "serve/retry.py",
         "serve/router.py",
+        "serve/stop.py",
         "cli.py",
     },
     "deepspeed": {"train/deepspeed.py"},

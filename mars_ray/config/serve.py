@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 from mars_ray.config.decode import EngineConfig, Mode, Threshold, VerifiedMode
+from mars_ray.config.scaling import ScalingConfig
 
 
 class Limits(Config):
@@ -17,6 +18,12 @@ class Limits(Config):
     new_tokens: int = Field(default=1024, ge=1)
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
+    request_s: float = Field(
+        default=600, gt=0, description="for a request, waiting included; its timeout_s may be less"
+    )
+    slow_reader_s: float = Field(
+        default=30, gt=0, description="without the client reading anything of a stream"
+    )
 
 
 class ServedModel(Config):
@@ -29,7 +36,15 @@ class ServedModel(Config):
     model_name: str | None = Field(
         default=None, description="in requests; default: the last part of the checkpoint's name"
     )
-    replicas: int = Field(default=1, ge=1)
+    replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="auto: as `scaling` says"
+    )
+    scaling: ScalingConfig = Field(
+        default=ScalingConfig(), description="of replicas and threshold (docs/autoscaling.md)"
+    )
+    service_model: str | None = Field(
+        default=None, description="for `scaling`; default: the checkpoint's frontier, and live"
+    )
     max_replicas_per_node: int | None = Field(default=None, ge=1, le=100)
     cpus_per_replica: float = Field(default=1, ge=0)
     gpus_per_replica: float = Field(default=0, ge=0)
@@ -53,6 +68,11 @@ class ServedModel(Config):
     default_quality: str = Field(
         default="lossless", description="of requests that pin no mode, threshold or quality"
     )
+    threshold_setpoint: Threshold = Field(
+        default=1.0,
+        description="in force for requests whose quality tolerates it, until `mars-ray threshold` "
+        "changes it",
+    )
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")
@@ -60,6 +80,29 @@ class ServedModel(Config):
         if self.default_quality not in self.qualities:
             raise ValueError(f"default_quality {self.default_quality!r} is not among qualities")
         return self
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        if self.scaling.quality_classes:
+            raise ValueError("a service's classes are its `qualities`: leave quality_classes out")
+        for name in ("scaling", "service_model"):
+            if self.replicas != "auto" and name in self.model_fields_set:
+                raise ValueError(f"`{name}` has no effect with a fixed number of replicas")
+        if self.replicas == "auto" and "threshold_setpoint" in self.model_fields_set:
+            raise ValueError("with replicas='auto', set scaling.threshold.set_point instead")
+        return self
+
+    @property
+    def set_point(self) -> Threshold:
+        """The threshold at rest."""
+        return (
+            self.scaling.threshold.set_point if self.replicas == "auto" else self.threshold_setpoint
+        )
+
+    @property
+    def most_replicas(self) -> int:
+        """That the service may have."""
+        return self.scaling.max_replicas if self.replicas == "auto" else self.replicas
 
     @property
     def name(self) -> str:
@@ -81,8 +124,25 @@ class ServeJob(ServedModel):
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    ingress_replicas: int = Field(
+        default=1, ge=1, description="processes that speak HTTP; one serves several engines"
+    )
     keys_file: str | None = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
+    )
+    request_log: str | None = Field(
+        default=None, description="file for a line of JSON per request; default: standard output"
+    )
+    log_prompts: bool = Field(default=False, description="have the prompts in these lines")
+    drain_s: float = Field(
+        default=60, ge=0, description="for accepted requests to finish when a process is to end"
+    )
+    update_surge_percent: int = Field(
+        default=100,
+        ge=0,
+        le=100,
+        description="replicas that an update may start before it stops as many old ones; 0 on a "
+        "cluster without room for more",
     )
     model_cache: str = Field(
         default="~/.cache/mars-ray/models",

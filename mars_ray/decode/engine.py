@@ -30,6 +30,7 @@ from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
@@ -66,6 +67,7 @@ class Engine:
         self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
+        self.totals = StepTotals()
         self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
 
@@ -93,6 +95,16 @@ class Engine:
     def preemptions(self) -> int:
         """How often a sequence was sent back."""
         return self._scheduler.preemptions
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens of all sequences admitted so far."""
+        return self._scheduler.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them that were in the cache already."""
+        return self._scheduler.prefix_hits
 
     @property
     def cache_bytes(self) -> int:
@@ -146,23 +158,45 @@ class Engine:
         if sequence := self._sequences.pop(request_id, None):
             self._scheduler.remove(sequence)
 
+    def set_aside(self) -> list[Sequence]:
+        """Everybody leaves, with what they have committed; first those nearest to the batch."""
+        everybody = sorted(self._scheduler.all(), key=lambda s: (not s.pages, s.order))
+        for sequence in everybody:
+            self.cancel(sequence.request.id)
+        return everybody
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Let a sequence that was set aside go on, as one that had to give way."""
+        self._sequences[sequence.request.id] = sequence
+        self._scheduler.add(sequence)
+
     def step(self) -> list[TokenEvent]:
-        """One forward; what it committed, and which requests are over."""
-        events = self._expire()
+        """One forward, or the end of the requests that are late: what is new of whom.
+
+        If it raises, nothing was committed: `step_apart` (`decode/faults.py`) finds out for whom.
+        """
+        begin_s = time.monotonic()
+        if late := self._expire():
+            return late
         self._prepare(self._scheduler.running_sequences())
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
-            return events
+            return []
         rows = forward(self._runner, self._cache, work, self.card.mask_token_id)
+        self.totals.add(work, time.monotonic() - begin_s)
+        events = []
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence
             if item.plan is None or own is None:
                 sequence.cached += item.count
                 self._scheduler.publish(sequence)
                 continue
-            event = self._absorb(sequence, item.plan, own)
-            if event.completion:
+            try:
+                event = self._absorb(sequence, item.plan, own)
+            except Exception as error:  # noqa: BLE001 - the fault of this request, and no other
+                event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
+            if event.completion or event.failure:
                 self.cancel(event.request_id)
             else:
                 self._scheduler.publish(sequence)

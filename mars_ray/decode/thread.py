@@ -10,16 +10,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.faults import step_apart
 from mars_ray.decode.request import Completion, Request, TokenEvent
-from mars_ray.errors import EngineError, RequestError
+from mars_ray.errors import EngineError, PoisonError, RequestError
 
 _log = logging.getLogger(__name__)
 _Deliver = Callable[[TokenEvent | Exception], None]
 Answer = TypeVar("Answer")
+# Steps that fail one after the other, with none in between that does not: the engine is broken.
+_MOST_FAILED_STEPS = 3
 
 
 class EngineThread:
@@ -29,6 +32,7 @@ class EngineThread:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
+        self._failed_steps = 0  # since the last that did not
         self._stopping = False
         self._closed = False
         self._closing = threading.Lock()
@@ -140,17 +144,34 @@ class EngineThread:
                 self._commands.get_nowait()()
 
     def _step(self) -> None:
+        for event in self._stepped():
+            self.last_step_s = time.monotonic()
+            deliver = self._listeners[event.request_id]
+            if event.completion or event.failure:
+                del self._listeners[event.request_id]
+            if event.failure:
+                _log.error("request %s failed", event.request_id, exc_info=event.failure)
+                name = type(event.failure).__name__
+                deliver(PoisonError(f"the engine failed on this request: {name}"))
+            else:
+                deliver(event)
+        self.last_step_s = time.monotonic()
+
+    def _stepped(self) -> Iterable[TokenEvent]:
+        """The events of a step, or of one for each sequence alone if all together fail.
+
+        Raises what the step raises once too many have failed.
+        """
         try:
             events = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - the thread's edge: every request is told
-            _log.exception("a step of the engine failed")
-            self._fail_all(EngineError(f"the engine failed on a step: {type(error).__name__}"))
-            return
-        self.last_step_s = time.monotonic()
-        for event in events:
-            self._listeners[event.request_id](event)
-            if event.completion:
-                del self._listeners[event.request_id]
+        except Exception:
+            self._failed_steps += 1
+            if self._failed_steps == _MOST_FAILED_STEPS:
+                raise
+            _log.exception("a step of the engine failed; each of its sequences is tried alone")
+            return step_apart(self._engine)
+        self._failed_steps = 0
+        return events
 
     def _submit(self, request: Request, deliver: _Deliver) -> None:
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -27,6 +27,7 @@ from mars_ray.serve.bodies import (
     parse,
 )
 from mars_ray.serve.calls import to_call
+from mars_ray.serve.gate import Gate
 from mars_ray.serve.keys import Key, Keys
 from mars_ray.serve.messages import Call, Message, Piece, Refusal
 from mars_ray.serve.models import Backend, Models
@@ -40,13 +41,16 @@ from mars_ray.serve.replies import (
     model_list,
     reply,
 )
+from mars_ray.serve.request_log import Entry, entry_of, logged
+from mars_ray.serve.slow_readers import LIMIT_HEADER
 from mars_ray.serve.status import model_status
-from mars_ray.serve.stream import Chunks, events, internal_error
+from mars_ray.serve.stream import Chunks, EventStream, events, internal_error
 
 logger = logging.getLogger(__name__)
 
 # Streams must reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PROMETHEUS = "text/plain; version=0.0.4"
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
     # Its own lines and this server, nothing else.
@@ -59,9 +63,18 @@ _PAGE_HEADERS = {
 }
 
 
-def build_api(job: ServeJob, backends: Mapping[str, Backend]) -> FastAPI:
-    """The API of the job's models, each with what answers for it, by name."""
-    routes = _Routes(job, Models(job, backends))
+def build_api(
+    job: ServeJob,
+    backends: Mapping[str, Backend],
+    gate: Gate | None = None,
+    metrics: Callable[[], Awaitable[str]] | None = None,
+) -> FastAPI:
+    """The API of the job's models, each with what answers for it by name, behind a gate.
+
+    `metrics` is what `/metrics` shows; without, there is no such route.
+    """
+    gate = gate or Gate()
+    routes = _Routes(job, Models(job, backends), gate, metrics)
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
@@ -69,6 +82,7 @@ def build_api(job: ServeJob, backends: Mapping[str, Backend]) -> FastAPI:
         ("/healthz", routes.healthz),
         ("/readyz", routes.readyz),
         ("/version", routes.version),
+        ("/metrics", routes.metrics),
         ("/v1/models", routes.models),
         ("/v1/mars/status", routes.status),
         ("/openapi.json", routes.openapi),
@@ -83,13 +97,24 @@ def build_api(job: ServeJob, backends: Mapping[str, Backend]) -> FastAPI:
         api.add_api_route(path, route, methods=["POST"], response_model=None)
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
+    # The last one is the first to be asked: what the gate refuses is logged.
+    api.add_middleware(gate.around)
+    api.add_middleware(logged)
     return api
 
 
 class _Routes:
-    def __init__(self, job: ServeJob, models: Models) -> None:
+    def __init__(
+        self,
+        job: ServeJob,
+        models: Models,
+        gate: Gate,
+        metrics: Callable[[], Awaitable[str]] | None,
+    ) -> None:
         self._job = job
+        self._metrics = metrics
         self._models = models
+        self._gate = gate
         self._keys = Keys(job.keys_file)
         self._started = int(time.time())
 
@@ -101,10 +126,18 @@ class _Routes:
         return {"status": "ok"}
 
     async def readyz(self) -> Response:
+        if not self._gate.is_open:
+            return JSONResponse({"status": "draining"}, 503)
         models = self._models.of(key=None)
         ready = all(await asyncio.gather(*(model.backend.is_ready() for model in models)))
         status = "ready" if ready else "not ready"
         return JSONResponse({"status": status}, 200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        self._holder(request)
+        if self._metrics is None:
+            raise HTTPException(404)
+        return PlainTextResponse(await self._metrics(), media_type=_PROMETHEUS)
 
     async def version(self, request: Request) -> dict[str, str]:
         self._holder(request)
@@ -132,14 +165,14 @@ class _Routes:
         return openapi(names, with_keys=self._job.keys_file is not None)
 
     async def chat(self, request: Request) -> Response:
-        async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
-            return await self._answer(parse(ChatBody, raw), request_id, key, ChatShape())
+        async def answer(raw: bytes, entry: Entry, key: Key | None) -> Response:
+            return await self._answer(parse(ChatBody, raw), entry, key, ChatShape())
 
         return await self._guarded(request, f"chatcmpl-{uuid.uuid4().hex}", answer)
 
     async def complete(self, request: Request) -> Response:
-        async def answer(raw: bytes, request_id: str, key: Key | None) -> Response:
-            return await self._answer(parse(CompletionBody, raw), request_id, key, TextShape())
+        async def answer(raw: bytes, entry: Entry, key: Key | None) -> Response:
+            return await self._answer(parse(CompletionBody, raw), entry, key, TextShape())
 
         return await self._guarded(request, f"cmpl-{uuid.uuid4().hex}", answer)
 
@@ -153,14 +186,17 @@ class _Routes:
         self,
         request: Request,
         request_id: str,
-        answer: Callable[[bytes, str, Key | None], Awaitable[Response]],
+        answer: Callable[[bytes, Entry, Key | None], Awaitable[Response]],
     ) -> Response:
         """The answer to a body; what fails unforeseen is logged under the request's id."""
+        entry = entry_of(request)
+        entry.id = request_id
         # Before a byte of the body is read.
         key = self._holder(request)
+        entry.key = key.name if key else None
         try:
             body = await _read(request, self._job.limits)
-            return await answer(body, request_id, key)
+            return await answer(body, entry, key)
         except ApiError:
             raise
         except ClientDisconnect:
@@ -176,16 +212,16 @@ class _Routes:
     async def _answer(
         self,
         body: ChatBody | CompletionBody,
-        request_id: str,
+        entry: Entry,
         key: Key | None,
         shape: Shape,
     ) -> Response:
+        assert entry.id
         model = self._models.asked(body.model, key)
-        call = _within(to_call(body, request_id, secrets.randbits(63), model.job), key)
-        by = key.name if key else None
-        logger.info("request %s: %s, key %s, user %s", request_id, call.mode.type, by, body.user)
+        call = _within(to_call(body, entry.id, secrets.randbits(63), model.job), key)
+        entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
         created = int(time.time())
-        messages = self._admitted(model.backend, call, key)
+        messages = self._admitted(model.backend, call, key, entry)
         # The status line depends on the first message.
         first = await anext(messages)
         if isinstance(first, Refusal):
@@ -193,11 +229,8 @@ class _Routes:
         forwards = bool(body.return_forwards)
         if body.stream:
             chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
-            return StreamingResponse(
-                events(chunks, first, messages),
-                media_type="text/event-stream",
-                headers=_STREAM_HEADERS,
-            )
+            headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
+            return EventStream(events(chunks, first, messages), headers)
         answers = [
             Answer(
                 logprobs=None if call.logprobs is None else [], forwards=[] if forwards else None
@@ -207,7 +240,7 @@ class _Routes:
         await _collect(answers, first, messages)
         return JSONResponse(reply(call, shape, model.name, created, answers))
 
-    async def _tokenize(self, raw: bytes, _request_id: str, key: Key | None) -> Response:
+    async def _tokenize(self, raw: bytes, _entry: Entry, key: Key | None) -> Response:
         body = parse(TokenizeBody, raw)
         backend = self._models.asked(body.model, key).backend
         if (body.prompt is None) == (body.messages is None):
@@ -222,7 +255,7 @@ class _Routes:
             {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
         )
 
-    async def _detokenize(self, raw: bytes, _request_id: str, key: Key | None) -> Response:
+    async def _detokenize(self, raw: bytes, _entry: Entry, key: Key | None) -> Response:
         body = parse(DetokenizeBody, raw)
         text = await self._models.asked(body.model, key).backend.detokenize(body.tokens)
         if isinstance(text, Refusal):
@@ -230,12 +263,13 @@ class _Routes:
         return JSONResponse({"prompt": text})
 
     async def _admitted(
-        self, backend: Backend, call: Call, key: Key | None
+        self, backend: Backend, call: Call, key: Key | None, entry: Entry
     ) -> AsyncGenerator[Message, None]:
         """The backend's messages, counted against the key until they end or are closed."""
         with self._keys.admitted(key, call.choices):
             async with aclosing(backend.answer(call)) as messages:
                 async for message in messages:
+                    entry.told(message)
                     yield message
 
 
@@ -282,10 +316,14 @@ async def _read(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def _api_error(_request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     refusal = error.refusal
+    entry_of(request).ending = refusal.code
     headers = {}
+    if refusal.status == 408:
+        # OpenAI's clients would ask again, and wait as long again.
+        headers["x-should-retry"] = "false"
     if refusal.retry_after_s is not None:
         headers["Retry-After"] = str(refusal.retry_after_s)
     if refusal.status == 401:

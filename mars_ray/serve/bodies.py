@@ -288,6 +288,7 @@ class AnswerBody(Wire):
     quality: Annotated[str, Field(max_length=64)] | None = None
     quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     return_forwards: bool | None = None
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

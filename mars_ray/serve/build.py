@@ -1,9 +1,7 @@
-"""The service as a Serve application, and its start and stop."""
+"""The service as a Serve application, and its start."""
 
 import logging
-import signal
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,14 @@ from ray import serve
 
 from mars_ray.config.decode import BlockCachedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import window_of
-from mars_ray.errors import ConfigError, EngineError, RequestError
+from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
 from mars_ray.model.source import Source, pinned
+from mars_ray.scaling.prior import prior_model
+from mars_ray.scaling.service_model import ServiceModel, load_service_model
+from mars_ray.serve.autoscale import autoscaling
+from mars_ray.serve.control import end_control
 from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
@@ -26,6 +29,10 @@ APP_NAME = "mars-ray"
 _INGRESS_CPUS = 0.1
 # Places beyond the engine's own limit, for requests on their way to be refused by it.
 _REFUSAL_PLACES = 64
+# How often a process that is to end looks whether its requests have.
+_DRAIN_LOOK_S = 0.2
+# Three checks that fail in a row have a replica replaced.
+_HEALTH_CHECK_S = 2.0
 _ROUTERS = {
     "prefix": {"request_router_class": PrefixRouter},
     "power_of_two": {},
@@ -48,7 +55,9 @@ def build_app(job: ServeJob) -> serve.Application:
     job = _checked(job)
     models = job.each()
     ingress = serve.deployment(
-        max_ongoing_requests=sum(_places(model) * model.replicas for model in models.values()),
+        num_replicas=job.ingress_replicas,
+        max_ongoing_requests=sum(_places(model) * model.most_replicas for model in models.values()),
+        **_life(job),
         ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": {"env_vars": _ENV}},
     )(Ingress)
     return ingress.bind(job, {name: _replicas(model) for name, model in models.items()})
@@ -60,15 +69,35 @@ def _replicas(job: ServeJob) -> serve.Application:
     per_node: Any = job.max_replicas_per_node
     replica = serve.deployment(
         name=job.deployment,
-        num_replicas=job.replicas,
         max_replicas_per_node=per_node,
+        **_how_many(job),
         # The ingress logs every request already.
         logging_config={"enable_access_log": False},
         max_ongoing_requests=_places(job),
         request_router_config=_ROUTERS[job.router],
+        **_life(job),
         ray_actor_options=_actor_options(job),
     )(Replica)
     return replica.bind(job)
+
+
+def _how_many(job: ServeJob) -> dict[str, Any]:
+    if job.replicas == "auto":
+        return {"autoscaling_config": autoscaling(job, _service_model(job))}
+    return {"num_replicas": job.replicas}
+
+
+def _service_model(job: ServeJob) -> ServiceModel:
+    """What the operator gives, or what lies beside the checkpoint. Raises ConfigError."""
+    if job.service_model:
+        return load_service_model(job.service_model)
+    source, card = pinned(Source(job.checkpoint, job.revision))
+    try:
+        frontier = read_frontier(source.name)
+    except CheckpointError as error:
+        logger.info("only lossless levels for autoscaling: %s", error)
+        frontier = None
+    return prior_model(job.name, frontier, card.block_size, job.engine.max_batch)
 
 
 def _places(job: ServeJob) -> int:
@@ -86,6 +115,16 @@ def _actor_options(job: ServeJob) -> dict[str, Any]:
     }
 
 
+def _life(job: ServeJob) -> dict[str, Any]:
+    """How Serve ends and replaces the processes of a deployment."""
+    return {
+        "graceful_shutdown_timeout_s": job.drain_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,
+        "health_check_period_s": _HEALTH_CHECK_S,
+        "max_surge_percent": job.update_surge_percent,
+    }
+
+
 def start(job: ServeJob) -> str:
     """Starts Serve and the application in it; returns the URL once it answers.
 
@@ -99,6 +138,9 @@ def start(job: ServeJob) -> str:
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
     _check_port(job.host, job.port)
+    for name in job.each():
+        # Of a service before this one, which did not end as it should have.
+        end_control(name)
     # What Serve says of itself while it starts would bury what the command says.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
@@ -115,20 +157,25 @@ def start(job: ServeJob) -> str:
     return f"http://[{host}]:{job.port}" if ":" in host else f"http://{host}:{job.port}"
 
 
-def wait_until_stopped() -> None:
-    """Blocks until SIGINT or SIGTERM, then stops Serve.
+def update(job: ServeJob) -> None:
+    """Has the running service go on with this job: new processes take over from the old ones.
 
-    Only for the main thread, which receives the signals.
+    No request fails meanwhile. Raises ConfigError if there is no service or it cannot be changed
+    so, EngineError if the new replicas do not come up; the old ones then go on.
     """
-    stopped = threading.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: stopped.set()) for number in signals]
+    app = build_app(job)
+    if APP_NAME not in serve.status().applications:
+        raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
+    address = serve.get_deployment_handle(Ingress.__name__, APP_NAME).address.remote().result()
+    if address != (job.host, job.port):
+        raise ConfigError(
+            f"the service listens on {address[0]}:{address[1]} as long as it runs, so the job must "
+            f"say host={address[0]} port={address[1]}"
+        )
     try:
-        stopped.wait()
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-        serve.shutdown()
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise EngineError(f"the service was not updated: {error}") from error
 
 
 def _checked(job: ServeJob) -> ServeJob:
@@ -136,6 +183,8 @@ def _checked(job: ServeJob) -> ServeJob:
     first, *others = (_checked_model(model) for model in job.each().values())
     Keys(job.keys_file).check_models([model.name for model in (first, *others)])
     changes: dict[str, Any] = {"more_models": tuple(others)}
+    if job.request_log:
+        changes["request_log"] = str(Path(job.request_log).resolve())
     if job.keys_file:
         changes["keys_file"] = str(Path(job.keys_file).resolve())
     elif job.host not in _LOOPBACK:

@@ -9,8 +9,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
+from mars_ray.serve.exposition import of_all_nodes
+from mars_ray.serve.gate import Gate
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.recent import Recent
+from mars_ray.serve.request_log import write_to
+from mars_ray.serve.retry import answered, insisted
 from mars_ray.serve.status import ReplicaStatus
 
 # A replica that takes longer to say that it is ready, is not.
@@ -29,10 +33,24 @@ class Ingress:
     def __init__(self, job: ServeJob, replicas: dict[str, DeploymentHandle]) -> None:
         self._job = job
         self._replicas = replicas
+        self._gate = Gate()
+        write_to(job.request_log)
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of the job."""
+        return self._job.host, self._job.port
+
+    def close(self) -> None:
+        """Let no request in any more."""
+        self._gate.close()
+
+    def inside(self) -> int:
+        """Accepted requests that are not finished."""
+        return self._gate.inside
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         backends = {name: _Replicas(handle) for name, handle in self._replicas.items()}
-        return build_api(self._job, backends)
+        return build_api(self._job, backends, self._gate, of_all_nodes)
 
 
 class _Replicas:
@@ -43,7 +61,10 @@ class _Replicas:
         self._status = Recent(self._asked_for_status, _STATUS_S)
         self._streaming = handle.options(stream=True)
 
-    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+    def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+        return answered(self._once, call)
+
+    async def _once(self, call: Call) -> AsyncGenerator[Message, None]:
         messages = self._streaming.answer.remote(call)
         assert isinstance(messages, DeploymentResponseGenerator)
         finished = False
@@ -56,10 +77,10 @@ class _Replicas:
                 messages.cancel()
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        return await self._handle.tokenize.remote(prompt)
+        return await insisted(lambda: self._handle.tokenize.remote(prompt))
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        return await self._handle.detokenize.remote(tokens)
+        return await insisted(lambda: self._handle.detokenize.remote(tokens))
 
     async def is_ready(self) -> bool:
         try:
@@ -80,4 +101,4 @@ class _Replicas:
             )
         except TimeoutError:
             return ()
-        return [status for reply in replies if isinstance(reply, tuple) for status in reply]
+        return [reply for reply in replies if isinstance(reply, ReplicaStatus)]

@@ -3,10 +3,13 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
 
 from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal
 from mars_ray.serve.replies import Shape, error_body, tool_call_delta, usage
@@ -81,9 +84,22 @@ class Chunks:
         }
 
 
+class EventStream(StreamingResponse):
+    """Closes its events, whatever ends it: nothing else would before they are collected."""
+
+    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        """See StreamingResponse."""
+        async with aclosing(self._events):
+            await super().stream_response(send)
+
+
 async def events(
     chunks: Chunks, first: Message, rest: AsyncGenerator[Message, None]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """The events of a call; `rest` is closed when the client goes away.
 
     An error after the start is an event of its own, and the last one: there is no [DONE].

@@ -27,6 +27,7 @@ def test_a_shared_beginning_is_computed_once(model):
     run("same", pattern(0, 1, 17))
     run("longer", [*pattern(0, 1, 14), 9, 9, 9, 9])
     assert rows == [17, 1, 6]
+    assert (engine.prefix_queries, engine.prefix_hits) == (17 + 17 + 18, 16 + 12)
     assert engine.pool.kept == 5
 
 
@@ -84,6 +85,8 @@ def test_a_deadline_ends_a_request_with_what_it_has(model):
     item = request("running", [1, 2], ExactMode(), max_new_tokens=50, stop=-1)
     engine.submit(replace(item, deadline=time.monotonic() + 0.2))
     engine.submit(replace(item, id="waiting", deadline=past))
+    (late,) = engine.step()
+    assert late.request_id == "waiting"
     engine.step()
     time.sleep(0.25)
     ended = {e.request_id: e.completion for e in engine.step() if e.completion}

@@ -118,26 +118,6 @@ def test_when_the_thread_itself_breaks_nobody_waits(model, monkeypatch):
         thread.check_health()
 
 
-def test_a_failing_step_fails_its_requests_and_no_later_one(engine, thread, monkeypatch):
-    """Guards a thread that dies and leaves its clients waiting for ever."""
-    step, calls = engine.step, iter([True])
-
-    def fail_once():
-        if next(calls, False):
-            raise ValueError("broken")
-        return step()
-
-    monkeypatch.setattr(engine, "step", fail_once)
-
-    async def first_then_second():
-        with pytest.raises(EngineError, match="ValueError"):
-            await complete(thread, request("a", [1], ExactMode()))
-        return await complete(thread, request("b", [1], ExactMode()))
-
-    assert asyncio.run(first_then_second()).tokens
-    thread.check_health()
-
-
 def test_a_question_is_answered_between_steps(thread):
     """With work and without; one that fails tells only who asked."""
 

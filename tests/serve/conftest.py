@@ -35,8 +35,17 @@ def _texts() -> list[str]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Not trained at all: its masks draft nonsense, which `verified` has to survive."""
-    directory = tmp_path_factory.mktemp("serve") / "tiny"
-    create_model(PresetModel(preset="tiny", vocab_size=330), _texts, directory, seed=0)
+    return _made(tmp_path_factory.mktemp("serve") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def second_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one that says other things."""
+    return _made(tmp_path_factory.mktemp("serve") / "tiny", seed=1)
+
+
+def _made(directory: Path, seed: int) -> Path:
+    create_model(PresetModel(preset="tiny", vocab_size=330), _texts, directory, seed=seed)
     model, tokenizer = load_model(directory, dtype=torch.float32), load_tokenizer(directory)
     _make_talkative(model, tokenizer.all_special_ids)
     save_model(directory, model, tokenizer, replace(read_card(directory), block_size=4))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 
 def free_port() -> int:
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(api: FastAPI) -> Iterator[str]:
+def served(api: ASGIApp) -> Iterator[str]:
     """The URL, for as long as it is served."""
     server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)

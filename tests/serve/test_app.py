@@ -11,21 +11,20 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, streamed, text_of
+from serve.saying import Saying
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray import __version__
 from mars_ray.config.decode import ExactMode, Sampling
 from mars_ray.decode.engine import load_engine
-from mars_ray.errors import ModelError
+from mars_ray.errors import EngineError, ModelError
 from mars_ray.serve.app import build_api
 from mars_ray.serve.messages import (
     Call,
     Finish,
     Message,
     Piece,
-    Prompt,
     Refusal,
-    Tokenized,
     Turn,
 )
 from mars_ray.serve.text_engine import TextEngine
@@ -234,26 +233,6 @@ def call(name: str, tokens: int = 100) -> Call:
     return Call(name, ((Turn("user", ASK),),), ExactMode(), Sampling(), tokens, 100)
 
 
-class Saying:
-    """A backend that says what it was told to say."""
-
-    def __init__(self, *messages: Message) -> None:
-        self._messages = messages
-
-    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
-        for message in self._messages:
-            yield message
-
-    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        return Refusal(503, "gone")
-
-    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        return Refusal(503, "gone")
-
-    async def is_ready(self) -> bool:
-        return False
-
-
 def test_an_answer_that_fails_midway_is_an_error_not_half_an_answer(job):
     """Without streaming the status line can still tell."""
     client = TestClient(build_api(job, {"tiny": Saying(Piece("x"), Refusal(503, "gone"))}))
@@ -278,8 +257,11 @@ def test_a_fault_is_a_500_with_a_request_id_and_no_details(job, caplog):
     assert "secret" in caplog.text
 
 
-def test_an_engine_that_fails_on_a_step_answers_so(checkpoint, job, monkeypatch, caplog):
-    """Guards a client that waits forever, and a place that is never freed."""
+def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
+    """Guards a client that waits forever, and a place that is never freed.
+
+    Twice it may be the request's fault; an engine that never succeeds is broken and ends.
+    """
     caplog.set_level(logging.CRITICAL)
     engine, tokenizer = load_engine(checkpoint, job.engine)
     chat = TextEngine(engine, tokenizer, job)
@@ -289,13 +271,18 @@ def test_an_engine_that_fails_on_a_step_answers_so(checkpoint, job, monkeypatch,
 
     monkeypatch.setattr(engine, "step", broken)
     chat.start()
-    response = ask(TestClient(build_api(job, {"tiny": chat})))
-    assert error_of(response, 503)["code"] == "engine_error"
-    assert "secret" not in response.text
+    client = TestClient(build_api(job, {"tiny": chat}))
+    for _ in range(2):
+        response = ask(client)
+        assert error_of(response, 500)["code"] == "internal_error"
+        assert "secret" not in response.text
+        chat.check_health()
+    assert error_of(ask(client), 503)["code"] == "engine_error"
     assert chat.open_answers == 0
-    chat.check_health()
-    chat.stop()
-    assert error_of(ask(TestClient(build_api(job, {"tiny": chat}))), 503)
+    with pytest.raises(EngineError, match="not running"):
+        chat.check_health()
+    assert error_of(ask(client), 503)["code"] == "engine_error"
+    assert client.get("/readyz").status_code == 503
 
 
 async def talk(api: FastAPI, request: list[dict], hang_up_after: int) -> list:

@@ -1,18 +1,14 @@
 """What is checked before a service starts, and how it stops; without a cluster."""
 
-import os
-import signal
 import socket
-import threading
 from dataclasses import replace
 
 import pytest
-from ray import serve
 
 from mars_ray.config.decode import BlockCachedMode, ExactMode
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
-from mars_ray.serve.build import _check_port, build_app, wait_until_stopped
+from mars_ray.serve.build import _check_port, build_app
 
 
 def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
@@ -41,15 +37,3 @@ def test_a_taken_port_is_named():
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*port="):
             _check_port("127.0.0.1", port)
     _check_port("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_service_and_nothing_else(number, monkeypatch):
-    """Guards a Ctrl-C that leaves the service running, and handlers that stay behind."""
-    stopped = []
-    monkeypatch.setattr(serve, "shutdown", lambda: stopped.append(True))
-    before = signal.getsignal(number)
-    threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
-    wait_until_stopped()
-    assert stopped == [True]
-    assert signal.getsignal(number) is before

@@ -171,7 +171,7 @@ def test_keys_are_not_in_logs(client, caplog):
     """The name is."""
     caplog.set_level("DEBUG")
     assert ask(client, OTHER, user="someone").status_code == 200
-    assert "key plain" in caplog.text
+    assert '"key": "plain"' in caplog.text
     assert "someone" in caplog.text
     assert OTHER not in caplog.text
     assert json.dumps("hi") not in caplog.text

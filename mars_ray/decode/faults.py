@@ -1,0 +1,41 @@
+"""After a step that failed: which of its sequences is to blame.
+
+A step commits nothing before its forward has succeeded, and a sequence that leaves the batch and
+comes back says the same as one that stays. So everybody leaves, and takes the next steps alone.
+"""
+
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.request import TokenEvent
+from mars_ray.decode.sequence import Sequence
+
+
+def step_apart(engine: Engine) -> list[TokenEvent]:
+    """The events of each sequence's next steps without the others, failures among them.
+
+    Afterwards all that have neither failed nor ended are back, in their order. Those that were not
+    near the batch have had no part in the failure and are not tried.
+    """
+    suspects = engine.config.max_batch
+    everybody = engine.set_aside()
+    turns = {sequence.request.id: sequence.order for sequence in everybody}
+    events, staying = [], everybody[suspects:]
+    for sequence in everybody[:suspects]:
+        events += _alone(engine, sequence)
+        staying = [*engine.set_aside(), *staying]
+    for sequence in sorted(staying, key=lambda sequence: turns[sequence.request.id]):
+        engine.take_back(sequence)
+    return events
+
+
+def _alone(engine: Engine, sequence: Sequence) -> list[TokenEvent]:
+    """What its next two steps that commit anything bring: the first has to compute its prompt
+    again, and only the second prepares a sequence that runs already."""
+    engine.take_back(sequence)
+    events = []
+    try:
+        while engine.has_work and len(events) < 2:
+            events += engine.step()
+    except Exception as error:  # noqa: BLE001 - whatever it is, this sequence is to blame
+        engine.cancel(sequence.request.id)
+        events.append(TokenEvent(sequence.request.id, (), sequence.forwards, failure=error))
+    return events

@@ -1,0 +1,103 @@
+"""A request on which the engine fails: it is found, and it is the only one that fails."""
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from decode.models import CARD, pattern, request
+
+from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Mode, VerifiedMode
+from mars_ray.decode import reference
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.runner import Runner
+from mars_ray.decode.thread import EngineThread, complete
+from mars_ray.errors import EngineError, PoisonError
+
+POISON = 21  # a token that no pattern has
+MODES: list[Mode] = [ExactMode(), VerifiedMode(), ConfidenceMode(threshold=0.6)]
+
+
+class BrittleRunner(Runner):
+    """Fails on the poison when it has already written into the cache, as a kernel might."""
+
+    def hidden_states(self, ids_N, position_N, step):
+        out_NH = super().hidden_states(ids_N, position_N, step)
+        if torch.any(ids_N == POISON):
+            raise RuntimeError("cannot forward")
+        return out_NH
+
+
+class Brittle(Engine):
+    """Fails on the poison in the part of a step that it is told."""
+
+    def __init__(self, model, part: str, **config) -> None:
+        super().__init__(model, CARD, EngineConfig(max_batch=4, max_context=200, **config))
+        self.part = part
+        if part == "forward":
+            self._runner = BrittleRunner(model, 220)
+
+    def _prepare(self, running) -> None:
+        bad = any(POISON in s.request.prompt and s.forwards >= 3 for s in running)
+        if self.part == "always" or (self.part == "prepare" and bad):
+            raise RuntimeError("cannot prepare")
+        super()._prepare(running)
+
+    def _absorb(self, sequence, plan, rows):
+        if self.part == "absorb" and POISON in sequence.request.prompt and sequence.forwards >= 3:
+            raise RuntimeError("cannot absorb")
+        return super()._absorb(sequence, plan, rows)
+
+
+@pytest.fixture
+def thread_of(caplog):
+    """Starts threads, and sees to it that nothing is left in their engines."""
+    caplog.set_level(logging.CRITICAL)
+    threads = []
+
+    def start(engine: Engine) -> EngineThread:
+        threads.append((engine, EngineThread(engine)))
+        threads[-1][1].start()
+        return threads[-1][1]
+
+    yield start
+    for engine, thread in threads:
+        thread.stop()
+        assert not engine.has_work
+        engine.check_integrity()
+        assert engine.pool.in_use == 0
+
+
+@pytest.mark.parametrize("part", ["prepare", "forward", "absorb"])
+@pytest.mark.parametrize("step_tokens", [512, 40])
+def test_the_poisoned_request_is_the_only_one_to_fail(model, thread_of, part, step_tokens):
+    """Its mates, in the batch and in the queue, say what they say alone; chunked prompts or not."""
+    thread = thread_of(Brittle(model, part, max_step_tokens=step_tokens))
+    mates = [request(str(j), pattern(j, 1 + j % 3, 5 + 9 * j), MODES[j % 3]) for j in range(9)]
+    bad = request("bad", [*pattern(3, 1, 50), POISON, 4], ExactMode(), stop=-1)
+
+    async def together() -> list:
+        items = [*mates[:3], bad, *mates[3:]]
+        return await asyncio.gather(
+            *(complete(thread, item) for item in items), return_exceptions=True
+        )
+
+    done = asyncio.run(together())
+    failure = done.pop(3)
+    assert isinstance(failure, PoisonError)
+    assert "RuntimeError" in str(failure)
+    assert done == [reference.generate(model, CARD, mate) for mate in mates]
+    thread.check_health()
+
+
+def test_an_engine_that_fails_on_everything_ends(model, thread_of):
+    """Guards a broken device that fails request after request and is never replaced."""
+    thread = thread_of(Brittle(model, "always"))
+    for number in range(2):
+        with pytest.raises(PoisonError):
+            asyncio.run(complete(thread, request(str(number), [1, 2], ExactMode())))
+        thread.check_health()
+    with pytest.raises(EngineError, match="shut down"):
+        asyncio.run(complete(thread, request("last", [1, 2], ExactMode())))
+    with pytest.raises(EngineError, match="not running"):
+        thread.check_health()

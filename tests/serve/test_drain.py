@@ -1,0 +1,175 @@
+"""The end of a service: nothing that it has accepted is lost or cut."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from ray import serve
+from serve.asking import ask, error_of
+
+from mars_ray.config.decode import ExactMode
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve import stop
+from mars_ray.serve.app import build_api
+from mars_ray.serve.gate import Gate
+
+CHAT = [{"role": "user", "content": "count from one to ten"}]
+TOKENS = 200
+
+
+def test_a_closed_gate_refuses_and_says_so(job, text_engine):
+    """Probes still answer: Kubernetes must see a process that lives and takes no more."""
+    gate = Gate()
+    client = TestClient(build_api(job, {"tiny": text_engine}, gate))
+    assert ask(client).status_code == 200
+    gate.close()
+    refused = ask(client)
+    assert error_of(refused, 503)["code"] == "draining"
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert error_of(client.get("/v1/models"), 503)
+    assert client.get("/healthz").status_code == 200
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/readyz").json() == {"status": "draining"}
+
+
+def test_whoever_is_inside_is_counted_to_the_last_byte(job, text_engine):
+    """A stream counts until its end, a refusal not at all."""
+    gate = Gate()
+    seen = []
+
+    async def app(scope, receive, send) -> None:
+        async def look(message) -> None:
+            seen.append(gate.inside)
+            await send(message)
+
+        await build_api(job, {"tiny": text_engine}, gate)(scope, receive, look)
+
+    client = TestClient(app)
+    assert ask(client, stream=True).status_code == 200
+    assert len(seen) > 10
+    assert set(seen) == {1}
+    assert gate.inside == 0
+    assert client.get("/v1/nothing").status_code == 404
+    assert gate.inside == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
+    """Guards a Ctrl-C that leaves the service running, and handlers that stay behind."""
+    did = []
+
+    def wait(_limit_s: float, at_once: threading.Event) -> None:
+        did.append("drain")
+        assert at_once.wait(10)
+
+    monkeypatch.setattr(stop, "drain", wait)
+    monkeypatch.setattr(serve, "shutdown", lambda: did.append("stop"))
+    monkeypatch.setattr(stop, "end_control", did.append)
+    before = signal.getsignal(number)
+    for delay_s in (0.2, 0.4):
+        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
+    stop.wait_until_stopped(ServeJob(checkpoint="m"))
+    assert did == ["drain", "stop", "m"]
+    assert signal.getsignal(number) is before
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def command(job: ServeJob, directory: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+    """`mars-ray serve` in a process group of its own, as in a terminal, and its URL."""
+    path = directory / "job.json"
+    table = job.model_dump(mode="json", exclude_unset=True, exclude={"kind", "checkpoint"})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flat(table)]
+    words = [sys.executable, "-m", "mars_ray", "serve", job.checkpoint, *overrides]
+    process = subprocess.Popen(words, start_new_session=True, stderr=path.open("w"))
+    url = f"http://127.0.0.1:{job.port}"
+    try:
+        while not answers(url):
+            assert process.poll() is None, path.read_text()
+            time.sleep(0.1)
+        yield process, url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def flat(table: dict, before: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def read(url: str, stream: bool) -> tuple[int, str]:
+    """Status and text; the text of a stream that is cut raises."""
+    body = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": TOKENS}
+    where = f"{url}/v1/chat/completions"
+    with httpx.stream("POST", where, json=body | {"stream": stream}, timeout=60) as reply:
+        if reply.status_code != 200:
+            return reply.status_code, reply.headers.get("Retry-After", "")
+        if not stream:
+            return 200, json.loads(reply.read())["choices"][0]["message"]["content"]
+        *events, done = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+        assert done == "[DONE]"
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+        return 200, "".join(delta.get("content", "") for delta in deltas)
+
+
+def until_refused(url: str, stream: bool) -> list[str]:
+    """Texts of all replies until one is refused."""
+    texts = []
+    while True:
+        status, text = read(url, stream)
+        if status != 200:
+            assert (status, int(text) > 0) == (503, True)
+            return texts
+        texts.append(text)
+
+
+@pytest.mark.ray
+def test_sigterm_under_load_loses_no_accepted_reply(checkpoint, job, tmp_path):
+    """Clients ask on and on: whatever was let in is whole and right, then there are refusals."""
+    served = job.model_copy(
+        update={
+            "port": free_port(),
+            "cpus_per_replica": 0.5,
+            "default_mode": ExactMode(),
+            "limits": Limits(new_tokens=TOKENS),
+            "engine": job.engine.model_copy(update={"max_context": TOKENS + 60}),
+        }
+    )
+    with command(served, tmp_path) as (process, url), ThreadPoolExecutor(7) as pool:
+        expected = read(url, stream=False)
+        clients = [pool.submit(until_refused, url, number % 2 == 0) for number in range(6)]
+        time.sleep(3)
+        process.terminate()
+        texts = [client.result(60) for client in clients]
+        assert process.wait(30) == 0
+    assert sum(len(own) for own in texts) >= 6
+    assert {text for own in texts for text in own} == {expected[1]}

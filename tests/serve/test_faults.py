@@ -1,0 +1,242 @@
+"""A service of two replicas on a real cluster, and what may happen to it while clients ask."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+import torch
+from ray import serve
+from ray.util import list_named_actors
+from serve.real_port import free_port
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.errors import ConfigError
+from mars_ray.serve.build import start, update
+from mars_ray.serve.control import publish
+
+pytestmark = pytest.mark.ray
+
+CHAT = [{"role": "user", "content": "count from one to ten"}]
+TOKENS = 150
+ASKED = {"model": "mars", "messages": CHAT, "temperature": 0, "max_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def job(checkpoint) -> ServeJob:
+    return ServeJob(
+        checkpoint=str(checkpoint),
+        port=free_port(),
+        model_name="mars",
+        replicas=2,
+        cpus_per_replica=0.5,
+        default_mode=ExactMode(),
+        engine=EngineConfig(max_batch=4, max_context=300, device="cpu", threads=1),
+        limits=Limits(new_tokens=200, waiting_requests=40),
+    )
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster, job) -> Iterator[str]:
+    yield start(job)
+    serve.shutdown()
+
+
+def replicas() -> list[dict]:
+    """The living actors of the model's deployment."""
+    actors = list_named_actors(all_namespaces=True)
+    return [actor for actor in actors if "#Replica-mars#" in actor["name"]]
+
+
+async def whole(client: httpx.AsyncClient) -> str:
+    """An answer that is not streamed; anything but a 200 raises."""
+    reply = await client.post("/v1/chat/completions", json=ASKED)
+    reply.raise_for_status()
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+async def stream(client: httpx.AsyncClient) -> AsyncIterator[str]:
+    """The events of a streamed answer; a connection that is cut raises."""
+    body = ASKED | {"stream": True}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        reply.raise_for_status()
+        async for line in reply.aiter_lines():
+            if line:
+                yield line.removeprefix("data: ")
+
+
+def text_of(events: list[str]) -> str:
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if "choices" in chunk]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+async def eventually(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < limit_s
+        await asyncio.sleep(0.1)
+
+
+def test_a_replica_killed_while_it_writes(url):
+    """Streams of the dead one end with an error event, all the rest is whole and right."""
+
+    async def ask_and_kill() -> tuple[str, list[list[str]], list[str]]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            expected = await whole(client)
+            streams = [stream(client) for _ in range(6)]
+            begun = [[await anext(events)] for events in streams]
+            unseen = [asyncio.create_task(whole(client)) for _ in range(8)]
+            await asyncio.sleep(0.1)
+            victim = random.choice(replicas())
+            ray.kill(ray.get_actor(**victim))
+            for events, own in zip(streams, begun, strict=True):
+                own.extend([event async for event in events])
+            texts = list(await asyncio.gather(*unseen))
+            texts += [await whole(client) for _ in range(3)]
+            await eventually(lambda: len(replicas()) == 2)
+            return expected, begun, texts
+
+    expected, ended, texts = asyncio.run(ask_and_kill())
+    assert set(texts) == {expected}
+    cut = [events for events in ended if events[-1] != "[DONE]"]
+    assert 1 <= len(cut) <= 5
+    for events in ended:
+        if events in cut:
+            error = json.loads(events.pop())["error"]
+            assert (error["code"], error["type"]) == ("replica_lost", "server_error")
+            assert expected.startswith(text_of(events))
+        else:
+            assert text_of(events) == expected
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(url):
+    """Two replicas with 4 + 40 places; what is accepted is answered, the rest are 429s."""
+
+    async def ask(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post("/v1/chat/completions", json=ASKED | {"max_tokens": 4, "n": 8})
+
+    async def flood() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            return list(await asyncio.gather(*(ask(client) for _ in range(16))))
+
+    replies = asyncio.run(flood())
+    refused = [reply for reply in replies if reply.status_code == 429]
+    assert 1 <= len(refused) < len(replies)
+    assert {reply.status_code for reply in replies} == {200, 429}
+    assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
+
+
+def metrics_page(url: str) -> str:
+    reply = httpx.get(f"{url}/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    return reply.text
+
+
+def test_the_service_shows_its_own_metrics(url):
+    """For scrapers that know nothing of Ray's nodes."""
+
+    async def shown() -> None:
+        await eventually(lambda: "ray_mars_request_success_total{" in metrics_page(url), 30)
+
+    asyncio.run(shown())
+    assert "ray_serve_" in metrics_page(url)
+    assert "ray_node_" not in metrics_page(url)
+
+
+def thresholds(url: str) -> set[float]:
+    """In force for a request of the `fast` quality, at both replicas."""
+    seen = set()
+    for _ in range(6):
+        body = ASKED | {"max_tokens": 12, "mode": "verified", "quality": "fast"}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body)
+        seen.add(reply.raise_for_status().json()["usage"]["mars"]["threshold"])
+    return seen
+
+
+def test_the_set_point_changes_while_the_service_runs(url):
+    """At every replica, also at one that starts later; nobody is restarted for it."""
+    assert thresholds(url) == {1.0}
+    before = {actor["name"] for actor in replicas()}
+    publish("mars", 0.25)
+
+    async def followed(threshold: float) -> None:
+        await eventually(lambda: thresholds(url) == {threshold}, 10)
+
+    asyncio.run(followed(0.25))
+    assert {actor["name"] for actor in replicas()} == before
+    ray.kill(ray.get_actor(**replicas()[0]))
+
+    async def replaced() -> None:
+        await eventually(lambda: len({a["name"] for a in replicas()} - before) == 1)
+
+    asyncio.run(replaced())
+    asyncio.run(followed(0.25))
+    with pytest.raises(ConfigError, match="no service"):
+        publish("other", 0.5)
+
+
+def greedy(checkpoint: Path) -> str:
+    """Of plain transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
+    text = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.rstrip("\ufffd")
+
+
+def test_an_update_under_load_fails_no_request(url, job, checkpoint, second_checkpoint):
+    """Every reply is whole, of the old checkpoint or the new one; in the end all are of the new."""
+    old, new = greedy(checkpoint), greedy(second_checkpoint)
+    assert old != new
+    changed = job.model_copy(update={"checkpoint": str(second_checkpoint)})
+
+    async def ask_on(client: httpx.AsyncClient, stop: asyncio.Event) -> list[str]:
+        texts = []
+        while not stop.is_set():
+            texts.append(await whole(client))
+            events = [event async for event in stream(client)]
+            assert events[-1] == "[DONE]"
+            texts.append(text_of(events))
+        return texts
+
+    async def update_under_load() -> tuple[list[str], str]:
+        stop = asyncio.Event()
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            asking = [asyncio.create_task(ask_on(client, stop)) for _ in range(4)]
+            await asyncio.to_thread(update, changed)
+            stop.set()
+            texts = [text for own in await asyncio.gather(*asking) for text in own]
+            return texts, await whole(client)
+
+    texts, last = asyncio.run(update_under_load())
+    assert set(texts) <= {old, new}
+    assert old in texts
+    assert last == new
+    with pytest.raises(ConfigError, match="port="):
+        update(changed.model_copy(update={"port": free_port()}))
+
+
+@pytest.mark.slow
+def test_the_node_of_a_replica_is_lost(checkpoint):
+    """Half of the engines gone at once: requests go on at the other half, and none fails."""
+    program = Path(__file__).with_name("lost_node.py")
+    words = [sys.executable, str(program), str(checkpoint), str(free_port())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result["statuses"]) == {"200"}, result["others"]
+    assert result["statuses"]["200"] > 20
+    assert len(result["texts"]) == 1

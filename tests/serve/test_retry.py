@@ -1,0 +1,108 @@
+"""What becomes of a request whose replica is lost; the replicas here only pretend."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import pytest
+from ray.exceptions import RayActorError
+from serve.asking import ASK
+
+from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.serve.bodies import ApiError
+from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal, Turn
+from mars_ray.serve.retry import answered, insisted
+
+CALL = Call("id", ((Turn("user", ASK),),), ExactMode(), Sampling(), 10, 100)
+FIRST, LAST = Piece("a"), Piece("b", Finish("stop", 1, 2, 2))
+BROKEN = Refusal(503, "the engine was shut down", code="engine_error")
+
+
+class Replicas:
+    """Each says its messages in turn, and is lost where one is an exception."""
+
+    def __init__(self, *saying: tuple[Message | Exception, ...]) -> None:
+        self._saying = iter(saying)
+        self.calls: list[Call] = []
+
+    async def ask(self, call: Call) -> AsyncGenerator[Message, None]:
+        self.calls.append(call)
+        for message in next(self._saying):
+            if isinstance(message, Exception):
+                raise message
+            yield message
+
+
+def heard(replicas: Replicas, call: Call) -> list[Message]:
+    async def collect() -> list[Message]:
+        return [message async for message in answered(replicas.ask, call)]
+
+    return asyncio.run(collect())
+
+
+LOST = RayActorError()
+
+
+@pytest.mark.parametrize("delivery", ["whole", "paced"])
+@pytest.mark.parametrize("lost", [(LOST,), (BROKEN,)])
+def test_what_has_not_begun_is_asked_elsewhere(delivery, lost):
+    """The same call with the same seed; a dead engine in a living replica counts as lost."""
+    replicas = Replicas(lost, lost, (FIRST, LAST))
+    assert heard(replicas, replace(CALL, delivery=delivery)) == [FIRST, LAST]
+    assert {call.sampling.seed for call in replicas.calls} == {CALL.sampling.seed}
+
+
+def test_a_stream_that_has_begun_ends_with_an_error():
+    """Its client has text that another replica would say again."""
+    (first, error) = heard(Replicas((FIRST, LOST)), CALL)
+    assert first == FIRST
+    assert isinstance(error, Refusal)
+    assert (error.status, error.code) == (503, "replica_lost")
+
+
+def test_an_answer_that_is_not_streamed_begins_anew():
+    """Nothing of the first attempt is left in it."""
+    whole = replace(CALL, delivery="whole")
+    assert heard(Replicas((FIRST, FIRST, LOST), (FIRST, LAST)), whole) == [FIRST, LAST]
+
+
+def test_after_some_tries_it_is_a_503():
+    """Guards a request that goes from one replica to the next and ends them all."""
+    replicas = Replicas(*[(LOST,)] * 9)
+    (error,) = heard(replicas, CALL)
+    assert isinstance(error, Refusal)
+    assert (error.status, error.retry_after_s) == (503, 1)
+    assert len(replicas.calls) == 3
+
+
+def test_refusals_are_not_asked_for_again():
+    """They would be the same everywhere, or are right where they are."""
+    full = Refusal(429, "full", code="too_many_requests")
+    replicas = Replicas((full,))
+    assert heard(replicas, CALL) == [full]
+
+
+def test_the_time_of_a_request_runs_on():
+    """Guards a deadline that begins anew with each try."""
+    replicas = Replicas((LOST,), (FIRST, LAST))
+    begin = time.monotonic()
+    heard(replicas, replace(CALL, timeout_s=5.0))
+    first, second = (call.timeout_s for call in replicas.calls)
+    assert first == 5.0
+    assert 5.0 - (time.monotonic() - begin) <= second < 5.0
+
+
+def test_short_questions_are_asked_again_too():
+    """Tokens of a prompt, from whichever replica is there."""
+    replies = iter([LOST, LOST, "tokens", *[LOST] * 3])
+
+    async def ask() -> str:
+        reply = next(replies)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    assert asyncio.run(insisted(ask)) == "tokens"
+    with pytest.raises(ApiError):
+        asyncio.run(insisted(ask))
