@@ -78,3 +78,5 @@ def test_verdicts_by_hand():
     assert [v.holds for v in verdicts(result)] == [True, True, True, False, False]
     assert "by static-peak" in [v.measured for v in verdicts(result)]
     assert any("83% of lossless" in verdict.measured for verdict in found.values())
+    policies["mars"]["mean"]["attainment"] = 0.98
+    assert not any(verdict.holds for verdict in verdicts(result))

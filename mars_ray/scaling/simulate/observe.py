@@ -174,8 +174,8 @@ class Observer:
         """Of the window: times to first tokens, and per token after them."""
         oldest = self._past[0]
         requests = self.world.requests
-        firsts = requests[self.world.first_log[oldest.firsts : here.firsts]]
-        waits = firsts["first_s"] - firsts["arrival_s"]
+        firsts = self.world.first_log[oldest.firsts : here.firsts]
+        waits = requests["first_s"][firsts] - requests["arrival_s"][firsts]
         ends = self.world.end_log[oldest.ends : here.ends]
         paces = token_times(requests, ends[requests["outcome"][ends] == DONE])
         return waits[~np.isnan(waits)], paces[paces > 0]
