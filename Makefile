@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup setup-run demo check format test test-ray test-gpu fuzz bench clean
+.PHONY: setup setup-run demo check format test test-ray test-gpu fuzz bench bench-serve clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,11 @@ fuzz: setup                    ## 6,000 requests made up from the served schema:
 
 bench: setup                   ## writes benchmarks/results/, then the tables of the README
 	OMP_NUM_THREADS=2 $(BIN)/mars-ray bench train-step --output benchmarks/results/train_step.json
+	$(BIN)/python benchmarks/render.py
+
+# AIPERF: the program that benchmarks/install_load_tool.sh installs; VLLM: a Python that has vLLM.
+bench-serve: setup             ## the live service under load, at most ten minutes on idle cores
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serve_load.py $(CHECKPOINT) --aiperf $(AIPERF) --vllm $(VLLM)
 	$(BIN)/python benchmarks/render.py
 
 clean:

@@ -172,6 +172,105 @@ def capacity(result: dict[str, Any]) -> list[str]:
     return [*lines, f"Tokens/s, by commit {result['provenance']['commit']}."]
 
 
+def serve_load(result: dict[str, Any]) -> list[str]:
+    """The live service beside the bare engine and vLLM, and at rising rates."""
+    first = result["first_token"]
+    lines = ["| mode | bare engine | service | share | tokens per chunk |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{mode}` | {row['engine_tokens_per_s']:,.0f} | {row['service_tokens_per_s']:,.0f} | "
+        f"{row['share']:.0%} | {row['tokens_per_chunk']:.1f} |"
+        for mode, row in result["engine"].items()
+    ]
+    lines += [
+        "",
+        f"Tokens/s at batch {result['batch']}, {result['clients']} clients. A first token takes "
+        f"{first['engine_ms']:.1f} ms in the process and {first['service_ms']:.1f} ms over HTTP: "
+        f"{first['added_ms_p50']:.1f} ms more at the median.",
+        "",
+    ]
+    if "vllm" in result:
+        lines += _beside_vllm(result["vllm"])
+    if "rates" in result:
+        lines += _rates(result["rates"])
+    facts = _machine(result["provenance"])
+    return [*lines, f"Medians of {result['rounds']} interleaved rounds, {facts}."]
+
+
+def _beside_vllm(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| service | clients | tokens/s | times vLLM | first token, ms | per token, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['service']} | {row['clients']} | {row['tokens_per_s']:,.0f} | "
+        f"{row['times_vllm']:.2f} | {row['first_token_ms_p50']:.1f} | "
+        f"{row['per_token_ms_p50']:.2f} |"
+        for row in rows
+    ]
+    return [*lines, ""]
+
+
+def _rates(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| replicas | asked, 1/s | answered, 1/s | tokens/s | first token p50 / p90 / p99, ms "
+        "| per token p50 / p90 / p99, ms | errors |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = [
+            " / ".join(f"{row[f'{name}_{point}']:.1f}" for point in ("p50", "p90", "p99"))
+            for name in ("first_token_ms", "per_token_ms")
+        ]
+        lines.append(
+            f"| {row['replicas']} | {row['rate']:g} | {row['answers_per_s']:.1f} | "
+            f"{row['tokens_per_s']:,.0f} | {' | '.join(times)} | {row['errors']:g} |"
+        )
+    return [*lines, ""]
+
+
+def simulation(result: dict[str, Any]) -> list[str]:
+    """A comparison of policies, a block a trace; what misses the objective is marked."""
+    job = result["job"]
+    wanted = job["scaling"]["slo"]["attainment"]
+    traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
+    lines = [
+        "| trace | policy | mean replicas | in time | effective accuracy | points lost |",
+        "|---|---|---|---|---|---|",
+    ]
+    for trace, policies in traces.items():
+        for policy, row in policies.items():
+            mean, half = row["mean"], row["half_width"]
+            mark = "" if mean["attainment"] >= wanted else " *"
+            lines.append(
+                f"| {trace} | `{policy}` | {mean['mean_replicas']:.2f} ± "
+                f"{half['mean_replicas']:.2f} | {mean['attainment']:.2%}{mark} | "
+                f"{mean['effective_accuracy']:.2f} ± {half['effective_accuracy']:.2f} | "
+                f"{mean['points_lost']:.2f} |"
+            )
+    return [
+        *lines,
+        "",
+        f"{result['model']['name']}, {len(job['seeds'])} seeds, 95% intervals; * misses "
+        f"{wanted:.0%} in time. Commit {result['provenance']['commit']}.",
+    ]
+
+
+def simulator_speed(result: dict[str, Any]) -> list[str]:
+    """Simulated requests per processor second."""
+    lines = [
+        "| replicas | policy | a tick every | requests | in the system, per replica | "
+        "requests per processor second |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {case['replicas']:,} | `{case['policy']}` | {case['tick_s']:g} s | "
+        f"{case['requests']:,} | {case['mean_outstanding']:.0f} | "
+        f"{case['requests_per_cpu_s']:,.0f} |"
+        for case in result["cases"]
+    ]
+    return [*lines, "", f"One core, {_machine(result['provenance'])}."]
+
+
 def _machine(facts: dict[str, Any]) -> str:
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"
@@ -185,6 +284,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode_demo_large": decode,
     "measures_overhead": measures_overhead,
     "decode_0_5b": decode,
+    "serve_load": serve_load,
+    "simulate_fast": simulation,
+    "simulate_usual": simulation,
+    "simulate_kills": simulation,
+    "simulator_speed": simulator_speed,
     "steps_0_5b": steps,
     "capacity": capacity,
 }

@@ -26,6 +26,7 @@ LEVELS = {
 ONLY_IN = {
     "ray": {
         "train/on_ray.py",
+        "serve/autoscale.py",
         "serve/build.py",
         "serve/control.py",
         "serve/exposition.py",

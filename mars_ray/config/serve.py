@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 from mars_ray.config.decode import EngineConfig, Mode, Threshold, VerifiedMode
+from mars_ray.config.scaling import ScalingConfig
 
 
 class Limits(Config):
@@ -35,7 +36,15 @@ class ServedModel(Config):
     model_name: str | None = Field(
         default=None, description="in requests; default: the last part of the checkpoint's name"
     )
-    replicas: int = Field(default=1, ge=1)
+    replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="auto: as `scaling` says"
+    )
+    scaling: ScalingConfig = Field(
+        default=ScalingConfig(), description="of replicas and threshold (docs/autoscaling.md)"
+    )
+    service_model: str | None = Field(
+        default=None, description="for `scaling`; default: the checkpoint's frontier, and live"
+    )
     max_replicas_per_node: int | None = Field(default=None, ge=1, le=100)
     cpus_per_replica: float = Field(default=1, ge=0)
     gpus_per_replica: float = Field(default=0, ge=0)
@@ -49,7 +58,7 @@ class ServedModel(Config):
         default="prefix", description="prefix: prefer the replica that holds the prompt's beginning"
     )
     stream_interval_s: float = Field(
-        default=0.02, ge=0, description="at least so long between two messages of a stream"
+        default=0.05, ge=0, description="at least so long between two messages of a stream"
     )
     default_mode: Mode = VerifiedMode()
     qualities: dict[str, Threshold] = Field(
@@ -71,6 +80,29 @@ class ServedModel(Config):
         if self.default_quality not in self.qualities:
             raise ValueError(f"default_quality {self.default_quality!r} is not among qualities")
         return self
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        if self.scaling.quality_classes:
+            raise ValueError("a service's classes are its `qualities`: leave quality_classes out")
+        for name in ("scaling", "service_model"):
+            if self.replicas != "auto" and name in self.model_fields_set:
+                raise ValueError(f"`{name}` has no effect with a fixed number of replicas")
+        if self.replicas == "auto" and "threshold_setpoint" in self.model_fields_set:
+            raise ValueError("with replicas='auto', set scaling.threshold.set_point instead")
+        return self
+
+    @property
+    def set_point(self) -> Threshold:
+        """The threshold at rest."""
+        return (
+            self.scaling.threshold.set_point if self.replicas == "auto" else self.threshold_setpoint
+        )
+
+    @property
+    def most_replicas(self) -> int:
+        """That the service may have."""
+        return self.scaling.max_replicas if self.replicas == "auto" else self.replicas
 
     @property
     def name(self) -> str:

@@ -17,24 +17,27 @@ class _Source(Config):
         default=0.0, ge=0, description="each arrival moves later by up to this, at random"
     )
     start_s: float = Field(default=0.0, ge=0, description="what comes before is left out")
+
+
+class _Whole(_Source):
     duration_s: float | None = Field(default=None, gt=0, description="default: to the end")
 
 
-class FileTrace(_Source):
+class FileTrace(_Whole):
     """A CSV or JSONL file of docs/simulator.md's schema, also gzipped."""
 
     type: Literal["file"] = "file"
     path: str
 
 
-class AzureTrace(_Source):
+class AzureTrace(_Whole):
     """AzureLLMInferenceTrace_*.csv of github.com/Azure/AzurePublicDataset."""
 
     type: Literal["azure"] = "azure"
     path: str
 
 
-class MooncakeTrace(_Source):
+class MooncakeTrace(_Whole):
     """conversation_trace.jsonl of github.com/kvcache-ai/Mooncake (FAST25-release)."""
 
     type: Literal["mooncake"] = "mooncake"
@@ -63,11 +66,7 @@ class Lengths(Config):
     limit: int = Field(default=8192, ge=1)
 
 
-class _Made(_Source):
-    lengths: Lengths = Lengths()
-
-
-class RampTrace(_Made):
+class RampTrace(_Whole):
     """Poisson arrivals at one rate after another; the defaults are llm-d's benchmark.
 
     Stages of 2, 4, 6, 8, 10, 4, 1 requests/s over 42 minutes, 4,000 tokens in and 1,000 out
@@ -80,12 +79,13 @@ class RampTrace(_Made):
     lengths: Lengths = Lengths(prompt_mean=4000, output_mean=1000, cv=0)
 
 
-class FlashTrace(_Made):
+class FlashTrace(_Source):
     """A steady rate that jumps to another one for a while."""
 
     type: Literal["flash"] = "flash"
     base_rps: float = Field(default=2, gt=0)
     peak_rps: float = Field(default=10, gt=0)
+    lengths: Lengths = Lengths()
     from_s: float = Field(default=600, ge=0)
     to_s: float = Field(default=900, ge=0)
     duration_s: float = Field(default=1800, gt=0)
@@ -97,12 +97,13 @@ class FlashTrace(_Made):
         return self
 
 
-class SineTrace(_Made):
+class SineTrace(_Source):
     """A day that rises and falls, compressed to `period_s`."""
 
     type: Literal["sine"] = "sine"
     low_rps: float = Field(default=1, gt=0)
     high_rps: float = Field(default=8, gt=0)
+    lengths: Lengths = Lengths()
     period_s: float = Field(default=7200, gt=0)
     duration_s: float = Field(default=7200, gt=0)
 

@@ -30,6 +30,7 @@ from mars_ray.decode.scheduler import Scheduler
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
@@ -66,6 +67,7 @@ class Engine:
         self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
+        self.totals = StepTotals()
         self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
 
@@ -93,6 +95,16 @@ class Engine:
     def preemptions(self) -> int:
         """How often a sequence was sent back."""
         return self._scheduler.preemptions
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens of all sequences admitted so far."""
+        return self._scheduler.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them that were in the cache already."""
+        return self._scheduler.prefix_hits
 
     @property
     def cache_bytes(self) -> int:
@@ -163,6 +175,7 @@ class Engine:
 
         If it raises, nothing was committed: `step_apart` (`decode/faults.py`) finds out for whom.
         """
+        begin_s = time.monotonic()
         if late := self._expire():
             return late
         self._prepare(self._scheduler.running_sequences())
@@ -171,6 +184,7 @@ class Engine:
         if not work:
             return []
         rows = forward(self._runner, self._cache, work, self.card.mask_token_id)
+        self.totals.add(work, time.monotonic() - begin_s)
         events = []
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence

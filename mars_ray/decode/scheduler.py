@@ -43,6 +43,9 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: dict[int, Sequence] = {}  # by arrival
         self.preemptions = 0
+        # Tokens that admitted sequences had, and those of them that were in the cache.
+        self.prefix_queries = 0
+        self.prefix_hits = 0
 
     @property
     def running(self) -> int:
@@ -169,6 +172,8 @@ class Scheduler:
             return False
         sequence.pages, sequence.cached = shared, len(shared) * size
         sequence.hashes = hashes[: len(shared)]
+        self.prefix_queries += sequence.committed
+        self.prefix_hits += sequence.cached
         heapq.heappop(self._waiting)
         self._running[sequence.arrival] = sequence
         return True

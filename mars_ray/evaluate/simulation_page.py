@@ -69,12 +69,12 @@ def _head(result: dict[str, Any], cold: str) -> str:
     slo, prices = job["scaling"]["slo"], job["scaling"]["prices"]
     return (
         f"<h1>{escape(job['name'])}</h1><p>Scaling policies on a virtual clock. Service model: "
-        f"{escape(result['model']['name'])}. Objective: first token within {slo['ttft_s']:g} s and "
-        f"{1e3 * slo['time_per_token_s']:g} ms a token for {slo['attainment']:.1%} of the requests. "
-        f"Cold start {cold} s, {len(job['seeds'])} seeds; intervals are 95% of the mean. A replica "
-        f"costs {prices['replica_hour']:g} an hour, a point of accuracy {prices['point_hour']:g}. "
-        "All but mars, lossless, fixed-threshold and static-mean are tuned: the cheapest setting "
-        "that reaches the objective on two seeds.</p>"
+        f"{escape(result['model']['name'])}. Objective: first token in {slo['ttft_s']:g} s and "
+        f"{1e3 * slo['time_per_token_s']:g} ms a token for {slo['attainment']:.1%} of the "
+        f"requests. Cold start {cold} s, {len(job['seeds'])} seeds; intervals are 95% of the mean. "
+        f"A replica costs {prices['replica_hour']:g} an hour, a point of accuracy "
+        f"{prices['point_hour']:g}. All but mars, lossless, fixed-threshold and static-mean are "
+        "tuned: the cheapest setting that reaches the objective on two seeds.</p>"
     )
 
 
@@ -121,7 +121,10 @@ def _log(row: dict[str, Any] | None) -> str:
     if not row or not row["reasons"]:
         return ""
     lines = "".join(f"<tr><td>{at:g} s<td>{escape(why)}" for at, why in row["reasons"])
-    return f"<details><summary>What mars said (first decisions)</summary><table class=text>{lines}</table></details>"
+    return (
+        "<details><summary>What mars said (first decisions)</summary>"
+        f"<table class=text>{lines}</table></details>"
+    )
 
 
 def _foot(result: dict[str, Any]) -> str:

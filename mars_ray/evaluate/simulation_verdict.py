@@ -1,7 +1,7 @@
 """What was wanted of the policy, and whether the comparison shows it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _OF_RAY, _OF_LOSSLESS, _OF_CLAIRVOYANT = 0.55, 0.90, 1.15
@@ -21,14 +21,21 @@ class Verdict:
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """At the job's own cold start; claims about policies that were not run are left out."""
+    """At the job's own cold start; claims about policies that were not run are left out.
+
+    No claim holds for a policy that misses the objective.
+    """
     cold = f"{result['job']['cluster']['cold_start_s']:g}"
     wanted = result["job"]["scaling"]["slo"]["attainment"]
     found: list[Verdict] = []
     for trace, part in result["cold_starts"][cold].items():
         means = {name: row["mean"] for name, row in part["policies"].items()}
         if "mars" in means:
-            found += _of_trace(trace, means, wanted)
+            late = means["mars"]["attainment"] < wanted
+            # Being cheap is worth nothing to who is late.
+            found += (
+                replace(v, holds=v.holds and not late) for v in _of_trace(trace, means, wanted)
+            )
     return found
 
 

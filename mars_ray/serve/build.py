@@ -9,9 +9,13 @@ from ray import serve
 
 from mars_ray.config.decode import BlockCachedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import window_of
-from mars_ray.errors import ConfigError, EngineError, RequestError
+from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
 from mars_ray.model.source import Source, pinned
+from mars_ray.scaling.prior import prior_model
+from mars_ray.scaling.service_model import ServiceModel, load_service_model
+from mars_ray.serve.autoscale import autoscaling
 from mars_ray.serve.control import end_control
 from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
@@ -52,7 +56,7 @@ def build_app(job: ServeJob) -> serve.Application:
     models = job.each()
     ingress = serve.deployment(
         num_replicas=job.ingress_replicas,
-        max_ongoing_requests=sum(_places(model) * model.replicas for model in models.values()),
+        max_ongoing_requests=sum(_places(model) * model.most_replicas for model in models.values()),
         **_life(job),
         ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": {"env_vars": _ENV}},
     )(Ingress)
@@ -65,8 +69,8 @@ def _replicas(job: ServeJob) -> serve.Application:
     per_node: Any = job.max_replicas_per_node
     replica = serve.deployment(
         name=job.deployment,
-        num_replicas=job.replicas,
         max_replicas_per_node=per_node,
+        **_how_many(job),
         # The ingress logs every request already.
         logging_config={"enable_access_log": False},
         max_ongoing_requests=_places(job),
@@ -75,6 +79,25 @@ def _replicas(job: ServeJob) -> serve.Application:
         ray_actor_options=_actor_options(job),
     )(Replica)
     return replica.bind(job)
+
+
+def _how_many(job: ServeJob) -> dict[str, Any]:
+    if job.replicas == "auto":
+        return {"autoscaling_config": autoscaling(job, _service_model(job))}
+    return {"num_replicas": job.replicas}
+
+
+def _service_model(job: ServeJob) -> ServiceModel:
+    """What the operator gives, or what lies beside the checkpoint. Raises ConfigError."""
+    if job.service_model:
+        return load_service_model(job.service_model)
+    source, card = pinned(Source(job.checkpoint, job.revision))
+    try:
+        frontier = read_frontier(source.name)
+    except CheckpointError as error:
+        logger.info("only lossless levels for autoscaling: %s", error)
+        frontier = None
+    return prior_model(job.name, frontier, card.block_size, job.engine.max_batch)
 
 
 def _places(job: ServeJob) -> int:

@@ -62,6 +62,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         n=body.n or 1,
         logprobs=_logprobs(body),
         quality=_quality(body, job),
+        quality_class=_quality_class(body, job),
         schema=_schema(body),
         tools=_tools(body),
         delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
@@ -164,15 +165,19 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
     if body.quality is not None:
         if body.quality not in job.qualities:
             _refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
-        return _elastic(job.qualities[body.quality])
-    is_open = body.mode is None and body.threshold is None
+        return Elastic(job.qualities[body.quality])
+    is_open = _quality_class(body, job) is not None
     if is_open and isinstance(job.default_mode, VerifiedMode | SpeculativeMode):
-        return _elastic(job.qualities[job.default_quality])
+        return Elastic(job.qualities[job.default_quality])
     return None
 
 
-def _elastic(floor: float) -> Quality | None:
-    return Elastic(floor) if floor < 1 else None
+def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
+    """None for a request that says itself how it wants to be decoded."""
+    if body.quality is not None:
+        return body.quality
+    pins = (body.mode, body.threshold, body.quality_budget)
+    return job.default_quality if all(pin is None for pin in pins) else None
 
 
 def _schema(body: AnswerBody) -> dict[str, Any] | None:

@@ -7,12 +7,12 @@ set-point if it is lost.
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from mars_ray.errors import ConfigError
@@ -21,6 +21,7 @@ _NAMESPACE = "mars-ray"
 # A wait that ends without news: so that a caller which is gone is not waited for in vain.
 _WAIT_S = 30.0
 _RETRY_S = 0.5
+_KEPT = 4096  # decisions, half an hour of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,35 @@ class SetPoint:
     shed: float = 0.0  # share of the new ones among them to refuse
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A decision as it was made, by the clock of the wall."""
+
+    at_s: float
+    replicas: int
+    threshold: float
+    shed: float
+    reason: str
+
+
 class Control:
     """The actor. Versions count changes; another actor begins elsewhere."""
 
     def __init__(self, threshold: float) -> None:
         self._point = SetPoint(secrets.randbits(48), threshold)
         self._changed = asyncio.Event()
+        self._history: deque[Entry] = deque(maxlen=_KEPT)
 
-    async def publish(self, threshold: float, shed: float) -> None:
+    async def record(self, entry: Entry) -> None:
+        """A decision of the autoscaling policy, and its set-point is published."""
+        self._history.append(entry)
+        await self.publish(entry.threshold, entry.shed)
+
+    async def history(self) -> list[Entry]:
+        """The last decisions, oldest first."""
+        return list(self._history)
+
+    async def publish(self, threshold: float, shed: float = 0.0) -> None:
         """The same as before is no change."""
         point = SetPoint(self._point.version + 1, threshold, shed)
         if (threshold, shed) != (self._point.threshold, self._point.shed):
@@ -55,11 +77,17 @@ class Control:
         return self._point
 
 
-def control_of(model: str, threshold: float) -> ActorHandle:
-    """The actor of a model, made with this set-point if there is none."""
-    options = {"name": f"control:{model}", "namespace": _NAMESPACE, "get_if_exists": True}
-    made = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(Control)
-    return made.remote(threshold)
+def control_of(model: str, threshold: float) -> Any:
+    """The handle of a model's actor, made with this set-point if there is none."""
+    options: dict[str, Any] = {
+        "name": f"control:{model}",
+        "namespace": _NAMESPACE,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    return ray.remote(Control).options(**options).remote(threshold)
 
 
 def publish(model: str, threshold: float) -> None:
@@ -68,7 +96,7 @@ def publish(model: str, threshold: float) -> None:
         control = ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
     except ValueError as error:
         raise ConfigError(f"no service on this cluster has a model {model!r}") from error
-    ray.get(control.publish.remote(threshold, 0.0))
+    ray.get(control.publish.remote(threshold))
 
 
 def end_control(model: str) -> None:

@@ -101,4 +101,4 @@ class _Replicas:
             )
         except TimeoutError:
             return ()
-        return [status for reply in replies if isinstance(reply, tuple) for status in reply]
+        return [reply for reply in replies if isinstance(reply, ReplicaStatus)]

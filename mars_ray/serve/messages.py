@@ -62,6 +62,7 @@ class Call:
     n: int = 1  # answers to each prompt
     logprobs: int | None = None  # likeliest tokens to report beside each token
     quality: Quality | None = None  # in place of the mode's threshold
+    quality_class: str | None = None  # None: the request has pinned what it wants
     schema: dict[str, Any] | None = None  # of the JSON that the answer must be
     tools: Tools | None = None
     # `steps`: a message for each step; `paced`, `whole`: several in one (serve/pace.py).

@@ -44,6 +44,10 @@ class ReplicaMetrics:
         self._cache = Gauge("mars_kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
         self._window = Gauge("mars_window", "Masks per forward, mean over the batch.")
         self._preemptions = Counter("mars_num_preemptions", "Sequences sent back to wait.")
+        self._prefix_queries = Counter("mars_prefix_cache_queries", "Tokens of admitted sequences.")
+        self._prefix_hits = Counter(
+            "mars_prefix_cache_hits", "Tokens of admitted sequences that were in the cache."
+        )
         self._counterfactual = Gauge(
             "mars_counterfactual_tokens_per_forward",
             "T/F that this threshold would have given on the same traffic.",
@@ -81,6 +85,8 @@ class ReplicaMetrics:
         if seen.windows:
             self._window.set(sum(seen.windows) / len(seen.windows))
         self._since("preemptions", seen.preemptions, self._preemptions)
+        self._since("prefix queries", seen.prefix_queries, self._prefix_queries)
+        self._since("prefix hits", seen.prefix_hits, self._prefix_hits)
         for mode, checked in seen.checked.items():
             self._since(f"checked {mode}", checked, self._checked, {"mode": mode})
         for mode, curve in seen.tokens_per_forward_at.items():

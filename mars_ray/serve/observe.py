@@ -33,6 +33,8 @@ class EngineSeen:
     waiting: int
     cache_share: float  # of the pages, those that sequences hold
     preemptions: int
+    prefix_queries: int  # tokens of admitted sequences
+    prefix_hits: int  # those of them that were in the cache
     windows: tuple[int, ...]  # of the sequences in the batch
     set_point: float  # threshold of requests that pin none, as far as they tolerate it
     # By mode: checked tokens; T/F that each threshold would have given.
@@ -56,6 +58,8 @@ def engine_seen(engine: Engine) -> EngineSeen:
         waiting=engine.waiting,
         cache_share=engine.pool.in_use / engine.pool.count,
         preemptions=engine.preemptions,
+        prefix_queries=engine.prefix_queries,
+        prefix_hits=engine.prefix_hits,
         windows=engine.windows,
         set_point=engine.thresholds.set_point,
         checked={mode: measures.checked for mode, measures in by_mode.items()},

@@ -17,6 +17,7 @@ from mars_ray.serve.shapes import (
     ChatReply,
     DetokenizeReply,
     ErrorReply,
+    MarsStatusReply,
     ModelsReply,
     StatusReply,
     TextChunk,
@@ -63,6 +64,7 @@ _ROUTES = (
     _Route("/readyz", "Whether a request would be answered now.", StatusReply, is_open=True),
     _Route("/version", "The version of the service.", VersionReply, errors=(401, 503)),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401, 503)),
+    _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
     _Route(
         "/v1/chat/completions",
         "The next turn of a conversation.",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Replica:
         self._engine.start()
         self._interval_s = job.stream_interval_s
         self._looking = asyncio.create_task(self._look())
-        following = follow(job.name, job.threshold_setpoint, self._set)
+        following = follow(job.name, job.set_point, self._set)
         self._following = asyncio.create_task(following)
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
@@ -57,14 +57,15 @@ class Replica:
         """Whether a request would be answered now."""
         return await self._engine.is_ready()
 
-    async def status(self) -> Sequence[ReplicaStatus]:
+    async def status(self) -> ReplicaStatus:
         """What this replica is doing at the moment."""
-        return await self._engine.status()
+        (status,) = await self._engine.status()
+        return status
 
     async def _set(self, point: SetPoint) -> None:
         # A dead engine needs none: `check_health` tells, and the next replica asks for itself.
         with contextlib.suppress(EngineError):
-            await self._engine.set_threshold(point.threshold)
+            await self._engine.set_point(point.threshold, point.shed)
 
     async def _look(self) -> None:
         """Export what the engine says, for as long as it lives."""
@@ -72,6 +73,10 @@ class Replica:
             while True:
                 self._metrics.engine(await self._engine.seen())
                 await asyncio.sleep(_LOOK_S)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve hands it to the autoscaling policy."""
+        return await self._engine.sums()
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

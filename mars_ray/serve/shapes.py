@@ -228,6 +228,28 @@ class ModelsReply(Said):
     data: list[ModelEntry]
 
 
+class ModelNow(Said):
+    """What a model is doing; null where nothing is known, as no replica or nothing lately."""
+
+    id: str
+    replicas: int
+    running: int
+    waiting: int
+    kv_cache_usage: float | None
+    tokens_per_second: float
+    tokens_per_forward: float | None
+    disagreement: float | None
+    mode: str | None
+    threshold: float | None
+
+
+class MarsStatusReply(Said):
+    """All models at the moment."""
+
+    object: Literal["list"]
+    data: list[ModelNow]
+
+
 class TokenizeReply(Said):
     """A prompt's tokens, and how many a sequence may have."""
 

@@ -1,4 +1,4 @@
-"""An answer as server-sent events: one event per engine step, in OpenAI's chunks."""
+"""An answer as server-sent events: an event or two per piece, in OpenAI's chunks."""
 
 import json
 import logging

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache
@@ -28,8 +28,10 @@ from mars_ray.errors import (
     RequestError,
 )
 from mars_ray.model.stop import stop_ids
+from mars_ray.serve.admission import Admission
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.live import Live
+from mars_ray.serve.merge import merged
 from mars_ray.serve.messages import (
     Call,
     Finish,
@@ -46,6 +48,7 @@ from mars_ray.serve.messages import (
 from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.stream import internal_error
+from mars_ray.serve.tally import Tally
 from mars_ray.serve.text import Writer
 from mars_ray.serve.token_text import TokenBytes
 from mars_ray.serve.tool_calls import ToolCallReader
@@ -80,8 +83,10 @@ class TextEngine:
         self._stop_ids = stop_ids(engine.model)
         grammars = Grammars(tokenizer, self._vocabulary, self._stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
-        self._open = 0
         self._live = Live()
+        self._tally = Tally()
+        places = engine.config.max_batch + job.limits.waiting_requests
+        self._admission = Admission(places)
 
     def start(self) -> None:
         """Let the engine's thread begin."""
@@ -111,36 +116,45 @@ class TextEngine:
         """What this engine is doing at the moment. Raises EngineError if it is dead."""
         return (self._live.status(self._job, await self.seen(), time.monotonic()),)
 
-    async def set_threshold(self, threshold: float) -> None:
-        """The set-point of requests that pin none. Raises EngineError if the engine is dead."""
+    async def sums(self) -> dict[str, float]:
+        """For the autoscaling policy. Raises EngineError if the engine is dead."""
+        return await self._thread.ask(self._tally.sums)
+
+    async def set_point(self, threshold: float, shed: float) -> None:
+        """For requests that pin nothing: the threshold, and the share of the new ones to refuse.
+
+        Raises EngineError if the engine is dead.
+        """
 
         def change(engine: Engine) -> None:
             engine.thresholds.set_point = threshold
 
+        self._admission.shed = shed
         await self._thread.ask(change)
 
     @property
     def open_answers(self) -> int:
         """Answers being written or waiting."""
-        return self._open
+        return self._admission.open
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The pieces of all answers, one per engine step of each, or a refusal.
 
         Closing the generator frees the call's places in the engine.
         """
-        if self._open + call.choices > self._config.max_batch + self._job.limits.waiting_requests:
-            message = f"{self._open} answers are being written or wait; try again later"
-            yield Refusal(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
+        if refusal := self._admission.refusal(call):
+            self._tally.refused += call.choices
+            yield refusal
             return
-        self._open += call.choices
+        self._admission.open += call.choices
+        self._tally.arrived(call)
         try:
             grammar = await self._grammar(call)
             answers = [
                 self._pieces(call, request, choice)
                 for choice, request in enumerate(self._requests(call, grammar))
             ]
-            async with aclosing(_merged(answers)) as pieces:
+            async with aclosing(merged(answers)) as pieces:
                 async for piece in pieces:
                     yield piece
         except PromptTooLongError as error:
@@ -161,7 +175,7 @@ class TextEngine:
             logger.exception("request %s failed", call.id)
             yield internal_error(call.id)
         finally:
-            self._open -= call.choices
+            self._admission.open -= call.choices
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
         """As the prompt of a request. Special tokens are such in a text, but not in a message."""
@@ -246,6 +260,7 @@ class TextEngine:
             raise
         finally:
             seen.total_s = time.monotonic() - started
+            self._tally.ended(seen)
             if self._observer:
                 self._observer.answer(seen)
 
@@ -346,45 +361,3 @@ def _prompt_param(call: Call) -> str:
     """The request's field that the prompt came in."""
     is_chat = isinstance(call.prompts[0], tuple) and isinstance(call.prompts[0][0], Turn)
     return "messages" if is_chat else "prompt"
-
-
-async def _merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all answers as they come; the first failure ends them all."""
-    if len(answers) == 1:
-        async with aclosing(answers[0]) as pieces:
-            async for piece in pieces:
-                yield piece
-        return
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
-
-    async def forward(pieces: AsyncGenerator[Piece, None]) -> None:
-        try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    queue.put_nowait(piece)
-        except Exception as error:  # noqa: BLE001 - raised again by whoever reads the queue
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    tasks = [asyncio.create_task(forward(pieces)) for pieces in answers]
-    try:
-        open_answers = len(tasks)
-        while open_answers:
-            match await queue.get():
-                case None:
-                    open_answers -= 1
-                case Exception() as error:
-                    raise error
-                case piece:
-                    yield piece
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Once no task runs any more."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from serve.asking import wait_until_free
+from serve.real_port import served
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
@@ -82,6 +84,20 @@ def text_engine(job: ServeJob) -> Iterator[TextEngine]:
     engine = TextEngine(*load_engine(job.checkpoint, job.engine), job)
     engine.start()
     yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="session")
+def roomy_url(job: ServeJob) -> Iterator[str]:
+    """On a real port, with room for the description of a tool, a token for almost every letter."""
+    sizes = job.engine.model_copy(update={"max_context": 1200})
+    limits = Limits(new_tokens=300)
+    roomy = job.model_copy(update={"engine": sizes, "limits": limits})
+    engine = TextEngine(*load_engine(roomy.checkpoint, roomy.engine), roomy)
+    engine.start()
+    with served(build_api(roomy, {"tiny": engine})) as url:
+        yield url
+    wait_until_free(engine)
     engine.stop()
 
 

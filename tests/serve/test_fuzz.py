@@ -26,7 +26,7 @@ def test_no_request_breaks_the_service(job):
     text_engine.start()
     fuzzed = Fuzzed()
     with served(build_api(job, {"tiny": text_engine})) as url:
-        for path in ("/", "/healthz", "/readyz", "/version", "/v1/models"):
+        for path in ("/", "/healthz", "/readyz", "/version", "/v1/models", "/v1/mars/status"):
             fuzz(url, path, 1, 0, fuzzed)
         for path, share in SHARES.items():
             fuzz(url, path, round(REQUESTS * share), 0, fuzzed)

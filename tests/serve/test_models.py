@@ -1,5 +1,6 @@
 """Several models in one service: routing by name, keys, status; with and without Ray."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from mars_ray.config.serve import Limits, ServedModel, ServeJob
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.serve.app import build_api
 from mars_ray.serve.build import _replicas, build_app, start
+from mars_ray.serve.shapes import MarsStatusReply
 
 SECRET, OTHER = "a-secret-of-24-characters", "another-secret-of-some-30-chars"
 KEYS = f"""
@@ -98,7 +100,9 @@ def test_status_counts_what_was_written(api):
     """Of this test's tokens and those of others on the same engine; nothing is open at the end."""
     api.headers = bearer(SECRET)
     ask(api, model="second")
-    entry = api.get("/v1/mars/status").json()["data"][1]
+    body = api.get("/v1/mars/status").json()
+    MarsStatusReply.model_validate_json(json.dumps(body))
+    entry = body["data"][1]
     assert (entry["replicas"], entry["running"], entry["waiting"]) == (1, 0, 0)
     assert entry["tokens_per_second"] > 0
     assert entry["tokens_per_forward"] >= 1
@@ -150,7 +154,7 @@ def test_what_replicas_are_given(job):
     assert options is not None
     assert options["num_gpus"] == 0.25
     assert options["resources"] == {"H200": 0.5}
-    assert options["runtime_env"]["env_vars"] == {"HF_HUB_OFFLINE": "1"}
+    assert options["runtime_env"]["env_vars"]["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.fixture(scope="module")

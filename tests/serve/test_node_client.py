@@ -6,10 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serve.asking import ask, text_of, wait_until_free
-from serve.real_port import served
-
-from mars_ray.serve.app import build_api
+from serve.asking import ask, text_of
 
 HERE = Path(__file__).parent / "node"
 INSTALLED = Path(__file__).parents[2] / ".cache" / "node-client"
@@ -40,13 +37,12 @@ def _wanted() -> str:
     return json.loads((HERE / "package.json").read_text())["dependencies"]["openai"]
 
 
-def test_the_node_client(node, job, text_engine, client):
-    """Whole, streamed, aborted, and errors of its own types."""
+def test_the_node_client(node, roomy_url, client):
+    """Whole, streamed, parsed, with tools, aborted, and errors of its own types."""
     expected = text_of(ask(client))
     stop = expected[len(expected) // 2 :][:3]
-    with served(build_api(job, {"tiny": text_engine})) as url:
-        command = ["node", str(node), f"{url}/v1", stop]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = ["node", str(node), f"{roomy_url}/v1", stop]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
     assert told["models"] == ["tiny"]
@@ -56,9 +52,12 @@ def test_the_node_client(node, job, text_engine, client):
     assert told["streamed"] == expected
     assert told["stopped"] == expected[: expected.index(stop)]
     assert told["completions"] == 2
+    assert told["parsed"]["colour"] in ("red", "green")
+    assert told["called"]["function"]["name"] == "paint"
+    assert json.loads(told["called"]["function"]["arguments"])["colour"] in ("red", "green")
+    assert told["streamedCall"] == told["called"]["function"]
     assert told["errors"] == {
         "BadRequestError": [400, "store", "unsupported_parameter"],
         "NotFoundError": [404, "model", "model_not_found"],
     }
     assert told["aborted"] == "APIUserAbortError"
-    wait_until_free(text_engine)

@@ -38,7 +38,7 @@ def test_keys_are_described_where_there_are_any(job, text_engine, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "a"\nkey = "0123456789abcdef"\n')
     guarded = job.model_copy(update={"keys_file": str(keys)})
-    client = TestClient(build_api(guarded, "tiny", text_engine))
+    client = TestClient(build_api(guarded, {"tiny": text_engine}))
     assert client.get("/openapi.json").status_code == 401
     served = client.get("/openapi.json", headers={"Authorization": "Bearer 0123456789abcdef"})
     paths = served.json()["paths"]

@@ -33,7 +33,7 @@ def chat(**fields: object) -> bytes:
 @pytest.fixture(scope="module")
 def port(job, text_engine) -> Iterator[int]:
     limits = job.limits.model_copy(update={"body_s": 0.3})
-    api = build_api(job.model_copy(update={"limits": limits}), "tiny", text_engine)
+    api = build_api(job.model_copy(update={"limits": limits}), {"tiny": text_engine})
     with served(api) as url:
         yield int(url.rpartition(":")[2])
 

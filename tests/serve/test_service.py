@@ -200,6 +200,8 @@ def test_metrics_reach_prometheus(client):
         "ray_mars_num_requests_running",
         "ray_mars_num_requests_waiting",
         "ray_mars_kv_cache_usage_perc",
+        "ray_mars_prefix_cache_queries_total",
+        "ray_mars_prefix_cache_hits_total",
         "ray_mars_counterfactual_tokens_per_forward",
     }
 

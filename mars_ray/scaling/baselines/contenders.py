@@ -30,8 +30,8 @@ _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 # to spare.
 _BEGINNING_S, _SPARE = 120.0, 1.25
 _WINDOW_S = 30.0
-# A fleet with this attainment needs no larger one to be looked at.
-_ALL = 0.9995
+# No larger fleet is looked at after this attainment, or after so many that brought no more.
+_ALL, _LOOK, _MORE = 0.9995, 3, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,15 @@ def _attained(setting: Setting) -> np.ndarray:
     config = setting.config
     window = (setting.trace.arrival_s / _WINDOW_S).astype(int)
     count = np.maximum(1, np.bincount(window))
-    rows = []
+    rows, means = [], []
     for size in range(config.min_replicas, config.max_replicas + 1):
         policy = Fixed(size)
         fixture = _fixture(setting, setting.model.levels[:1], 1.0, size, seed=0)
         within = simulate(fixture, policy).within(config.slo)
         late = np.bincount(window, ~within, len(count))
         rows.append(1 - late / count)
-        if within.mean() > _ALL:
+        means.append(within.mean())
+        if means[-1] > _ALL or (len(means) > _LOOK and means[-1] - means[-1 - _LOOK] < _MORE):
             break
     return np.array(rows)
 

@@ -64,6 +64,8 @@ class LlmD:
 
     def _scaled(self, wish: int, target: int, now: float) -> int:
         """Kubernetes' stabilisation and rate limits."""
+        if not self._wishes:
+            self._wishes.append((now, target))
         self._wishes.append((now, wish))
         self._targets.append((now, target))
         for past in (self._wishes, self._targets):

@@ -14,7 +14,7 @@ from mars_ray.scaling.traces.trace import Trace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Records = NDArray[Any]
+Records = Any  # numpy records, whose fields no type checker knows
 
 # Status of a place.
 FREE, STARTING, READY, DRAINING = range(4)

@@ -12,20 +12,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core import config
 
+# Neither is known to type checkers as what it is.
+_CONFIG: Any = config
+_NJIT: Any = numba.njit
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
     """Compiled at its first call."""
     if _FOLDER is None:
-        return numba.njit(function)
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_FOLDER)
+        return _NJIT(function)
+    before = _CONFIG.CACHE_DIR
+    _CONFIG.CACHE_DIR = str(_FOLDER)
     try:
-        return numba.njit(cache=True)(function)
+        return _NJIT(cache=True)(function)
     finally:
-        numba.config.CACHE_DIR = before
+        _CONFIG.CACHE_DIR = before
 
 
 def _cache_folder() -> Path | None:

@@ -18,6 +18,7 @@ from mars_ray.scaling.simulate.arrays import (
     REFUSED,
     SHED,
     STARTING,
+    Ints,
     Tables,
     World,
 )
@@ -88,20 +89,22 @@ def drain(world: World, count: int, now: float) -> None:
 
 
 @compiled
-def kill(world: World, tables: Tables, place: int, now: float) -> None:
-    """The replica is gone at once; what it had starts again elsewhere, or fails."""
-    replica = world.replicas[place]
-    running = world.batch[place, : replica.running].copy()
-    queued = replica.head
-    _free(world, place, now)
+def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
+    """These replicas are gone at once; what they had starts again elsewhere, or fails."""
+    for place in places:
+        world.replicas[place].status = DRAINING
     _list_ready(world)
-    for sequence in running:
-        _again(world, tables, sequence.request, now)
-    while queued != NOBODY:
-        following = world.requests[queued].behind
-        world.requests[queued].behind = NOBODY
-        _again(world, tables, queued, now)
-        queued = following
+    for place in places:
+        running = world.batch[place, : world.replicas[place].running].copy()
+        queued = world.replicas[place].head
+        _free(world, place, now)
+        for sequence in running:
+            _again(world, tables, sequence.request, now)
+        while queued != NOBODY:
+            following = world.requests[queued].behind
+            world.requests[queued].behind = NOBODY
+            _again(world, tables, queued, now)
+            queued = following
 
 
 @compiled
@@ -174,7 +177,7 @@ def _choose(world: World, tables: Tables, number: int) -> int:
         load = world.replicas[place].running + world.replicas[place].waiting
         if load < least:
             best, least = place, load
-    return best
+    return int(best)
 
 
 @compiled

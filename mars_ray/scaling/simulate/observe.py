@@ -69,15 +69,16 @@ class Observer:
         while len(self._samples) > 1 and self._samples[1][0] <= now - self.lag_s + 1e-9:
             self._samples.popleft()
         at_s, measured = self._samples[0]
-        known = {
-            "running": int(np.count_nonzero(self.world.replicas["status"] == READY)),
-            "target": target,
-            "starting_ages_s": self._starting_ages(now),
-            "cold_start_s": cold_start_s,
-        }
         if at_s > now - self.lag_s + 1e-9:
-            return Observed(**known)  # nothing has arrived yet
-        return replace(measured, age_s=now - at_s, **known)
+            measured = Observed(running=0, target=0)  # nothing has arrived yet
+        return replace(
+            measured,
+            running=int(np.count_nonzero(self.world.replicas["status"] == READY)),
+            target=target,
+            starting_ages_s=self._starting_ages(now),
+            cold_start_s=cold_start_s,
+            age_s=now - at_s if measured.arrivals_per_s is not None else None,
+        )
 
     def _starting_ages(self, now: float) -> tuple[float, ...]:
         starting = self.world.replicas["status"] == STARTING
@@ -95,6 +96,7 @@ class Observer:
         arrived = here.arrivals - before.arrivals
         prompt, output = self._token_means(before, here)
         waiting, backlog = self._backlog(output)
+        waits, paces = self._latencies(here)
         return Observed(
             running=0,
             target=0,
@@ -106,7 +108,9 @@ class Observer:
             backlog_tokens=backlog,
             loads=self._loads(now),
             class_shares=_pinned_share(here.pinned - before.pinned, arrived),
-            **self._latencies(here),
+            ttft_p90_s=_percentile(waits, 0.9),
+            ttft_p99_s=_percentile(waits, 0.99),
+            time_per_token_p90_s=_percentile(paces, 0.9),
         )
 
     def _token_means(self, before: _Counters, here: _Counters) -> tuple[float | None, float | None]:
@@ -166,17 +170,15 @@ class Observer:
         part = np.where(replicas["steps"] > 0, gone / np.maximum(middle, 1e-12), 0.0)
         return replicas["all_steps"] + part, replicas["busy_s"] + gone
 
-    def _latencies(self, here: _Counters) -> dict[str, float | None]:
+    def _latencies(self, here: _Counters) -> tuple[np.ndarray, np.ndarray]:
+        """Of the window: times to first tokens, and per token after them."""
         oldest = self._past[0]
+        requests = self.world.requests
         firsts = self.world.first_log[oldest.firsts : here.firsts]
-        waits = self.world.requests["first_s"][firsts] - self.world.requests["arrival_s"][firsts]
+        waits = requests["first_s"][firsts] - requests["arrival_s"][firsts]
         ends = self.world.end_log[oldest.ends : here.ends]
-        paces = token_times(self.world.requests, ends[self.world.requests["outcome"][ends] == DONE])
-        return {
-            "ttft_p90_s": _percentile(waits[~np.isnan(waits)], 0.9),
-            "ttft_p99_s": _percentile(waits[~np.isnan(waits)], 0.99),
-            "time_per_token_p90_s": _percentile(paces[paces > 0], 0.9),
-        }
+        paces = token_times(requests, ends[requests["outcome"][ends] == DONE])
+        return waits[~np.isnan(waits)], paces[paces > 0]
 
 
 def token_times(requests: Records, index: Ints) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mars_ray.config.simulate import Cluster
+from mars_ray.config.simulate import Cluster, Kill
 from mars_ray.scaling.decision import Decision
 from mars_ray.scaling.service_model import PLAIN, Level, Mix, ServiceModel
 from mars_ray.scaling.simulate.arrays import (
@@ -107,7 +107,7 @@ class _Run:
             now = tick * tick_s
             while kills and kills[0].at_s <= now:
                 self._advance(kills[0].at_s)
-                self._kill(kills.pop(0).replicas, rng)
+                self._kill(kills.pop(0), rng)
             self._advance(now)
             self._tick(now)
             tick += 1
@@ -154,17 +154,10 @@ class _Run:
         kept = [level.threshold >= min(1.0, threshold) for level in self.fixture.levels]
         return max(0, sum(kept) - 1)
 
-    def _kill(self, count: int, rng: np.random.Generator) -> None:
-        for _ in range(count):
-            ready = np.flatnonzero(self.world.replicas["status"] == READY)
-            if not len(ready):
-                return
-            place = int(rng.choice(ready))
-            kill(self.world, self.tables, place, self._now)
-
-    @property
-    def _now(self) -> float:
-        return self.ticks[-1][0] if self.ticks else 0.0
+    def _kill(self, event: Kill, rng: np.random.Generator) -> None:
+        ready = np.flatnonzero(self.world.replicas["status"] == READY)
+        places = rng.choice(ready, min(event.replicas, len(ready)), replace=False)
+        kill(self.world, self.tables, places, event.at_s)
 
     def _log(self, now: float) -> None:
         status, counts = self.world.replicas["status"], self.world.counts

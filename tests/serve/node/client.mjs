@@ -26,6 +26,34 @@ const completion = await client.completions.create({
 });
 told.completions = completion.choices.length;
 
+// Random weights would never end a free text, nor the white space between two keys.
+const schema = {
+  type: "object",
+  properties: { colour: { enum: ["red", "green"] } },
+  required: ["colour"],
+  additionalProperties: false,
+  "x-guidance": { whitespace_flexible: false },
+};
+const parsed = await client.chat.completions.parse({
+  ...greedy,
+  max_tokens: 200,
+  response_format: { type: "json_schema", json_schema: { name: "paint", schema, strict: true } },
+});
+told.parsed = parsed.choices[0].message.parsed;
+const calling = {
+  ...greedy,
+  max_tokens: 200,
+  tools: [{ type: "function", function: { name: "paint", parameters: schema, strict: true } }],
+  tool_choice: "required",
+  parallel_tool_calls: false,
+};
+const called = await client.chat.completions.create(calling);
+told.called = called.choices[0].message.tool_calls[0];
+const streamedCall = client.chat.completions.stream(calling);
+const { name, arguments: given } = (await streamedCall.finalChatCompletion())
+  .choices[0].message.tool_calls[0].function;
+told.streamedCall = { name, arguments: given };
+
 told.errors = {};
 for (const fields of [{ store: true }, { model: "other" }]) {
   try {
@@ -35,7 +63,7 @@ for (const fields of [{ store: true }, { model: "other" }]) {
   }
 }
 
-const long = { ...greedy, max_tokens: 100, stream: true };
+const long = { ...greedy, max_tokens: 300, stream: true };
 const abandoned = await client.chat.completions.create(long);
 for await (const _ of abandoned) break;
 const patience = AbortSignal.timeout(20);

@@ -1,0 +1,249 @@
+"""The live service under load: `python benchmarks/serve_load.py CHECKPOINT`, at most ten minutes.
+
+One run, side by side: the service and the bare engine at the same batch, a first token with and
+without HTTP and Serve, the service and `vllm serve` on the same checkpoint, all in turn; then
+AIPerf (benchmarks/install_load_tool.sh) at rising rates against one and two replicas.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from load_client import Client, Load, load
+from load_servers import mars_command, started, vllm_command
+
+from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.corpus import problems
+from mars_ray.decode.engine import Engine, generate_all, load_engine
+from mars_ray.decode.request import Request
+from mars_ray.model.stop import stop_ids
+from mars_ray.provenance import provenance
+from mars_ray.serve.messages import Call, Turn
+from mars_ray.serve.text_engine import TextEngine
+
+BATCH = 8
+# Enough clients that the batch is always full.
+CLIENTS = 2 * BATCH
+NEW_TOKENS = 128
+# Another seed than training's, evaluation's and the demo question's.
+PROMPT_SEED = 77
+MODES: dict[str, Mode] = {"exact": ExactMode(), "verified": VerifiedMode()}
+
+
+def main() -> None:
+    """Everything, in the order in which the servers are needed."""
+    asked = _arguments()
+    questions = [problem.question for problem in problems("test", asked.prompts, PROMPT_SEED)]
+    engine = EngineConfig(max_batch=BATCH, max_context=256, threads=1, device="cpu")
+    result: dict[str, Any] = {
+        "batch": BATCH,
+        "clients": CLIENTS,
+        "rounds": asked.rounds,
+        "prompts": asked.prompts,
+        "rate_s": asked.rate_s,
+    }
+    with ExitStack() as stack:
+        peer = None
+        if asked.vllm:
+            # It takes the longest to start.
+            command = vllm_command(asked.vllm, asked.checkpoint, BATCH)
+            peer = stack.enter_context(started(command))
+        server = stack.enter_context(started(mars_command(asked.checkpoint, BATCH, replicas=1)))
+        url = server.wait()
+        peer_url = peer and peer.wait()
+        result["first_token"] = _first_tokens(url, asked.checkpoint, engine, questions)
+        result["engine"] = _beside_engine(url, asked, engine, questions)
+        if peer_url:
+            result["vllm"] = asyncio.run(_beside_vllm(url, peer_url, asked.rounds, questions))
+        if asked.aiperf:
+            result["rates"] = [{"replicas": 1} | row for row in _rates(url, asked, questions)]
+    if asked.aiperf:
+        with started(mars_command(asked.checkpoint, BATCH, replicas=2)) as server:
+            url = server.wait()
+            result["rates"] += [{"replicas": 2} | row for row in _rates(url, asked, questions)]
+    result["provenance"] = provenance()
+    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serve_load.json"))
+    parser.add_argument("--aiperf", help="the program; without it no rising rates")
+    parser.add_argument("--vllm", help="the Python of vLLM's environment; without it no vLLM")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rates", type=float, nargs="+", default=[4, 12, 24])
+    parser.add_argument("--rate-s", type=float, default=8, help="seconds at each rate")
+    return parser.parse_args()
+
+
+def _body(question: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {
+        "model": "mars",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": NEW_TOKENS,
+    } | fields
+
+
+def _first_tokens(
+    url: str, checkpoint: str, config: EngineConfig, questions: list[str]
+) -> dict[str, float]:
+    """Milliseconds to the first text on an idle system: over HTTP, in this process, in turn."""
+    job = ServeJob(checkpoint=checkpoint, engine=config, limits=Limits())
+    text_engine = TextEngine(*load_engine(checkpoint, config), job)
+    text_engine.start()
+
+    async def inside(number: int, question: str) -> float:
+        prompt = ((Turn("user", question),),)
+        call = Call(f"first-{number}", prompt, ExactMode(), Sampling(), 4, NEW_TOKENS)
+        begin = time.perf_counter()
+        first = None
+        async for _ in text_engine.answer(call):
+            first = first or time.perf_counter() - begin
+        assert first
+        return first
+
+    async def both() -> tuple[list[float], list[float]]:
+        client = Client(url)
+        over_http, in_process = [], []
+        for number, question in enumerate([questions[0], *questions]):
+            over_http.append(
+                (await client.chat(_body(question, mode="exact", max_tokens=4))).first_s
+            )
+            in_process.append(await inside(number, question))
+        client.close()
+        return over_http[1:], in_process[1:]
+
+    over_http, in_process = asyncio.run(both())
+    text_engine.stop()
+    added = [1e3 * (a - b) for a, b in zip(over_http, in_process, strict=True)]
+    return {
+        "service_ms": 1e3 * statistics.median(over_http),
+        "engine_ms": 1e3 * statistics.median(in_process),
+        "added_ms_p50": statistics.median(added),
+        "added_ms_p90": statistics.quantiles(added, n=10)[-1],
+    }
+
+
+def _beside_engine(
+    url: str, asked: argparse.Namespace, config: EngineConfig, questions: list[str]
+) -> dict[str, Any]:
+    """Tokens/s of the service over those of the bare engine, round by round; every mode."""
+    engine, tokenizer = load_engine(asked.checkpoint, config)
+    prompts = [tuple(encode_prompt([Message("user", text)], tokenizer)) for text in questions]
+    rows = {}
+    for name, mode in MODES.items():
+        bodies = [_body(question, mode=name) for question in questions]
+        _bare(engine, prompts, mode)
+        asyncio.run(load(url, bodies, CLIENTS))
+        bare, served = [], []
+        for _ in range(asked.rounds):
+            bare.append(_bare(engine, prompts, mode))
+            served.append(asyncio.run(load(url, bodies, CLIENTS)))
+        rates = [one.tokens / one.seconds for one in served]
+        rows[name] = {
+            "engine_tokens_per_s": statistics.median(bare),
+            "service_tokens_per_s": statistics.median(rates),
+            "share": statistics.median(a / b for a, b in zip(rates, bare, strict=True)),
+            "tokens_per_chunk": served[0].tokens / served[0].figures()["chunks"],
+        }
+    return rows
+
+
+def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode) -> float:
+    """Tokens per second."""
+    stops = frozenset(stop_ids(engine.model))
+    requests = [
+        Request(str(number), prompt, mode, Sampling(), NEW_TOKENS, stops)
+        for number, prompt in enumerate(prompts)
+    ]
+    begin = time.perf_counter()
+    done = generate_all(engine, requests)
+    return sum(len(each.tokens) for each in done) / (time.perf_counter() - begin)
+
+
+async def _beside_vllm(
+    url: str, peer: str, rounds: int, questions: list[str]
+) -> list[dict[str, Any]]:
+    """Figures of both services at several numbers of clients, and the ratios of each round."""
+    asks: dict[str, Callable[[int], Any]] = {"vllm": lambda n: _load(peer, questions, n)}
+    for name in MODES:
+        asks[f"mars-ray {name}"] = lambda n, name=name: _load(url, questions, n, mode=name)
+    rows = []
+    for clients in (1, BATCH, CLIENTS):
+        figures: dict[str, list[dict[str, float]]] = {name: [] for name in asks}
+        for round_ in range(1 + rounds):
+            for name, ask in asks.items():
+                got = (await ask(clients)).figures()
+                figures[name] += [got] * bool(round_)
+        for name, got in figures.items():
+            own, theirs = [[one["tokens_per_s"] for one in figures[n]] for n in (name, "vllm")]
+            ratio = statistics.median(a / b for a, b in zip(own, theirs, strict=True))
+            medians = {key: statistics.median(one[key] for one in got) for key in got[0]}
+            rows.append({"clients": clients, "service": name, "times_vllm": ratio} | medians)
+    return rows
+
+
+async def _load(url: str, questions: list[str], clients: int, **fields: Any) -> Load:
+    # One client alone needs no more than some answers.
+    some = questions if clients > 1 else questions[: len(questions) // 4]
+    return await load(url, [_body(question, **fields) for question in some], clients)
+
+
+def _rates(url: str, asked: argparse.Namespace, questions: list[str]) -> list[dict[str, Any]]:
+    """What AIPerf says at every rate."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        prompts = Path(directory) / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"text": q}) + "\n" for q in questions))
+        for rate in asked.rates:
+            out = Path(directory) / f"rate-{rate:g}"
+            count = max(10, round(rate * asked.rate_s))
+            command = [asked.aiperf, "profile", "--model", "mars", "--url", url]
+            command += ["--endpoint-type", "chat", "--streaming", "--request-rate", f"{rate:g}"]
+            command += ["--request-count", str(count), "--input-file", str(prompts)]
+            command += ["--custom-dataset-type", "single_turn", "--use-server-token-count"]
+            command += ["--extra-inputs", "temperature:0", f"max_tokens:{NEW_TOKENS}"]
+            command += ["--tokenizer", asked.checkpoint, "--artifact-dir", str(out)]
+            command += ["--ui", "none", "--workers-max", "2", "--record-processors", "1"]
+            command += ["--no-server-metrics", "--no-gpu-telemetry"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise RuntimeError(f"AIPerf failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+            told = json.loads((out / "profile_export_aiperf.json").read_text())
+            rows.append({"rate": rate} | _aiperf_row(told))
+    return rows
+
+
+def _aiperf_row(told: dict[str, Any]) -> dict[str, Any]:
+    row = {
+        "answers": told["request_count"]["avg"],
+        "errors": told.get("error_request_count", {}).get("avg", 0),
+        "answers_per_s": told["request_throughput"]["avg"],
+        "tokens_per_s": told["output_token_throughput"]["avg"],
+    }
+    for name, key in (
+        ("first_token_ms", "time_to_first_token"),
+        ("per_token_ms", "inter_token_latency"),
+        ("answer_ms", "request_latency"),
+    ):
+        row |= {f"{name}_{point}": told[key][point] for point in ("p50", "p90", "p99")}
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What an engine has done since its start, summed over steps."""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+from mars_ray.decode.scheduler import Work
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Means over any span are differences of two readings."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    prompt_rows: int = 0  # computed, not found in the prefix cache
+    sequences: int = 0  # decoding, one count per step
+    decode_rows: int = 0  # of those
+
+    def add(self, work: Several[Work], seconds: float) -> None:
+        """A step before its tokens are committed, and how long it took."""
+        self.steps += 1
+        self.seconds += seconds
+        for item in work:
+            if item.sequence.forwards:
+                self.sequences += 1
+                self.decode_rows += item.rows
+            else:
+                self.prompt_rows += item.count

@@ -1,0 +1,62 @@
+"""What a replica counts for the autoscaling policy, as plain numbers (`scaling/collect.py`)."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mars_ray.config.decode import VerifiedMode
+from mars_ray.decode.engine import Engine
+from mars_ray.scaling import collect
+from mars_ray.scaling.sample import PINNED
+from mars_ray.serve.messages import Call
+from mars_ray.serve.observe import AnswerSeen
+
+_VERIFIED = VerifiedMode().type
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of answers, since the start."""
+
+    refused: int = 0
+    finished: int = 0
+    output_tokens: int = 0
+    of_class: Counter[str] = field(default_factory=Counter)
+
+    def arrived(self, call: Call) -> None:
+        """A call that is not refused."""
+        self.of_class[call.quality_class or PINNED] += call.choices
+
+    def ended(self, seen: AnswerSeen) -> None:
+        """An answer, however it ended."""
+        self.finished += 1
+        self.output_tokens += seen.completion_tokens
+
+    def sums(self, engine: Engine) -> dict[str, float]:
+        """With those of the engine; for the engine's own thread."""
+        totals, measures = engine.totals, engine.measures.by_mode.get(_VERIFIED)
+        sums: dict[str, float] = {
+            collect.ARRIVED: self.of_class.total(),
+            collect.REFUSED: self.refused,
+            collect.FINISHED: self.finished,
+            collect.OUTPUT_TOKENS: self.output_tokens,
+            collect.PROMPT_ROWS: totals.prompt_rows,
+            collect.STEPS: totals.steps,
+            collect.STEP_S: totals.seconds,
+            collect.SEQUENCES: totals.sequences,
+            collect.DECODE_ROWS: totals.decode_rows,
+            collect.RUNNING: engine.running,
+            collect.WAITING: engine.waiting,
+        }
+        sums |= {collect.OF_CLASS + name: count for name, count in self.of_class.items()}
+        if engine.control:
+            table = engine.control.cost.table()
+            sums |= {f"{collect.STEP_COST}{rows}": seconds for rows, seconds in table.items()}
+        if measures and measures.forwards:
+            sums |= {collect.VERIFIED_FORWARDS: measures.forwards}
+            sums |= {collect.CHECKED: measures.checked, collect.DISAGREED: measures.disagreed}
+            curve = measures.tokens_per_forward()
+            sums |= {
+                f"{collect.TOKENS_AT}{threshold:g}": mean * measures.forwards
+                for threshold, mean in curve.items()
+            }
+        return sums

@@ -1,0 +1,82 @@
+"""mars-ray simulate from job to page."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mars_ray.evaluate.simulation_page import page
+from mars_ray.evaluate.simulation_verdict import verdicts
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "seeds=[0, 1]",
+    "policies=['mars', 'static-peak', 'ray']",
+    "traces={flash={type='flash', duration_s=200, from_s=60, to_s=120}}",
+    "scaling.max_replicas=4",
+    "cold_starts_s=[5]",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Of one run by the command line, with what it said."""
+    path = tmp_path_factory.mktemp("simulate")
+    command = ["-m", "mars_ray", "simulate", "jobs/simulate-fast.toml", *SMALL, "--output", path]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (path / "stdout").write_text(done.stdout)
+    (path / "stderr").write_text(done.stderr)
+    return path
+
+
+def test_the_command_prints_a_table_and_one_json_line(folder):
+    """Guards output that programs cannot read, and a progress bar in a pipe."""
+    lines = (folder / "stdout").read_text().splitlines()
+    summary = json.loads(lines[-1])
+    row = summary["cold_starts"]["100"]["flash"]["mars"]
+    assert 0 < row["mean"]["attainment"] <= 1
+    assert len(lines) == 1
+    table = (folder / "stderr").read_text()
+    assert "static-peak" in table
+    assert "\r" not in table
+
+
+def test_the_page_needs_nothing_else(folder):
+    """One file: no script, no image, no address but the SVG's own names."""
+    html = (folder / "report.html").read_text()
+    result = json.loads((folder / "result.json").read_text())
+    assert html == page(result)
+    assert html.count("<svg") == 3  # trade-off, timelines, cold starts
+    for outside in ("<script", "<img", "<link", "src=", "@import"):
+        assert outside not in html
+    assert set(result["cold_starts"]) == {"100", "5"}
+    assert len(result["cold_starts"]["100"]["flash"]["policies"]["ray"]["runs"]) == 2
+
+
+def test_verdicts_by_hand():
+    """Ratios against the right rivals, and dominance."""
+
+    def row(replica_s: float, accuracy: float, attainment: float = 1.0) -> dict:
+        mean = {"replica_s": replica_s, "effective_accuracy": accuracy, "attainment": attainment}
+        return {"mean": mean}
+
+    policies = {
+        "mars": row(50, 99.5),
+        "ray": row(100, 100),
+        "lossless": row(60, 100),
+        "ray-verified": row(40, 98, attainment=0.9),
+        "static-peak": row(50, 99.6),
+        "clairvoyant": row(40, 100),
+    }
+    job = {"cluster": {"cold_start_s": 100.0}, "scaling": {"slo": {"attainment": 0.99}}}
+    result = {"job": job, "cold_starts": {"100": {"t": {"policies": policies}}}}
+    found = {verdict.claim.split(" of ")[-1]: verdict for verdict in verdicts(result)}
+    assert [v.holds for v in verdicts(result)] == [True, True, True, False, False]
+    assert "by static-peak" in [v.measured for v in verdicts(result)]
+    assert any("83% of lossless" in verdict.measured for verdict in found.values())
+    policies["mars"]["mean"]["attainment"] = 0.98
+    assert not any(verdict.holds for verdict in verdicts(result))

@@ -1,0 +1,148 @@
+"""The baselines' arithmetic, by hand and against the installed Ray."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from ray.serve._private.constants import (
+    SERVE_AUTOSCALING_DECISION_COUNTERS_KEY,
+    SERVE_AUTOSCALING_DECISION_TIMESTAMP_KEY,
+)
+from ray.serve.autoscaling_policy import _apply_delay_logic
+from ray.serve.config import AutoscalingConfig
+from scaling.simulated import MODEL, poisson
+
+from mars_ray.config.scaling import Slo
+from mars_ray.config.simulate import ALL_POLICIES, SimulateJob
+from mars_ray.scaling.baselines.contenders import Setting, contender, run, tuned
+from mars_ray.scaling.baselines.fixed import Clairvoyant
+from mars_ray.scaling.baselines.knative import Knative
+from mars_ray.scaling.baselines.llm_d import LlmD
+from mars_ray.scaling.baselines.ray_serve import Delays, RayDefault, RayTtft
+from mars_ray.scaling.sample import ReplicaLoad
+from mars_ray.scaling.simulate.observe import Observed
+from mars_ray.scaling.simulate.policy import Policy
+
+
+def sample(running: int, busy: int = 0, target: int | None = None, **more) -> Observed:
+    """`busy` requests run, spread as they may be."""
+    loads = (ReplicaLoad(running=busy), *[ReplicaLoad()] * (running - 1)) if running else ()
+    wanted = running if target is None else target
+    return Observed(running=running, target=wanted, loads=loads, waiting=0, **more)
+
+
+def ticks(policy: Policy, seen: Observed, start: int, end: int) -> list[int]:
+    """Decisions of each second; the target follows them, and nothing else changes."""
+    decided = []
+    for now in range(start, end):
+        decided.append(policy(seen, float(now)).replicas)
+        seen = replace(seen, target=decided[-1])
+    return decided
+
+
+def test_ray_scales_up_after_its_delay():
+    """20 ongoing at 2 a replica want 10, after 30 s; 600 s to come down again."""
+    policy = RayDefault(2.0, 1, 100)
+    assert set(ticks(policy, sample(4, 20), 0, 30)) == {4}
+    assert ticks(policy, sample(4, 20), 30, 31) == [10]
+    idle = ticks(policy, sample(10, 2), 31, 700)
+    assert idle[0] == 10
+    # Its mean and its pushes take up to 40 s before the delay begins.
+    assert 600 <= idle.index(1) <= 645
+
+
+def test_delays_are_those_of_the_installed_ray():
+    """Side by side on wishes that go up and down, to the second."""
+    config = AutoscalingConfig(min_replicas=1, max_replicas=50)
+    ours, state, target = Delays(1, 50), {}, 5
+    theirs = target
+    for now in range(2000):
+        wish = 5 + round(4 * math.sin(now / 97)) + (now % 211 == 0)
+        theirs, state = _apply_delay_logic(wish, theirs, config, state, float(now))
+        target = ours.apply(wish, target, float(now))
+        assert target == theirs, now
+    assert SERVE_AUTOSCALING_DECISION_COUNTERS_KEY in state
+    assert SERVE_AUTOSCALING_DECISION_TIMESTAMP_KEY in state
+
+
+def test_rays_ttft_policy_steps_by_one():
+    """Above the target one more; below it one fewer only if nearly idle; no metric, no change."""
+    slow = sample(3, 30, ttft_p99_s=5.0)
+    assert ticks(RayTtft(2.0, 1, 9), slow, 0, 31)[-1] == 4
+    quiet, busy = sample(3, 1, ttft_p99_s=0.1), sample(3, 30, ttft_p99_s=0.1)
+    assert ticks(RayTtft(2.0, 1, 9), quiet, 0, 601)[-1] == 2
+    assert ticks(RayTtft(2.0, 1, 9), busy, 0, 601)[-1] == 3
+    assert ticks(RayTtft(2.0, 1, 9), sample(3), 0, 601)[-1] == 3
+
+
+def test_knative_panics_and_does_not_scale_down_in_panic():
+    """Six seconds at twice what is ready are a panic; a stable window later it is over."""
+    policy = Knative(10.0, 1, 100)
+    assert ticks(policy, sample(2, 20), 0, 60)[-1] == 2
+    assert ticks(policy, sample(2, 80), 60, 70)[-1] == 8
+    calm = ticks(policy, sample(8, 10), 70, 200)
+    assert calm[30] == 8
+    # At most half at once.
+    assert calm[-1] == 4
+
+
+def test_llm_d_by_hand():
+    """A p90 at the objective saturates: 0.6 after one cycle, so 4 + ceil(4 (0.6 / 0.55 - 1))."""
+    slo = Slo(ttft_s=3, time_per_token_s=0.1)
+    policy = LlmD(slo, 1.0, 1, 20)
+    hot = sample(4, 10, ttft_p90_s=3.0, time_per_token_p90_s=0.01)
+    grown = ticks(policy, hot, 0, 50)
+    # Its pod autoscaler waits for 30 s and looks every 15 s.
+    assert grown[30] == 4
+    assert grown[-1] == 5
+    assert "0.60" in policy(hot, 50.0).reason
+    idle = LlmD(slo, 1.0, 1, 20)
+    downs = ticks(idle, sample(4), 0, 300)
+    # Only what has been wanted for three minutes, and one pod in two minutes.
+    assert downs[180] == 4
+    assert downs[-1] == 3
+
+
+def test_the_clairvoyant_one_orders_ahead():
+    """What 100 s from now needs is ordered now, and kept until it is over."""
+    policy = Clairvoyant([1, 1, 1, 1, 5, 1], 30.0, cold_start_s=60.0)
+    wanted = {now: policy(sample(1), float(now)).replicas for now in (0, 29, 30, 149, 150)}
+    assert wanted == {0: 1, 29: 1, 30: 5, 149: 5, 150: 1}
+
+
+def setting(**changes) -> Setting:
+    table = {
+        "name": "t",
+        "service_model": "unused",
+        "traces": {"x": {"type": "ramp"}},
+        "fixed_threshold": 0.5,
+        "scaling": {"max_replicas": 6, "slo": {"ttft_s": 1.0, "time_per_token_s": 0.02}},
+        "cluster": {"cold_start_s": 5, "step_tokens": 100, **changes},
+    }
+    job = SimulateJob.model_validate(table)
+    return Setting(job, MODEL, poisson(40, 3000, 30, 20), job.cluster)
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+def test_every_policy_runs_within_its_bounds(name):
+    """Guards a policy that the simulator cannot run, and one that forgets requests."""
+    given = setting()
+    who = contender(name, given)
+    outcome = run(given, who, who.knobs[-1], seed=0)
+    assert outcome.timeline.target.min() >= 1
+    assert outcome.timeline.target.max() <= 6
+    assert (outcome.requests["outcome"] > 0).all()
+    if name not in ("mars", "fixed-threshold", "threshold-only"):
+        assert not outcome.requests["points"].any()
+
+
+def test_tuning_finds_the_smallest_fleet():
+    """By bisection what trying every size finds."""
+    given = setting()
+    slo = given.job.scaling.slo
+    size = tuned([given], "static-peak")
+
+    def attained(replicas: float) -> float:
+        return run(given, contender("static-peak", given), replicas, 0).within(slo).mean()
+
+    assert attained(size) >= slo.attainment > attained(size - 1)

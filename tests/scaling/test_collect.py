@@ -1,0 +1,109 @@
+"""Sums of replicas become rates of a fleet."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_ray.scaling import collect
+from mars_ray.scaling.collect import Collector, Report, step_costs
+
+NOTHING = dict.fromkeys(
+    (collect.ARRIVED, collect.REFUSED, collect.FINISHED, collect.RUNNING, collect.WAITING), 0.0
+)
+
+
+def report(at_s: float, **sums: float) -> Report:
+    return Report(at_s, NOTHING | sums)
+
+
+def test_rates_are_differences():
+    """Two replicas, two looks, worked by hand."""
+    collector = Collector()
+    first = {"a": report(10.0, arrived=100, finished=90), "b": report(10.5, arrived=7)}
+    assert collector.sample(first, 2, 2, 11.0).arrivals_per_s is None
+    second = {
+        "a": report(12.0, arrived=110, finished=94, output_tokens=200, running=3, waiting=2),
+        "b": report(11.5, arrived=9, refused=1, finished=1, output_tokens=50, running=1),
+    }
+    seen = collector.sample(second, 2, 2, 12.5)
+    assert seen.arrivals_per_s == pytest.approx(10 / 2 + 2 / 1)
+    assert seen.refused_per_s == pytest.approx(1.0)
+    assert seen.output_tokens == pytest.approx(250 / 5)
+    assert (seen.waiting, seen.age_s) == (2, 1.0)
+    assert sorted(load.running for load in seen.loads) == [1, 3]
+
+
+def test_a_replica_that_comes_is_no_burst():
+    """Its sums begin at what they are, and one that goes takes nothing with it."""
+    collector = Collector()
+    collector.sample({"a": report(0, arrived=1000)}, 1, 1, 0)
+    collector.sample({"a": report(1, arrived=1010)}, 1, 1, 1)
+    both = {"a": report(2, arrived=1020), "b": report(2, arrived=500)}
+    assert collector.sample(both, 2, 2, 2).arrivals_per_s == pytest.approx(10)
+    assert collector.sample({"b": report(3, arrived=504)}, 1, 1, 3).arrivals_per_s == 4
+
+
+def test_a_late_report_counts_with_what_was_before():
+    """Guards a fleet that seems idle because one tick had nothing new."""
+    collector = Collector()
+    for at_s, arrived in ((0, 0), (1, 5)):
+        collector.sample({"a": report(at_s, arrived=arrived)}, 1, 1, at_s)
+    seen = collector.sample({"a": report(1, arrived=5)}, 1, 1, 4.0)
+    assert (seen.arrivals_per_s, seen.age_s) == (5, 3)
+
+
+def test_a_replica_that_started_anew_counts_from_zero():
+    """Sums that fall are another process's; no rate is negative."""
+    collector = Collector()
+    collector.sample({"a": report(0, arrived=100)}, 1, 1, 0)
+    assert collector.sample({"a": report(1, arrived=3)}, 1, 1, 1).arrivals_per_s == 0
+
+
+def test_starts_are_timed():
+    """From the order to the first sight of the replica; those still on their way have an age."""
+    collector = Collector()
+    collector.sample({}, 1, 1, 0)
+    assert collector.sample({}, 1, 3, 10).starting_ages_s == (0, 0)
+    half = collector.sample({}, 2, 3, 17)
+    assert (half.starting_ages_s, half.cold_start_s) == ((7,), 7)
+    assert collector.sample({}, 2, 2, 20).starting_ages_s == ()
+    again = collector.sample({}, 2, 4, 30)
+    assert (again.starting_ages_s, again.cold_start_s) == ((0, 0), 7)
+
+
+def test_shares_and_curves():
+    """By class, and by threshold."""
+    collector = Collector()
+    names = ("class:fast", "class:pinned", "tokens_at:1", "tokens_at:0.3", "verified_forwards")
+    collector.sample({"a": report(0, **dict.fromkeys(names, 0.0))}, 1, 1, 0)
+    sums = dict(zip(names, (3.0, 1.0, 20.0, 30.0, 10.0), strict=True))
+    sums |= {"arrived": 4.0, "checked": 40.0, "disagreed": 4.0}
+    seen = collector.sample({"a": report(1, **sums)}, 1, 1, 1)
+    assert seen.class_shares == {"fast": 0.75, "pinned": 0.25}
+    assert seen.tokens_per_forward == {1.0: 2.0, 0.3: 3.0}
+    assert seen.disagreement == 0.1
+
+
+def test_step_costs_are_medians_over_replicas():
+    """A replica that was measured on a busy machine does not decide."""
+    costs = [{"step_cost:1": s, "step_cost:8": 2 * s} for s in (0.010, 0.011, 0.5)]
+    reports = {str(i): report(0, **cost) for i, cost in enumerate(costs)}
+    assert step_costs(reports) == ((1, 0.011), (8, 0.022))
+    assert step_costs({"a": report(0)}) == ()
+
+
+REPORTS = st.dictionaries(
+    st.sampled_from("abc"),
+    st.builds(report, st.floats(0, 1e6), arrived=st.floats(0, 1e9), waiting=st.floats(0, 1e6)),
+)
+
+
+@given(st.lists(st.tuples(REPORTS, st.integers(0, 5), st.integers(0, 5), st.floats(0, 1e6))))
+def test_nothing_impossible_comes_out(looks):
+    """Whatever the order of reports and clocks."""
+    collector = Collector()
+    for reports, running, target, now in looks:
+        seen = collector.sample(reports, running, target, now)
+        assert seen.arrivals_per_s is None or seen.arrivals_per_s >= 0
+        assert len(seen.starting_ages_s) == max(0, target - running)
+        assert len(seen.loads) == len(reports)
