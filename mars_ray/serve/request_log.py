@@ -85,7 +85,7 @@ def logged(app: ASGIApp) -> ASGIApp:
     """The app, with a line in the log for every request."""
 
     async def with_log(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _NOT_LOGGED:
+        if scope["type"] != "http":
             await app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id")
@@ -100,7 +100,8 @@ def logged(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, look)
         finally:
-            logger.info(entry.line())
+            if entry.path not in _NOT_LOGGED:
+                logger.info(entry.line())
 
     return with_log
 
