@@ -31,8 +31,8 @@ _REFS = "#/components/schemas/"
 _ERRORS = {
     400: "A field is wrong or not supported; `param` names it.",
     401: "No valid API key.",
-    404: "There is no such model.",
-    408: "The body did not arrive in time.",
+    404: "There is no such model, or no such thing in this service.",
+    408: "The body did not arrive in time, or the answer was not written within `timeout_s`.",
     413: "The body is too large.",
     429: "Too much is being answered; try again after `Retry-After`.",
     500: "A fault of the server; its log has the request's id, which the message names.",
@@ -46,19 +46,21 @@ _READ_ERRORS = (400, 401, 408, 413)
 class _Route:
     path: str
     summary: str
-    reply: type[BaseModel] | None = None  # None: a page
+    reply: type[BaseModel] | None = None  # None: a text
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
     is_open: bool = False  # to those without a key
+    media: str = "application/json"
 
 
 _ANSWER_ERRORS = (*_READ_ERRORS, 404, 429, 500, 503)
 _ROUTES = (
-    _Route("/", "A page to talk to the model.", is_open=True),
+    _Route("/", "A page to talk to the model.", is_open=True, media="text/html"),
     _Route("/healthz", "Whether the service lives.", StatusReply, is_open=True),
     _Route("/readyz", "Whether a request would be answered now.", StatusReply, is_open=True),
     _Route("/version", "The version of the service.", VersionReply, errors=(401,)),
+    _Route("/metrics", "For Prometheus.", errors=(401, 404), media="text/plain"),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401,)),
     _Route("/v1/mars/status", "What the models do now.", ModelsNowReply, errors=(401,)),
     _Route(
@@ -139,8 +141,8 @@ def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
 
 
 def _responses(route: _Route) -> dict[str, Any]:
-    page = {"text/html": {"schema": {"type": "string"}}}
-    content = page if route.reply is None else _json(route.reply)
+    text = {route.media: {"schema": {"type": "string"}}}
+    content = text if route.reply is None else _json(route.reply)
     if route.chunk is not None:
         content = content | {"text/event-stream": {"schema": _event(route.chunk)}}
     responses = {"200": {"description": route.summary, "content": content}}
