@@ -37,7 +37,7 @@ class ServedModel(Config):
         default=None, description="in requests; default: the last part of the checkpoint's name"
     )
     replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto", description="auto: as `scaling` says"
+        default=1, description="auto: as `scaling` says"
     )
     scaling: ScalingConfig = Field(
         default=ScalingConfig(), description="of replicas and threshold (docs/autoscaling.md)"

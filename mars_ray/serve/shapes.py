@@ -267,7 +267,7 @@ class DetokenizeReply(Said):
 class StatusReply(Said):
     """Whether the service lives, or would answer now."""
 
-    status: Literal["ok", "ready", "not ready"]
+    status: Literal["ok", "ready", "not ready", "draining"]
 
 
 class VersionReply(Said):

@@ -10,6 +10,16 @@ from schemathesis.engine import Status, from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
 from serve.fitting import fit
 
+# Routes without a body have a few kinds of requests only.
+PLAIN = (
+    "/",
+    "/healthz",
+    "/readyz",
+    "/version",
+    "/metrics",
+    "/v1/models",
+    "/v1/mars/status",
+)
 # How the generated requests are spread.
 SHARES = {
     "/v1/chat/completions": 0.4,

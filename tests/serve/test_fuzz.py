@@ -4,7 +4,7 @@ import os
 
 import pytest
 from serve.asking import wait_until_free
-from serve.fuzzing import SHARES, Fuzzed, fuzz
+from serve.fuzzing import PLAIN, SHARES, Fuzzed, fuzz
 from serve.real_port import served
 
 from mars_ray.config.serve import Limits
@@ -26,7 +26,7 @@ def test_no_request_breaks_the_service(job):
     text_engine.start()
     fuzzed = Fuzzed()
     with served(build_api(job, {"tiny": text_engine})) as url:
-        for path in ("/", "/healthz", "/readyz", "/version", "/v1/models", "/v1/mars/status"):
+        for path in PLAIN:
             fuzz(url, path, 1, 0, fuzzed)
         for path, share in SHARES.items():
             fuzz(url, path, round(REQUESTS * share), 0, fuzzed)
