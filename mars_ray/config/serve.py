@@ -85,10 +85,16 @@ class ServedModel(Config):
     def _settings_have_an_effect(self) -> Self:
         if self.scaling.quality_classes:
             raise ValueError("a service's classes are its `qualities`: leave quality_classes out")
+        # A resolved job has all fields, and must be good to be read again.
+        changed = {
+            name
+            for name in ("scaling", "service_model", "threshold_setpoint")
+            if getattr(self, name) != ServedModel.model_fields[name].default
+        }
         for name in ("scaling", "service_model"):
-            if self.replicas != "auto" and name in self.model_fields_set:
+            if self.replicas != "auto" and name in changed:
                 raise ValueError(f"`{name}` has no effect with a fixed number of replicas")
-        if self.replicas == "auto" and "threshold_setpoint" in self.model_fields_set:
+        if self.replicas == "auto" and "threshold_setpoint" in changed:
             raise ValueError("with replicas='auto', set scaling.threshold.set_point instead")
         return self
 

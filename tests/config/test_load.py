@@ -43,7 +43,8 @@ def test_every_job_file_is_a_complete_run():
     """Guards a renamed field that a shipped job still uses."""
     assert len(JOBS) >= 6
     for path in JOBS:
-        load_job(path)
+        job = load_job(path)
+        assert type(job).model_validate_json(job.model_dump_json()) == job
 
 
 def test_overrides_are_toml_or_strings():
