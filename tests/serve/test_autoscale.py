@@ -19,6 +19,7 @@ from mars_ray.scaling import collect
 from mars_ray.scaling.service_model import Level, ServiceModel, Shape
 from mars_ray.serve.autoscale import Autoscaler
 from mars_ray.serve.build import APP_NAME, start
+from mars_ray.serve.control import end_control
 
 DEPLOYMENT = DeploymentID("Replica-tiny", "mars-ray")
 # Lower thresholds pay: more tokens for the rows.
@@ -123,16 +124,17 @@ def service(ray_cluster, checkpoint, tmp_path) -> Iterator[openai.OpenAI]:
         limits=Limits(new_tokens=400, waiting_requests=500),
     )
     url = start(job)
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=50) as client:
         yield client
     serve.shutdown()
+    end_control("tiny")
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
-    """And both come back: the threshold rises again, the replica leaves; no request is lost, and
-    none that pinned its threshold is answered below it."""
+    """And both come back: the threshold rises again, the replica leaves. Every request is answered,
+    some after a refusal that says when to try again, and none below the threshold it has pinned."""
 
     def ask(number: int) -> tuple[bool, float]:
         pinned = number % 5 == 0

@@ -27,9 +27,9 @@ def test_everybody_learns_every_set_point(ray_cluster):
         return time.monotonic() - begin
 
     async def scenario() -> None:
-        following = asyncio.create_task(follow("tiny", 0.9, apply))
+        following = asyncio.create_task(follow("nobody", 0.9, apply))
         await until(0.9)
-        control = control_of("tiny", 0.9)
+        control = control_of("nobody", 0.9)
         await control.publish.remote(0.5, 0.25)
         await until(0.5)
         assert seen[-1].shed == 0.25
@@ -40,10 +40,10 @@ def test_everybody_learns_every_set_point(ray_cluster):
         # It comes back with the job's own set-point.
         ray.kill(control, no_restart=False)
         await until(0.9)
-        await control_of("tiny", 0.9).publish.remote(0.4, 0.0)
+        await control_of("nobody", 0.9).publish.remote(0.4, 0.0)
         await until(0.4)
         following.cancel()
 
     asyncio.run(scenario())
-    end_control("tiny")
-    end_control("tiny")
+    end_control("nobody")
+    end_control("nobody")
