@@ -4,11 +4,15 @@ import logging
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
+from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.util import list_named_actors
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.build import APP_NAME
@@ -29,6 +33,7 @@ def wait_until_stopped(job: ServeJob) -> None:
     A second signal ends the draining at once. Only for the main thread, which gets the signals.
     """
     stop, at_once = threading.Event(), threading.Event()
+    is_drained = False
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         (at_once if stop.is_set() else stop).set()
@@ -37,17 +42,22 @@ def wait_until_stopped(job: ServeJob) -> None:
     before = [signal.signal(number, on_signal) for number in signals]
     try:
         stop.wait()
-        drain(job.drain_s, at_once)
+        is_drained = drain(job.drain_s, at_once)
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+        if not is_drained:
+            _cut()
         serve.shutdown()
         for name in job.each():
             end_control(name)
 
 
-def drain(limit_s: float, at_once: threading.Event) -> None:
-    """Refuse new requests and wait for the accepted ones: so long, or until told otherwise."""
+def drain(limit_s: float, at_once: threading.Event) -> bool:
+    """Refuse new requests and wait for the accepted ones: so long, or until told otherwise.
+
+    Says whether all of them are finished.
+    """
     deadline = time.monotonic() + limit_s
     try:
         ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
@@ -56,9 +66,21 @@ def drain(limit_s: float, at_once: threading.Event) -> None:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or at_once.is_set():
                 logger.warning("%d accepted requests were not finished", open_requests)
-                return
+                return False
             at_once.wait(_POLL_S)
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("the ingress cannot be asked what it has accepted: %s", error)
-        return
+        return False
     at_once.wait(_FLUSH_S)
+    return True
+
+
+def _cut() -> None:
+    """End the replicas with what they do; Serve alone would give it its time once more."""
+    # Ray's annotation is that of the other argument.
+    actors: Any = list_named_actors(all_namespaces=True)
+    for actor in actors:
+        if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+            # It may have ended meanwhile.
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(**actor))

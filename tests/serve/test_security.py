@@ -40,13 +40,9 @@ def test_no_route_is_forgotten_where_keys_are_asked_for(keys_file):
     """Of all that there are, metrics and the description among them: only three are open."""
     api = build_api(ServeJob(checkpoint="m", keys_file=keys_file), {"m": Saying()})
     client = TestClient(api)
-    answered = {path for method, path in routes(api) if client.request(method, path).is_success}
-    refused = {
-        path for method, path in routes(api) if client.request(method, path).status_code == 401
-    }
-    assert answered | refused == {path for _, path in routes(api)}
-    assert refused.isdisjoint(OPEN)
-    assert answered <= OPEN
+    status = {path: client.request(method, path).status_code for method, path in routes(api)}
+    assert {path for path, code in status.items() if code != 401} == OPEN
+    assert len(status) > 8
 
 
 @pytest.mark.parametrize("secret", [*SECRETS, "none of them"])
