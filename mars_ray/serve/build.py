@@ -38,7 +38,7 @@ _ROUTERS = {
     "power_of_two": {},
 }
 # Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
-# and without the hand-overs a streamed message takes 40% less CPU (docs/log.md).
+# and a streamed message is handed over less often (docs/log.md).
 _ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
