@@ -71,8 +71,6 @@ def _replicas(job: ServeJob) -> serve.Application:
         name=job.deployment,
         max_replicas_per_node=per_node,
         **_how_many(job),
-        # The ingress logs every request already.
-        logging_config={"enable_access_log": False},
         max_ongoing_requests=_places(job),
         request_router_config=_ROUTERS[job.router],
         **_life(job),
@@ -116,8 +114,10 @@ def _actor_options(job: ServeJob) -> dict[str, Any]:
 
 
 def _life(job: ServeJob) -> dict[str, Any]:
-    """How Serve ends and replaces the processes of a deployment."""
+    """How Serve treats the processes of a deployment."""
     return {
+        # The ingress has a log of its own (serve/request_log.py).
+        "logging_config": {"enable_access_log": False},
         "graceful_shutdown_timeout_s": job.drain_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,
         "health_check_period_s": _HEALTH_CHECK_S,

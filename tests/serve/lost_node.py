@@ -20,7 +20,6 @@ os.environ |= {
 
 import httpx
 import ray
-from ray import serve
 from ray.cluster_utils import Cluster
 
 from mars_ray.config.decode import EngineConfig, ExactMode
@@ -56,7 +55,7 @@ def run(checkpoint: str, port: int) -> dict[str, Any]:
     )
     url = start(job)
     replies = asyncio.run(ask_while(url, lambda: cluster.remove_node(node, allow_graceful=False)))
-    serve.shutdown()
+    # Without an orderly end of Serve, which would wait for the replica that finds no node any more.
     ray.shutdown()
     cluster.shutdown()
     return {
