@@ -158,7 +158,7 @@ def thresholds(url: str) -> set[float]:
     seen = set()
     for _ in range(6):
         body = ASKED | {"max_tokens": 12, "mode": "verified", "quality": "fast"}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body)
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         seen.add(reply.raise_for_status().json()["usage"]["mars"]["threshold"])
     return seen
 
