@@ -192,4 +192,5 @@ def test_a_second_signal_does_not_wait(checkpoint, job, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(20) == 0
         assert time.monotonic() - begin < 30
-        assert lost.exception(10) is not None
+        # Cut, or told so by Serve's proxy; in no case answered.
+        assert lost.exception(10) is not None or lost.result()[0] >= 500
