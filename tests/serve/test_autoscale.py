@@ -15,11 +15,12 @@ from ray.serve.config import AutoscalingContext
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.errors import ConfigError
 from mars_ray.scaling import collect
 from mars_ray.scaling.service_model import Level, ServiceModel, Shape
 from mars_ray.serve.autoscale import Autoscaler
 from mars_ray.serve.build import APP_NAME, start
-from mars_ray.serve.control import end_control
+from mars_ray.serve.control import end_control, publish
 
 DEPLOYMENT = DeploymentID("Replica-tiny", "mars-ray")
 # Lower thresholds pay: more tokens for the rows.
@@ -159,6 +160,8 @@ def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
         return ray.get(control().wait.remote(None)).threshold
 
     assert (replicas(), in_force()) == (1, 1.0)
+    with pytest.raises(ConfigError, match="policy's to choose"):
+        publish("tiny", 0.5)
     lowest, most, answers = 1.0, 1, []
     with ThreadPoolExecutor(100) as pool:
         asked = [pool.submit(ask, number) for number in range(300)]
