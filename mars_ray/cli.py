@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from mars_ray import __version__
+from mars_ray.cluster.cli import cluster
+from mars_ray.cluster.environment import NODE_ENVIRONMENT
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Side-by-side measurements.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="A file of jobs/.")]
 Overrides = Annotated[
@@ -259,10 +262,8 @@ class _Cluster:
         self._otherwise = otherwise
 
     def __enter__(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Read by Serve's proxies when they start (serve/slow_readers.py).
-        callback = "mars_ray.serve.slow_readers.middlewares"
-        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", callback)
+        for name, value in NODE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         import ray
 
         address = os.environ.get("RAY_ADDRESS", self._otherwise)

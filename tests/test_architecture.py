@@ -11,6 +11,7 @@ LEVELS = {
     "errors": 0,
     "provenance": 0,
     "config": 0,
+    "cluster": 1,
     "core": 1,
     "data": 2,
     "model": 2,
@@ -25,6 +26,7 @@ LEVELS = {
 }
 ONLY_IN = {
     "ray": {
+        "cluster/local.py",
         "train/on_ray.py",
         "serve/autoscale.py",
         "serve/build.py",
