@@ -20,6 +20,7 @@ from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.export import ExportJob
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import SimulateJob
@@ -179,6 +180,18 @@ def simulate(
         write_report(result, output)
     print_comparison(result, _console())
     _print_result(summary(result))
+
+
+@app.command()
+def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Copy a checkpoint with its card to a directory or an object store."""
+    job = _job(ExportJob, job_file, overrides, dry_run)
+    from mars_ray.model.export import export_model
+    from mars_ray.model.object_store import shown
+    from mars_ray.model.source import Source
+
+    written = export_model(Source(job.checkpoint, job.revision), job.destination, job.model_cache)
+    _print_result({"destination": shown(job.destination)} | asdict(written))
 
 
 @bench.command("train-step")

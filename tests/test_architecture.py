@@ -26,7 +26,6 @@ LEVELS = {
 }
 ONLY_IN = {
     "ray": {
-        "cluster/local.py",
         "train/on_ray.py",
         "serve/autoscale.py",
         "serve/build.py",

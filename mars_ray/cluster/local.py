@@ -1,7 +1,8 @@
 """A Ray cluster of several nodes on this machine, which stays until it is told to end.
 
-Each node is a `ray start --block` with processes of its own, bound to loopback and asking for a
-token. What was started is kept in a file, and only that is ended.
+Each node is a `ray start --block` with processes of its own. The dashboard listens on loopback, the
+nodes for each other on the machine's address, and all of them ask for a token. What was started is
+kept in a file, and only that is ended.
 
     <directory>/cluster.json     what runs
     <directory>/node-<k>.log     what `ray start` of a node says
@@ -17,10 +18,6 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from ray.exceptions import RayError
-from ray.util.state import list_nodes
 
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
 from mars_ray.cluster.process import Process, end, start
@@ -76,7 +73,7 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
     for port in (plan.port, plan.dashboard_port):
         _check_port(port)
     directory.mkdir(parents=True, exist_ok=True)
-    _make_token()
+    token = _token()
     agent_port = _free_port()
     cluster = LocalCluster(
         f"{_LOOPBACK}:{plan.port}", f"http://{_LOOPBACK}:{plan.dashboard_port}", ()
@@ -84,9 +81,10 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
     try:
         cluster = _with_node(cluster, _head(plan, agent_port), directory)
         _wait(cluster, directory, lambda: _answers(f"{cluster.dashboard}/api/gcs_healthz"))
-        for _ in range(plan.nodes - 1):
+        # One after the other: together they would start a dozen processes on few cores at once.
+        for number in range(2, plan.nodes + 1):
             cluster = _with_node(cluster, _worker(plan, cluster.address), directory)
-        _wait(cluster, directory, lambda: _registered(cluster.dashboard) == plan.nodes)
+            _wait(cluster, directory, lambda n=number: _registered(cluster.dashboard, token) == n)
         # Jobs are started by the head's agent, which comes up last.
         agent = f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz"
         _wait(cluster, directory, lambda: _answers(agent))
@@ -154,7 +152,6 @@ def _worker(plan: Plan, address: str) -> list[str]:
 
 def _size(plan: Plan) -> list[str]:
     return [
-        f"--node-ip-address={_LOOPBACK}",
         f"--num-cpus={plan.cpus_per_node}",
         f"--object-store-memory={plan.object_store_bytes}",
         # Any port: nodes of one machine would quarrel about a range.
@@ -164,15 +161,16 @@ def _size(plan: Plan) -> list[str]:
     ]
 
 
-def _make_token() -> None:
+def _token() -> str:
     """Ray's commands and clients of this user find it where Ray keeps it."""
-    subprocess.run(
+    made = subprocess.run(
         [*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True, text=True
     )
     kept = Path.home() / ".ray" / "auth_token"
     if kept.exists():
         # Ray leaves it readable for everybody.
         kept.chmod(0o600)
+    return made.stdout.strip()
 
 
 def _wait(cluster: LocalCluster, directory: Path, is_so: Callable[[], bool]) -> None:
@@ -201,14 +199,17 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _registered(dashboard: str) -> int:
-    """Nodes that the cluster itself counts."""
+def _registered(dashboard: str, token: str) -> int:
+    """Nodes that the cluster itself counts as alive."""
+    request = urllib.request.Request(
+        f"{dashboard}/nodes?view=summary", headers={"Authorization": f"Bearer {token}"}
+    )
     try:
-        # Ray's annotation is of one of its overloads.
-        nodes: Any = list_nodes(address=dashboard, filters=[("state", "=", "ALIVE")])
-        return len(nodes)
-    except (RayError, OSError):
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
+            nodes = json.load(reply)["data"]["summary"]
+    except OSError:
         return 0
+    return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
 
 
 def _check_port(port: int) -> None:
