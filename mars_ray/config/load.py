@@ -12,12 +12,13 @@ from pydantic import BaseModel, ValidationError
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.export import ExportJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import ConfigError
 
-Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob | SimulateJob
+Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob | SimulateJob | ExportJob
 _KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
@@ -25,6 +26,7 @@ _KINDS: dict[str, type[Job]] = {
     "demo": DemoJob,
     "bench-decode": BenchDecodeJob,
     "simulate": SimulateJob,
+    "export": ExportJob,
 }
 
 
