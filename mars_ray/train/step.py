@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mars_ray.core.acceptance import acceptance_weights
 from mars_ray.core.layout import NO_TARGET, Layout
 from mars_ray.core.loss import cross_entropy_rows, loss_counts
 from mars_ray.core.mask import attention_mask
@@ -22,9 +23,10 @@ _LOGITS_BYTES = 1 << 28
 class TrainStep(nn.Module):
     """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, acceptance_weight: float = 0.0) -> None:
         super().__init__()
         self.model = model
+        self._acceptance_weight = acceptance_weight
         self.chunk_rows: int = max(64, _LOGITS_BYTES // (4 * model.config.vocab_size))
 
     def forward(
@@ -48,10 +50,26 @@ class TrainStep(nn.Module):
             return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
                 wanted_BR, predicted_N
             )
+        coefficient_N = coefficient_BR[wanted_BR]
+        if self._acceptance_weight:
+            coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
         head = output_head(self.model)
         ce_N = cross_entropy_rows(head, hidden_NH, target_N, self.chunk_rows)
-        loss = (coefficient_BR[wanted_BR] * ce_N).sum()
+        loss = (coefficient_N * ce_N).sum()
         return loss, _stream_sums(layout, wanted_BR, ce_N.detach())
+
+    @torch.no_grad()
+    def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
+        factor_N = torch.ones_like(target_N, dtype=torch.float32)
+        noisy_N = depth_N > 0
+        if noisy_N.any():
+            ce_M, _ = self._predict(hidden_NH[noisy_N], target_N[noisy_N])
+            weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
+            factor_N[noisy_N] = torch.lerp(
+                torch.ones_like(weight_M), weight_M, self._acceptance_weight
+            )
+        return factor_N
 
     def _predict(self, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and argmax of each row, a chunk at a time."""

@@ -71,7 +71,7 @@ def _assemble(
     loader = _loader(plan, ranks)
     if restored:
         loader.restore(restored.loader)
-    engine = make_engine(plan, TrainStep(model), ranks)
+    engine = make_engine(plan, TrainStep(model, objective.acceptance_weight), ranks)
 
     def write_model(directory: Path) -> None:
         weights = engine.weights()
