@@ -85,8 +85,7 @@ def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
         table.add_column(name)
     for name in ("steps", "expected T/F", "clean", "exact", "T/F (threshold)"):
         table.add_column(name, justify="right")
-    for key in job.space:
-        table.add_column(key.rpartition(".")[2], overflow="fold")
+    table.add_column("settings", overflow="fold", ratio=1)
     for row in rows:
         table.add_row(*_cells(row), style="bold" if row.best else None)
     console.print(table)
@@ -157,8 +156,12 @@ def _cells(row: Row) -> list[str]:
         _number(row.clean_ce, ".4f"),
         _number(row.exact_accuracy, ".1%"),
         speed,
-        *(_short(value) for value in row.values.values()),
+        ", ".join(f"{_name(key)} {_short(value)}" for key, value in row.values.items()),
     ]
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2].replace("_", " ")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -12,6 +12,7 @@ output_dir/
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -58,6 +59,8 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     # Tokenised once, before the first trial asks.
     stage_plan(job.train, job.stage_name, plan.start_model)
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
+    # It misses the result files that it has been told not to write.
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
     ledger = Ledger(Path(job.output_dir) / LEDGER_FILE)
     _tuner(plan, _Watch(job, ledger.path, console), console).fit()
     ledger = Ledger(ledger.path)
