@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mars_ray.core.acceptance import acceptance_weights
 from mars_ray.core.layout import NO_TARGET, Layout
 from mars_ray.core.loss import WeightedCrossEntropy, loss_counts
 from mars_ray.core.mask import attention_mask
@@ -33,11 +34,12 @@ COUNTS = ("clean", "noisy", "tokens", "filled", "rows", "targets", "pairs")
 class TrainStep(nn.Module):
     """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, acceptance_weight: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self.model.set_output_embeddings(_LossHead(output_head(model)))
         self.chunk_rows = chunk_rows(model.config.vocab_size)
+        self._acceptance_weight = acceptance_weight
 
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
@@ -60,9 +62,25 @@ class TrainStep(nn.Module):
             return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
                 wanted_BR, predicted_N
             )
+        coefficient_N = coefficient_BR[wanted_BR]
+        if self._acceptance_weight:
+            coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
         head = output_head(self.model)
-        loss, ce_N = head(hidden_NH, target_N, coefficient_BR[wanted_BR], self.chunk_rows)
+        loss, ce_N = head(hidden_NH, target_N, coefficient_N, self.chunk_rows)
         return loss, _stream_sums(layout, wanted_BR, ce_N)
+
+    @torch.no_grad()
+    def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
+        factor_N = torch.ones_like(target_N, dtype=torch.float32)
+        noisy_N = depth_N > 0
+        if noisy_N.any():
+            ce_M, _ = self._predict(hidden_NH[noisy_N], target_N[noisy_N])
+            weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
+            factor_N[noisy_N] = torch.lerp(
+                torch.ones_like(weight_M), weight_M, self._acceptance_weight
+            )
+        return factor_N
 
     def _predict(self, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and argmax of each row, a chunk at a time."""

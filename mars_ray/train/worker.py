@@ -132,7 +132,7 @@ def _assemble(
     if restored:
         loader.restore(restored.loader)
     flops, own_time = ModelFlops.of(model), OwnTime(ranks)
-    engine = make_engine(plan, TrainStep(model), ranks, own_time)
+    engine = make_engine(plan, TrainStep(model, objective.acceptance_weight), ranks, own_time)
 
     def write_model(directory: Path) -> None:
         weights = engine.weights()
