@@ -255,6 +255,36 @@ def simulation(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def live(result: dict[str, Any]) -> list[str]:
+    """A live autoscaled run beside the simulation of the same requests."""
+    rows = (
+        ("requests", "requests", "{:,.0f}"),
+        ("in time", "attainment", "{:.1%}"),
+        ("first token, P50", "ttft_p50_s", "{:.2f} s"),
+        ("first token, P90", "ttft_p90_s", "{:.2f} s"),
+        ("replica-seconds", "replica_s", "{:,.0f}"),
+        ("replicas at most", "peak_replicas", "{:.0f}"),
+        ("below the set-point", "below_set_point_s", "{:.0f} s"),
+    )
+    lines = ["| | live | simulated | ratio |", "|---|---|---|---|"]
+    for name, key, form in rows:
+        one, other = result["live"][key], result["simulated"][key]
+        ratio = f"{other / one:.2f}" if one else "-"
+        lines.append(f"| {name} | {form.format(one)} | {form.format(other)} | {ratio} |")
+    told = result["live"]
+    lowered = (
+        f"{told['lowered']} answers had a lower threshold, {told['pinned_below_floor']} of those "
+        f"that pin one; {told['cut']} streams broke off and were asked for again, "
+        f"{told['refused']} were refused at first, none was lost."
+    )
+    return [
+        *lines,
+        "",
+        f"{lowered} Steps took {result['slowness']:.2f} times what the service model says, "
+        f"a replica {result['cold_start_s']:.0f} s to start. {_machine(result['provenance'])}.",
+    ]
+
+
 def simulator_speed(result: dict[str, Any]) -> list[str]:
     """Simulated requests per processor second."""
     lines = [
@@ -288,6 +318,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "simulate_fast": simulation,
     "simulate_usual": simulation,
     "simulate_kills": simulation,
+    "live": live,
+    "live_kill": live,
     "simulator_speed": simulator_speed,
     "steps_0_5b": steps,
     "capacity": capacity,
