@@ -74,24 +74,15 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
         _check_port(port)
     directory.mkdir(parents=True, exist_ok=True)
     token = _token()
-    agent_port = _free_port()
     cluster = LocalCluster(
         f"{_LOOPBACK}:{plan.port}", f"http://{_LOOPBACK}:{plan.dashboard_port}", ()
     )
     try:
-        cluster = _with_node(cluster, _head(plan, agent_port), directory)
-        _wait(cluster, directory, lambda: _answers(f"{cluster.dashboard}/api/gcs_healthz"))
-        # One after the other: together they would start a dozen processes on few cores at once.
-        for number in range(2, plan.nodes + 1):
-            cluster = _with_node(cluster, _worker(plan, cluster.address), directory)
-            _wait(cluster, directory, lambda n=number: _registered(cluster.dashboard, token) == n)
-        # Jobs are started by the head's agent, which comes up last.
-        agent = f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz"
-        _wait(cluster, directory, lambda: _answers(agent))
+        return _grown(cluster, plan, token, directory)
     except BaseException:
-        down(directory)
+        if find(directory) is not None:
+            down(directory)
         raise
-    return cluster
 
 
 def down(directory: Path) -> LocalCluster:
@@ -117,6 +108,23 @@ def find(directory: Path) -> LocalCluster | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ClusterError(f"{path} is damaged ({error}); remove it") from error
+
+
+def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> LocalCluster:
+    """With all nodes, which come one after the other: together they would start dozens of processes
+    on few cores, and Ray gives a node half a minute."""
+    agent_port = _free_port()
+    dashboard = cluster.dashboard
+    cluster = _with_node(cluster, _head(plan, agent_port), directory)
+    _wait(cluster, directory, lambda: _answers(f"{dashboard}/api/gcs_healthz"))
+    while len(cluster.nodes) < plan.nodes:
+        cluster = _with_node(cluster, _worker(plan, cluster.address), directory)
+        wanted = len(cluster.nodes)
+        _wait(cluster, directory, lambda wanted=wanted: _registered(dashboard, token) == wanted)
+    # Jobs are started by the head's agent, which comes up last.
+    agent = f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz"
+    _wait(cluster, directory, lambda: _answers(agent))
+    return cluster
 
 
 def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> LocalCluster:

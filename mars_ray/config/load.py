@@ -14,6 +14,7 @@ from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.shipped import found
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import ConfigError
@@ -32,6 +33,8 @@ _KINDS: dict[str, type[Job]] = {
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file and apply overrides such as `stages.mars.steps=100`, in order.
+
+    A `jobs/NAME.toml` that is not there is the one that comes with the package.
 
     An override's value is TOML (`4`, `true`, `[1, 2]`, `{type = "exact"}`); what does not parse as
     TOML is taken as a string. Raises ConfigError.
@@ -55,7 +58,7 @@ def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The file's table. Raises ConfigError when it is missing or no TOML."""
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        return tomllib.loads(found(path).read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file") from None
     except OSError as error:
