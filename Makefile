@@ -69,8 +69,7 @@ generate: setup                ## what scripts write: dashboard, manifests
 	$(BIN)/python tools/job_manifests.py
 
 docs: setup                    ## the site, in build/site
-	$(BIN)/python tools/config_reference.py
-	$(BIN)/mkdocs build --strict
+	PYTHONPATH=tools $(BIN)/mkdocs build --strict
 
 wheel: setup                   ## in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

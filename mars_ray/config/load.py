@@ -20,7 +20,7 @@ from mars_ray.config.train import TrainJob
 from mars_ray.errors import ConfigError
 
 Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob | SimulateJob | ExportJob
-_KINDS: dict[str, type[Job]] = {
+JOB_KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
     "serve": ServeJob,
@@ -47,12 +47,12 @@ def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = 
     for override in overrides:
         _apply(table, override)
     kind = table.get("kind")
-    if kind not in _KINDS:
-        raise ConfigError(f"{source}: kind must be one of {', '.join(_KINDS)}, not {kind!r}")
+    if kind not in JOB_KINDS:
+        raise ConfigError(f"{source}: kind must be one of {', '.join(JOB_KINDS)}, not {kind!r}")
     try:
-        return _KINDS[kind].model_validate(table)
+        return JOB_KINDS[kind].model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, _KINDS[kind])) from None
+        raise ConfigError(_explain(error, source, JOB_KINDS[kind])) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
