@@ -21,10 +21,12 @@ from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
+from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
+from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError
 
 app = typer.Typer(
@@ -82,6 +84,19 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
 
 
 @app.command()
+def tune(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Search mask schedules: many trials of a training stage; run again to resume."""
+    job = _job(TuneJob, job_file, overrides, dry_run)
+    from mars_ray.tune.results import print_rows
+    from mars_ray.tune.sweep import run_sweep
+
+    with _Cluster(log_to_driver=False):
+        sweep = run_sweep(job, _console())
+    print_rows(job, sweep.rows, _console())
+    _print_result(sweep.summary)
+
+
+@app.command()
 def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Measure a checkpoint's frontier: quality against tokens per forward."""
     job = _job(EvaluateJob, job_file, overrides, dry_run)
@@ -91,6 +106,15 @@ def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
     evaluation = run_evaluation(job, _console())
     print_table(evaluation, _console())
     _print_result(summary(evaluation))
+
+
+@app.command()
+def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Write a model's own answers to training prompts; run again to resume."""
+    job = _job(GenerateJob, job_file, overrides, dry_run)
+    from mars_ray.generate import run_generation
+
+    _print_result(asdict(run_generation(job, _console())))
 
 
 @app.command()
@@ -275,8 +299,9 @@ class _Cluster:
     """The cluster that RAY_ADDRESS names. Otherwise "local": one for as long as it takes; "auto":
     the one that runs on this machine."""
 
-    def __init__(self, otherwise: str = "local") -> None:
+    def __init__(self, otherwise: str = "local", *, log_to_driver: bool = True) -> None:
         self._otherwise = otherwise
+        self._log_to_driver = log_to_driver
 
     def __enter__(self) -> None:
         for name, value in NODE_ENVIRONMENT.items():
@@ -284,7 +309,7 @@ class _Cluster:
         import ray
 
         address = os.environ.get("RAY_ADDRESS", self._otherwise)
-        ray.init(address=address, include_dashboard=None, log_to_driver=True)
+        ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
 
     def __exit__(self, *_: Any) -> None:
         import ray

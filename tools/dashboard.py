@@ -169,6 +169,34 @@ PANELS = (
         },
     ),
     Panel(
+        "Threshold in force",
+        "percentunit",
+        "For requests that tolerate any and pin none: 1 never deviates from the model.",
+        {"{{deployment}}": f"avg by (deployment) ({_chosen('ray_mars_threshold')})"},
+    ),
+    Panel(
+        "Degraded answers",
+        "percentunit",
+        "Share of the answers written at a threshold below the one at rest.",
+        {
+            "share": _ratio(
+                "ray_mars_degraded_requests_total",
+                "ray_mars_request_success_total",
+                "application",
+            )
+        },
+    ),
+    Panel(
+        "Accepted beyond the first, by place",
+        "short",
+        "Tokens per second that steps commit at each place of their drafts.",
+        {
+            "{{mode}}, {{position}}": _rate(
+                "ray_mars_spec_decode_num_accepted_tokens_per_pos_total", "mode, position"
+            )
+        },
+    ),
+    Panel(
         "Masks per forward",
         "short",
         "The window that pays at this load.",

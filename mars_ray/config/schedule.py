@@ -82,6 +82,12 @@ class MaskSchedule(Config):
         default=None,
         description="weight of depths 1, 2, ...; the last one holds for all deeper; default 1",
     )
+    acceptance_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="0: noisy rows count alike; 1: by what each adds to the expected T/F",
+    )
     # 2 kept the accuracy of the AR mode in 3 of 3 prototype runs, the paper's 1 in none.
     ar_weight: Annotated[float, Field(ge=0)] | LinearWeight = 2.0
 

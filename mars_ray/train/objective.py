@@ -41,6 +41,11 @@ class StageObjective:
         return ar_weight(self.config, progress)
 
     @property
+    def acceptance_weight(self) -> float:
+        """How much noisy rows are weighted by what they add to the expected T/F."""
+        return 0.0 if isinstance(self.config, ArObjective) else self.config.acceptance_weight
+
+    @property
     def depths(self) -> int:
         """How many tokens ahead the stage trains for; 0 for the AR objective."""
         return 0 if isinstance(self.config, ArObjective) else self.config.max_block_size

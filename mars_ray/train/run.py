@@ -24,6 +24,7 @@ from mars_ray.model.card import CARD_FILE
 from mars_ray.model.create import create_model
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.keeping import best_checkpoint
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity, stage_plan, with_absolute_paths
@@ -50,9 +51,7 @@ def run_training(job: TrainJob) -> TrainResult:
     job = with_absolute_paths(job)
     output_dir = Path(job.output_dir)
     _claim(output_dir, job)
-    model = output_dir / "initial"
-    if not (model / CARD_FILE).exists():
-        create_model(job.model, lambda: _texts(job), model, job.seed)
+    model = initial_model(job)
     result = TrainResult({}, {}, {}, {})
     for stage in job.stages:
         exported = output_dir / "models" / stage
@@ -67,6 +66,14 @@ def run_training(job: TrainJob) -> TrainResult:
     return result
 
 
+def initial_model(job: TrainJob) -> Path:
+    """The model directory that the first stage starts from, made if it is not there yet."""
+    model = Path(job.output_dir) / "initial"
+    if not (model / CARD_FILE).exists():
+        create_model(job.model, lambda: _texts(job), model, job.seed)
+    return model
+
+
 def _claim(output_dir: Path, job: TrainJob) -> None:
     """Make the directory this job's. Raises TrainingError if it is another's."""
     path = output_dir / "job.json"
@@ -79,7 +86,13 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(
+            f"output_dir {output_dir} cannot be used: {error}. Mend or mount its storage, or "
+            "choose another one"
+        ) from error
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(content, indent=1))
@@ -104,14 +117,18 @@ def _texts(job: TrainJob) -> Iterator[str]:
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
-    """The last checkpoint's model under its final name; appears whole, with its summary."""
+    """A checkpoint's model under its final name; appears whole, with its summary."""
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(outcome.checkpoint / MODEL, draft)
+    config = plan.job.checkpoint
+    wants_best = config.best is not None and config.best.export
+    source = best_checkpoint(plan.run_dir, config) if wants_best else outcome.checkpoint
+    shutil.copytree(source / MODEL, draft)
     summary = {
         "job": plan.job.name,
         "stage": plan.stage,
         "steps": outcome.step,
+        "checkpoint": source.name,
         "seconds": outcome.seconds,
         "metrics": outcome.metrics,
         "provenance": provenance(),

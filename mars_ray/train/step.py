@@ -6,12 +6,15 @@ would otherwise bound the batch.
 Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, H hidden size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mars_ray.core.acceptance import acceptance_weights
 from mars_ray.core.layout import NO_TARGET, Layout
-from mars_ray.core.loss import cross_entropy_rows, loss_counts
+from mars_ray.core.loss import WeightedCrossEntropy, loss_counts
 from mars_ray.core.mask import attention_mask
 from mars_ray.model.forward import hidden_states, output_head
 
@@ -19,13 +22,24 @@ from mars_ray.model.forward import hidden_states, output_head
 _LOGITS_BYTES = 1 << 28
 
 
+def chunk_rows(vocabulary: int) -> int:
+    """How many rows go through the head at once."""
+    return max(64, _LOGITS_BYTES // (4 * vocabulary))
+
+
+# The names of `step_counts`, in their order.
+COUNTS = ("clean", "noisy", "tokens", "filled", "rows", "targets", "pairs")
+
+
 class TrainStep(nn.Module):
     """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, acceptance_weight: float = 0.0) -> None:
         super().__init__()
         self.model = model
-        self.chunk_rows: int = max(64, _LOGITS_BYTES // (4 * model.config.vocab_size))
+        self.model.set_output_embeddings(_LossHead(output_head(model)))
+        self.chunk_rows = chunk_rows(model.config.vocab_size)
+        self._acceptance_weight = acceptance_weight
 
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
@@ -48,10 +62,25 @@ class TrainStep(nn.Module):
             return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
                 wanted_BR, predicted_N
             )
+        coefficient_N = coefficient_BR[wanted_BR]
+        if self._acceptance_weight:
+            coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
         head = output_head(self.model)
-        ce_N = cross_entropy_rows(head, hidden_NH, target_N, self.chunk_rows)
-        loss = (coefficient_BR[wanted_BR] * ce_N).sum()
-        return loss, _stream_sums(layout, wanted_BR, ce_N.detach())
+        loss, ce_N = head(hidden_NH, target_N, coefficient_N, self.chunk_rows)
+        return loss, _stream_sums(layout, wanted_BR, ce_N)
+
+    @torch.no_grad()
+    def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
+        factor_N = torch.ones_like(target_N, dtype=torch.float32)
+        noisy_N = depth_N > 0
+        if noisy_N.any():
+            ce_M, _ = self._predict(hidden_NH[noisy_N], target_N[noisy_N])
+            weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
+            factor_N[noisy_N] = torch.lerp(
+                torch.ones_like(weight_M), weight_M, self._acceptance_weight
+            )
+        return factor_N
 
     def _predict(self, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and argmax of each row, a chunk at a time."""
@@ -66,24 +95,45 @@ class TrainStep(nn.Module):
         return torch.cat(ce), torch.cat(predicted)
 
 
+class _LossHead(nn.Linear):
+    """The model's own output projection, which can go on to the loss.
+
+    A module, because ZeRO-3 brings a weight together only while the module that owns it is called.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        assert isinstance(head, nn.Linear), f"the output head is a {type(head).__name__}"
+        assert head.bias is None, "an output head with a bias"
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.weight = head.weight
+
+    def forward(self, input: Tensor, *loss_of: Any) -> Any:  # noqa: A002 - nn.Linear's name
+        """Logits (N, V); with (target, coefficient, chunk rows) loss and cross-entropies."""
+        if loss_of:
+            return WeightedCrossEntropy.apply(input, self.weight, *loss_of)
+        return super().forward(input)
+
+
 def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """A layout as the keyword arguments of `TrainStep`, on a device."""
     return {name: getattr(layout, name).to(device) for name in Layout.__slots__}
 
 
 def step_counts(layouts: list[Layout]) -> Tensor:
-    """What is counted before a step's forwards, float64 (5,); additive over ranks.
+    """What is counted before a step's forwards, float64 (7,); additive over ranks.
 
     Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
-    rows.
+    rows, rows with a target, and keys seen by rows that are no padding.
     """
-    total = torch.zeros(5, dtype=torch.float64)
+    total = torch.zeros(len(COUNTS), dtype=torch.float64)
     for layout in layouts:
         filled_BR = layout.document_BR >= 0
         total[:2] += loss_counts(layout)
         total[2] += (filled_BR & ~layout.is_noisy_BR).sum()
         total[3] += filled_BR.sum()
         total[4] += filled_BR.numel()
+        total[5] += (layout.target_BR != NO_TARGET).sum()
+        total[6] += ((layout.position_BR + 1) * filled_BR).sum()
     return total
 
 
