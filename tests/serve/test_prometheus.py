@@ -38,6 +38,7 @@ def service(checkpoint: Path, short_path: Path) -> Iterator[str]:
     """`mars-ray serve` of a tiny model with a small cache; its URL."""
     port = free_port()
     words = ["serve", str(checkpoint), f"port={port}", "cpus_per_replica=0.1", "drain_s=0"]
+    words += ["replicas=1", "model_name=tiny"]
     engine = {
         "max_batch": 4,
         "max_context": 160,
@@ -46,11 +47,7 @@ def service(checkpoint: Path, short_path: Path) -> Iterator[str]:
     }
     words += [f"engine.{key}={value}" for key, value in engine.items()]
     words += ["engine.device=cpu", "engine.dtype=float32", "engine.window_control=false"]
-    environment = os.environ | {
-        "RAY_TMPDIR": str(short_path),
-        "RAY_metrics_report_interval_ms": "500",
-    }
-    environment.pop("RAY_ADDRESS", None)
+    environment = environment_in(short_path)
     log = (short_path / "log").open("w")
     process = subprocess.Popen(
         [sys.executable, "-m", "mars_ray", *words], env=environment, stdout=log, stderr=log
@@ -58,11 +55,24 @@ def service(checkpoint: Path, short_path: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(lambda: answers(f"{url}/readyz"), 90)
+        # So that there are degraded answers to count.
+        command = [sys.executable, "-m", "mars_ray", "threshold", "0.1", "--model", "tiny"]
+        subprocess.run(command, env=environment, check=True, stdout=log, stderr=log)
         yield url
     finally:
         process.terminate()
         process.wait(60)
         log.close()
+
+
+def environment_in(directory: Path) -> dict[str, str]:
+    """Of processes whose Ray cluster lies in the directory, and whose metrics are fresh."""
+    environment = os.environ | {
+        "RAY_TMPDIR": str(directory),
+        "RAY_metrics_report_interval_ms": "500",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    return environment
 
 
 def page(checkpoint: Path) -> int:
@@ -134,15 +144,15 @@ def test_a_live_service_fills_the_dashboard_and_an_alert_fires(service, promethe
 
 def use(url: str) -> None:
     """Answers in two modes, some at once so that pages run out, and one that is too slow."""
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     asked = {
-        "model": model,
+        "model": "tiny",
         "messages": [{"role": "user", "content": "count from one to ten"}],
         "max_tokens": 120,
         "temperature": 0,
     }
     bodies = [asked | {"mode": "confidence", "threshold": 0.1}] * 2 + [asked] * 4
-    with ThreadPoolExecutor(6) as pool:
+    bodies += [asked | {"quality": "fast"}] * 2
+    with ThreadPoolExecutor(len(bodies)) as pool:
         replies = list(
             pool.map(
                 lambda body: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60), bodies
