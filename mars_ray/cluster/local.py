@@ -115,9 +115,13 @@ def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> Lo
     """With all nodes, which come one after the other: together they would start dozens of processes
     on few cores."""
     agent_port = _free_port()
-    # Jobs are started by the head's agent, which comes up last.
-    agent = f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz"
-    cluster = _joined(cluster, _head(plan, agent_port), directory, lambda _: _answers(agent))
+    # The dashboard takes jobs, the agent starts them.
+    parts = (
+        f"{cluster.dashboard}/api/gcs_healthz",
+        f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz",
+    )
+    head = _head(plan, agent_port)
+    cluster = _joined(cluster, head, directory, lambda _: all(map(_answers, parts)))
     while len(cluster.nodes) < plan.nodes:
         cluster = _joined(
             cluster,

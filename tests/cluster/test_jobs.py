@@ -45,13 +45,12 @@ def trained(three_nodes: Cluster) -> tuple[Path, str]:
     return shared, done.stdout
 
 
-def line(job: str, shared: Path, *overrides: str, **options: str) -> list[str]:
+def line(job: str, shared: Path, *overrides: str, options: tuple[str, ...] = ()) -> list[str]:
     """Of jobs/README.md, without its first word, on another storage and smaller."""
     (submission,) = (entry for entry in SUBMISSIONS if entry.job == job)
     words = shlex.split(submission.line.replace("/shared", str(shared)))[1:]
     place = words.index("--")
-    named = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-    return [*words[:place], *named, *words[place:], *overrides]
+    return [*words[:place], *options, *words[place:], *overrides]
 
 
 def test_a_cluster_has_its_nodes_and_asks_for_its_token(three_nodes):
@@ -106,9 +105,9 @@ def test_a_job_that_fails_fails_its_submission(three_nodes, tmp_path):
 
 def test_a_job_that_is_stopped_leaves_no_workers(three_nodes, tmp_path):
     """Guards GPUs that stay taken after `ray job stop`."""
-    words = line("train-gsm8k", tmp_path, *TRAIN, submission_id="long", no_wait="")
-    words[words.index("--no-wait=")] = "--no-wait"
-    submitted = three_nodes.ray(*words, "stages.ar.steps=100000")
+    options = ("--submission-id=long", "--no-wait")
+    steps = "stages.ar.steps=100000"
+    submitted = three_nodes.ray(*line("train-gsm8k", tmp_path, *TRAIN, steps, options=options))
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     progress = tmp_path / "runs" / "gsm8k" / "stages" / "ar" / "metrics.jsonl"
     wait_for(lambda: progress.exists() and progress.read_text().strip(), 120)
