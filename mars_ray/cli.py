@@ -176,7 +176,11 @@ def chat(
 
 
 @app.command()
-def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def demo(
+    job_file: JobFile = Path("jobs/demo.toml"),
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
     """Train, measure, serve and ask, end to end."""
     job = _job(DemoJob, job_file, overrides, dry_run)
     from mars_ray.demo import run_demo

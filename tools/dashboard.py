@@ -3,8 +3,8 @@
     python tools/dashboard.py            # writes it
     python tools/dashboard.py --check    # exit code 1 if it is not what would be written
 
-Queries name the metrics of mars_ray/serve/metrics.py as Prometheus does, by their kind. A metric that
-no panel shows, or that nobody declares, is an error.
+Queries name the metrics of mars_ray/serve/metrics.py as Prometheus does, by their kind. A metric
+that no panel shows, or that nobody declares, is an error.
 """
 
 import argparse
@@ -165,6 +165,34 @@ PANELS = (
         {
             "{{mode}}": _ratio(
                 "ray_mars_disagreed_tokens_total", "ray_mars_checked_tokens_total", "mode"
+            )
+        },
+    ),
+    Panel(
+        "Threshold in force",
+        "percentunit",
+        "For requests that tolerate any and pin none: 1 never deviates from the model.",
+        {"{{deployment}}": f"avg by (deployment) ({_chosen('ray_mars_threshold')})"},
+    ),
+    Panel(
+        "Degraded answers",
+        "percentunit",
+        "Share of the answers written at a threshold below the one at rest.",
+        {
+            "share": _ratio(
+                "ray_mars_degraded_requests_total",
+                "ray_mars_request_success_total",
+                "application",
+            )
+        },
+    ),
+    Panel(
+        "Accepted beyond the first, by place",
+        "short",
+        "Tokens per second that steps commit at each place of their drafts.",
+        {
+            "{{mode}}, {{position}}": _rate(
+                "ray_mars_spec_decode_num_accepted_tokens_per_pos_total", "mode, position"
             )
         },
     ),

@@ -99,6 +99,20 @@ SUBMISSIONS = (
         hours=480,
     ),
     Submission(
+        "tune-demo",
+        "tune",
+        "a sweep over mask schedules, from the demo's first stage",
+        options=f"{_runs('tune-demo')} train.output_dir=/shared/runs/tune-demo/best "
+        "train.model.path=/shared/runs/demo/models/ar",
+    ),
+    Submission(
+        "generate-demo",
+        "generate",
+        "a model's own answers, as text for its second stage",
+        options="checkpoint=/shared/runs/demo/models/ar output=/shared/runs/own-answers/demo.jsonl",
+        cpus=2,
+    ),
+    Submission(
         "evaluate-gsm8k",
         "evaluate",
         "the frontier of the model that `train-gsm8k` made",
@@ -147,6 +161,13 @@ SUBMISSIONS = (
         options="--output /shared/runs/simulate-fast "
         "traces.servegen.rates_path=/shared/data/deepseek-r1_clients_trace.csv.gz "
         "traces.servegen.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
+        cpus=2,
+    ),
+    Submission(
+        "simulate-cold-starts",
+        "simulate",
+        "what the time that a replica takes to start is worth",
+        options="--output /shared/runs/simulate-cold-starts",
         cpus=2,
     ),
     Submission(

@@ -30,7 +30,8 @@ def up(
     started = start(plan, directory.expanduser())
     typer.echo(
         f"{nodes} nodes run. `mars-ray` and `ray job submit` use them with\n"
-        f"    export RAY_ADDRESS={started.address} RAY_API_SERVER_ADDRESS={started.dashboard}",
+        "    export RAY_AUTH_MODE=token "
+        f"RAY_ADDRESS={started.address} RAY_API_SERVER_ADDRESS={started.dashboard}",
         err=True,
     )
     print(json.dumps({"address": started.address, "dashboard": started.dashboard, "nodes": nodes}))

@@ -26,6 +26,7 @@ from mars_ray.errors import ClusterError
 _LOOPBACK = "127.0.0.1"
 _STATE = "cluster.json"
 _START_S = 90.0
+_TRIES = 3
 _LOOK_S = 0.2
 _ANSWER_S = 2.0
 # A node gives its own processes as long.
@@ -74,24 +75,15 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
         _check_port(port)
     directory.mkdir(parents=True, exist_ok=True)
     token = _token()
-    agent_port = _free_port()
     cluster = LocalCluster(
         f"{_LOOPBACK}:{plan.port}", f"http://{_LOOPBACK}:{plan.dashboard_port}", ()
     )
     try:
-        cluster = _with_node(cluster, _head(plan, agent_port), directory)
-        _wait(cluster, directory, lambda: _answers(f"{cluster.dashboard}/api/gcs_healthz"))
-        # One after the other: together they would start a dozen processes on few cores at once.
-        for number in range(2, plan.nodes + 1):
-            cluster = _with_node(cluster, _worker(plan, cluster.address), directory)
-            _wait(cluster, directory, lambda n=number: _registered(cluster.dashboard, token) == n)
-        # Jobs are started by the head's agent, which comes up last.
-        agent = f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz"
-        _wait(cluster, directory, lambda: _answers(agent))
+        return _grown(cluster, plan, token, directory)
     except BaseException:
-        down(directory)
+        if find(directory) is not None:
+            down(directory)
         raise
-    return cluster
 
 
 def down(directory: Path) -> LocalCluster:
@@ -117,6 +109,43 @@ def find(directory: Path) -> LocalCluster | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ClusterError(f"{path} is damaged ({error}); remove it") from error
+
+
+def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> LocalCluster:
+    """With all nodes, which come one after the other: together they would start dozens of processes
+    on few cores."""
+    agent_port = _free_port()
+    # The dashboard takes jobs, the agent starts them.
+    parts = (
+        f"{cluster.dashboard}/api/gcs_healthz",
+        f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz",
+    )
+    head = _head(plan, agent_port)
+    cluster = _joined(cluster, head, directory, lambda _: all(map(_answers, parts)))
+    while len(cluster.nodes) < plan.nodes:
+        cluster = _joined(
+            cluster,
+            _worker(plan, cluster.address),
+            directory,
+            lambda grown: _registered(grown.dashboard, token) == len(grown.nodes),
+        )
+    return cluster
+
+
+def _joined(
+    cluster: LocalCluster,
+    options: list[str],
+    directory: Path,
+    is_up: Callable[[LocalCluster], bool],
+) -> LocalCluster:
+    """With one node more, which is up. Ray ends a node that takes more than half a minute, and on a
+    busy machine another try helps."""
+    for _ in range(_TRIES):
+        grown = _with_node(cluster, options, directory)
+        if _comes_up(grown, directory, is_up):
+            return grown
+    number = len(cluster.nodes)
+    raise ClusterError(f"node {number} ended:\n{_end_of_log(directory, number)}")
 
 
 def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> LocalCluster:
@@ -173,17 +202,20 @@ def _token() -> str:
     return made.stdout.strip()
 
 
-def _wait(cluster: LocalCluster, directory: Path, is_so: Callable[[], bool]) -> None:
+def _comes_up(
+    cluster: LocalCluster, directory: Path, is_up: Callable[[LocalCluster], bool]
+) -> bool:
+    """Waits; False if the newest node has ended. Raises ClusterError if it takes too long."""
     deadline = time.monotonic() + _START_S
-    while not is_so():
-        for number, node in enumerate(cluster.nodes):
-            if not node.is_alive:
-                raise ClusterError(f"node {number} ended:\n{_end_of_log(directory, number)}")
+    while not is_up(cluster):
+        if not cluster.nodes[-1].is_alive:
+            return False
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"the cluster did not come up within {_START_S:.0f} s; see {directory}/node-*.log"
+                f"a node did not come up within {_START_S:.0f} s; see {directory}/node-*.log"
             )
         time.sleep(_LOOK_S)
+    return True
 
 
 def _end_of_log(directory: Path, number: int) -> str:

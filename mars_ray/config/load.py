@@ -15,6 +15,7 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.shipped import found
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
@@ -31,7 +32,7 @@ Job = (
     | GenerateJob
     | ExportJob
 )
-_KINDS: dict[str, type[Job]] = {
+JOB_KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
     "serve": ServeJob,
@@ -47,6 +48,8 @@ _KINDS: dict[str, type[Job]] = {
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file and apply overrides such as `stages.mars.steps=100`, in order.
 
+    A `jobs/NAME.toml` that is not there is the one that comes with the package.
+
     An override's value is TOML (`4`, `true`, `[1, 2]`, `{type = "exact"}`); what does not parse as
     TOML is taken as a string. Raises ConfigError.
     """
@@ -60,18 +63,18 @@ def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = 
     for override in overrides:
         _apply(table, override)
     kind = table.get("kind")
-    if kind not in _KINDS:
-        raise ConfigError(f"{source}: kind must be one of {', '.join(_KINDS)}, not {kind!r}")
+    if kind not in JOB_KINDS:
+        raise ConfigError(f"{source}: kind must be one of {', '.join(JOB_KINDS)}, not {kind!r}")
     try:
-        return _KINDS[kind].model_validate(table)
+        return JOB_KINDS[kind].model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, _KINDS[kind])) from None
+        raise ConfigError(_explain(error, source, JOB_KINDS[kind])) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The file's table. Raises ConfigError when it is missing or no TOML."""
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        return tomllib.loads(found(path).read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file") from None
     except OSError as error:
