@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mars_ray.model.card import CARD_FILE, ModelCard, write_card
 from mars_ray.model.load import quiet_unless_watched
 
-
 # The output projection's name in all of `load.ARCHITECTURES`.
 _HEAD = "lm_head.weight"
 
