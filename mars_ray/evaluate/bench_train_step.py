@@ -3,6 +3,9 @@
 Times: all objectives in one process, interleaved step by step on the same batches, medians. Memory:
 each objective in a process of its own, peak resident size over what the process held before the
 model. Every objective sends only rows with a loss through the head, SFT too.
+
+Beside them a plain `transformers.Trainer` doing SFT on the same batches, in a process of its own;
+timed from the start of its step to the end, without loading data.
 """
 
 import multiprocessing
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mars_ray.config.data import CorpusSource, DataConfig
 from mars_ray.config.model import PresetModel, PresetName
@@ -48,6 +52,7 @@ OBJECTIVES: dict[str, Objective] = {
     "compact, 3/4 noisy": MarsObjective(block_size=_FOUR, noisy_share=0.75),
     "paper": MarsObjective(block_size=_FOUR, layout="paper"),
 }
+_TRAINER = "transformers.Trainer, sft"
 # As training sets it: without, glibc's giving back and asking again would be measured.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "268435456"}
 
@@ -91,17 +96,20 @@ def _measure_case(case: Case, scratch: Path) -> dict[str, Any]:
     _prepare(case, scratch)
     seconds, rows = _in_new_process(_time_all, case, scratch)
     memory = {name: _in_new_process(_peak_bytes, case, scratch, name) for name in OBJECTIVES}
+    seconds[_TRAINER], memory[_TRAINER] = _in_new_process(_run_trainer, case, scratch)
+    rows[_TRAINER] = rows["sft"]
     base_s, base_bytes = statistics.median(seconds["sft"]), memory["sft"]
     return {
         name: {
             "steps": case.repeats,
             "step_s": statistics.median(seconds[name]),
             "time_ratio": statistics.median(seconds[name]) / base_s,
+            "tokens_per_s": rows["sft"]["tokens"] / statistics.median(seconds[name]),
             "peak_bytes": memory[name],
             "memory_ratio": memory[name] / base_bytes,
             **rows[name],
         }
-        for name in OBJECTIVES
+        for name in seconds
     }
 
 
@@ -128,8 +136,8 @@ def _time_all(
     bench = _Bench(case, scratch)
     steps = case.warmup_steps + case.repeats
     seconds: dict[str, list[float]] = {name: [] for name in OBJECTIVES}
-    rows: dict[str, dict[str, float]] = {name: {"rows": 0, "loss_rows": 0} for name in OBJECTIVES}
-    for index, batch in enumerate(bench.batches(steps)):
+    rows = {name: dict.fromkeys(("rows", "loss_rows", "tokens"), 0.0) for name in OBJECTIVES}
+    for index, batch in enumerate(_batches(case, scratch, steps)):
         for name in OBJECTIVES:
             started = time.perf_counter()
             layout = bench.step(name, batch)
@@ -137,15 +145,84 @@ def _time_all(
                 seconds[name].append(time.perf_counter() - started)
                 rows[name]["rows"] += layout.document_BR.numel() / case.repeats
                 rows[name]["loss_rows"] += int((layout.target_BR != NO_TARGET).sum()) / case.repeats
+                rows[name]["tokens"] += int((batch.document_BL >= 0).sum()) / case.repeats
     return seconds, rows
 
 
 def _peak_bytes(case: Case, scratch: Path, name: str) -> int:
     before = _resident_bytes("VmRSS")
     bench = _Bench(case, scratch)
-    for batch in bench.batches(2):
+    for batch in _batches(case, scratch, 2):
         bench.step(name, batch)
     return _resident_bytes("VmHWM") - before
+
+
+def _run_trainer(case: Case, scratch: Path) -> tuple[list[float], int]:
+    """Seconds of each step of a plain Trainer, and its peak memory."""
+    before = _resident_bytes("VmRSS")
+    steps = case.warmup_steps + case.repeats
+    batches = [_trainer_inputs(batch) for batch in _batches(case, scratch, steps)]
+    clock = _Clock()
+    arguments = TrainingArguments(
+        output_dir=str(scratch / "trainer"),
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        learning_rate=1e-4,
+        optim="adamw_torch_fused",
+        bf16=case.bfloat16,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    model = load_model(scratch / "model", dtype=torch.float32)
+    Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=batches,
+        data_collator=lambda items: items[0],  # an item is a batch
+        callbacks=[clock],
+    ).train()
+    return clock.seconds[case.warmup_steps :], _resident_bytes("VmHWM") - before
+
+
+def _trainer_inputs(batch: TokenBatch) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": batch.input_ids_BL,
+        "attention_mask": (batch.document_BL >= 0).long(),
+        "labels": batch.input_ids_BL.masked_fill(~batch.response_BL, NO_TARGET),
+    }
+
+
+class _Clock(TrainerCallback):
+    """Times a Trainer's steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+def _batches(case: Case, scratch: Path, count: int) -> list[TokenBatch]:
+    """The same ones for everybody."""
+    source = CorpusSource(count=400)
+    config = DataConfig(train=source, max_length=case.max_length, packing=case.packing)
+    loader = Loader(
+        tokenize(source, load_tokenizer(scratch / "model"), config, scratch / "cache"),
+        global_batch_size=case.rows,
+        micro_batch_size=case.rows,
+        rank=0,
+        world_size=1,
+        seed=0,
+        packing=config.packing,
+        max_length=config.max_length,
+    )
+    return [micro_batches[0] for micro_batches in islice(iter(loader), count)]
 
 
 def _resident_bytes(field: str) -> int:
@@ -161,8 +238,6 @@ class _Bench:
 
     def __init__(self, case: Case, scratch: Path) -> None:
         directory = scratch / "model"
-        self._case, self._scratch = case, scratch
-        self._tokenizer = load_tokenizer(directory)
         self._mask_token_id = read_card(directory).mask_token_id
         ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         model = load_model(directory, dtype=torch.float32)
@@ -170,24 +245,6 @@ class _Bench:
         self._engine = PlainEngine(
             TrainStep(model), optimizer, ranks, bfloat16=case.bfloat16, own_time=OwnTime(ranks)
         )
-
-    def batches(self, count: int) -> list[TokenBatch]:
-        """The same ones for every objective."""
-        source = CorpusSource(count=400)
-        config = DataConfig(
-            train=source, max_length=self._case.max_length, packing=self._case.packing
-        )
-        loader = Loader(
-            tokenize(source, self._tokenizer, config, self._scratch / "cache"),
-            global_batch_size=self._case.rows,
-            micro_batch_size=self._case.rows,
-            rank=0,
-            world_size=1,
-            seed=0,
-            packing=config.packing,
-            max_length=config.max_length,
-        )
-        return [micro_batches[0] for micro_batches in islice(iter(loader), count)]
 
     def step(self, name: str, batch: TokenBatch) -> Layout:
         """Layout, forward, backward, update."""
@@ -201,7 +258,7 @@ class _Bench:
 
 def _print(name: str, result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{name}: a training step")
-    for column in ("objective", "rows", "loss rows", "s", "x SFT", "peak GB", "x SFT"):
+    for column in ("objective", "rows", "loss rows", "s", "x SFT", "tok/s", "peak GB", "x SFT"):
         table.add_column(column, justify="left" if column == "objective" else "right")
     for objective, row in result.items():
         table.add_row(
@@ -210,6 +267,7 @@ def _print(name: str, result: dict[str, Any], console: Console) -> None:
             f"{row['loss_rows']:.0f}",
             f"{row['step_s']:.4f}",
             f"{row['time_ratio']:.2f}",
+            f"{row['tokens_per_s']:.0f}",
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['memory_ratio']:.2f}",
         )

@@ -7,6 +7,7 @@ worker, the head for none, so workers are on as many nodes.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -86,9 +87,12 @@ def _wait_for_step(job: TrainJob, step: int) -> None:
 def main(jobs_file: str) -> None:
     """All of it on one cluster: starting one takes longer than most of this."""
     jobs = [TrainJob.model_validate(job) for job in json.loads(Path(jobs_file).read_text())]
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Ray wants a free port even for a dashboard that it does not start.
+    head = {"num_cpus": 0, "include_dashboard": False, "dashboard_port": port}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address)
     for scenario, job in zip((lose_a_node, kill_the_driver, shrink_and_grow), jobs, strict=True):
         started = time.monotonic()
