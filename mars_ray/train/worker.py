@@ -65,13 +65,14 @@ def _assemble(
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
     model, tokenizer = _load_model(plan, model_dir, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
-    objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id)
+    objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id, plan.own_from)
     if objective.depths:
         card = replace(card, block_size=objective.depths)
     loader = _loader(plan, ranks)
     if restored:
         loader.restore(restored.loader)
-    engine = make_engine(plan, TrainStep(model, objective.acceptance_weight), ranks)
+    anchor = _load_anchor(plan, ranks) if objective.needs_anchor else None
+    engine = make_engine(plan, TrainStep(model, objective.acceptance_weight, anchor), ranks)
 
     def write_model(directory: Path) -> None:
         weights = engine.weights()
@@ -115,6 +116,15 @@ def _load_model(plan: StagePlan, directory: Path, ranks: Ranks) -> PreTrainedMod
     if plan.job.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
+    """The starting model, which stays as it is."""
+    attention = "flex_attention" if ranks.device.type == "cuda" else "sdpa"
+    dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
+    model = load_model(plan.start_model, dtype=dtype, attention=attention)
+    model.eval().requires_grad_(False)
+    return model.to(ranks.device)  # pyright: ignore[reportArgumentType]
 
 
 def _loader(plan: StagePlan, ranks: Ranks) -> Loader:
