@@ -14,10 +14,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from mars_ray import __version__
+from mars_ray.cluster.cli import cluster
+from mars_ray.cluster.environment import NODE_ENVIRONMENT
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
@@ -34,6 +37,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Side-by-side measurements.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="A file of jobs/.")]
 Overrides = Annotated[
@@ -202,6 +206,18 @@ def simulate(
     _print_result(summary(result))
 
 
+@app.command()
+def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Copy a checkpoint with its card to a directory or an object store."""
+    job = _job(ExportJob, job_file, overrides, dry_run)
+    from mars_ray.model.export import export_model
+    from mars_ray.model.object_store import shown
+    from mars_ray.model.source import Source
+
+    written = export_model(Source(job.checkpoint, job.revision), job.destination, job.model_cache)
+    _print_result({"destination": shown(job.destination)} | asdict(written))
+
+
 @bench.command("train-step")
 def bench_train_step(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
@@ -284,10 +300,8 @@ class _Cluster:
         self._log_to_driver = log_to_driver
 
     def __enter__(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Read by Serve's proxies when they start (serve/slow_readers.py).
-        callback = "mars_ray.serve.slow_readers.middlewares"
-        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", callback)
+        for name, value in NODE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         import ray
 
         address = os.environ.get("RAY_ADDRESS", self._otherwise)

@@ -5,8 +5,10 @@ MarsError
 ├── DataError                  a source cannot be read, or too many of its rows are bad
 ├── ModelError                 a model, tokenizer or chat template cannot be used
 ├── CheckpointError            a checkpoint is missing, incomplete or of another shape
+├── ClusterError               a local cluster does not start, or is not there
 ├── TrainingError              training cannot start or go on
-│   └── NonFiniteLossError     the loss became NaN or infinite
+│   ├── NonFiniteLossError     the loss became NaN or infinite
+│   └── MemoryShortError       a stage does not fit, or did not fit, into memory
 ├── RequestError               a decoding request is wrong (an HTTP 400)
 │   └── PromptTooLongError     the prompt and the answer do not fit the context
 ├── DeadlineError              an answer was not finished in the time that its request had
@@ -38,12 +40,20 @@ class CheckpointError(MarsError):
     """A checkpoint is missing, incomplete or of another shape."""
 
 
+class ClusterError(MarsError):
+    """A local cluster does not start, or is not there."""
+
+
 class TrainingError(MarsError):
     """Training cannot start or go on."""
 
 
 class NonFiniteLossError(TrainingError):
     """The loss became NaN or infinite; the last checkpoint is untouched."""
+
+
+class MemoryShortError(TrainingError):
+    """A stage does not fit into memory, by the estimate or in fact."""
 
 
 class RequestError(MarsError):

@@ -11,6 +11,7 @@ LEVELS = {
     "errors": 0,
     "provenance": 0,
     "config": 0,
+    "cluster": 1,
     "core": 1,
     "data": 2,
     "model": 2,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import SimulateJob
@@ -28,6 +29,7 @@ Job = (
     | SimulateJob
     | TuneJob
     | GenerateJob
+    | ExportJob
 )
 _KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
@@ -36,6 +38,7 @@ _KINDS: dict[str, type[Job]] = {
     "demo": DemoJob,
     "bench-decode": BenchDecodeJob,
     "simulate": SimulateJob,
+    "export": ExportJob,
     "tune": TuneJob,
     "generate": GenerateJob,
 }

@@ -37,6 +37,17 @@ class OptimizerConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 
+class LoraConfig(Config):
+    """Low-rank adapters on all of the layers' matrices; the rest is frozen, the embedding too.
+
+    Every checkpoint's model has them merged, so it is an ordinary one.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0, description="they are added with alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
 class StageConfig(Config):
     """One stage: an objective, an optimizer and how long."""
 
@@ -50,6 +61,7 @@ class StageConfig(Config):
         ge=1,
         description="rows per forward on one worker; default: its share of the batch",
     )
+    lora: LoraConfig | None = None
     eval_every_steps: int | None = Field(default=None, ge=1, description="besides once at the end")
     eval_rows: int = Field(default=256, ge=1)
 
@@ -71,6 +83,15 @@ class DeepSpeedEngine(Config):
 
     type: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[1, 2, 3] = 2
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none", description="kept in the nodes' memory; all: the weights too (stage 3)"
+    )
+
+    @model_validator(mode="after")
+    def _weights_are_offloaded_at_stage_3(self) -> Self:
+        if self.offload == "all" and self.zero_stage != 3:
+            raise ValueError("offload 'all' needs zero_stage 3; 'optimizer' works at every stage")
+        return self
 
 
 Engine = Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="type")]
@@ -80,6 +101,17 @@ class ClusterConfig(Config):
     """What Ray Train asks of the cluster."""
 
     workers: int = Field(default=1, ge=1)
+    min_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="elastic: go on with as few while nodes are missing, then grow to `workers`",
+    )
+    resize_check_s: float | None = Field(
+        default=None, gt=0, description="elastic: how often to look for room to grow; default 60"
+    )
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = Field(
+        default="pack", description="on few nodes, on many, on one, on as many as workers"
+    )
     cpus_per_worker: float = Field(default=1, gt=0)
     gpus_per_worker: float = Field(default=0, ge=0)
     threads_per_worker: int | None = Field(
@@ -88,13 +120,52 @@ class ClusterConfig(Config):
     max_failures: int = Field(
         default=3, ge=-1, description="restarts of the worker group; -1: no limit"
     )
+    step_timeout_s: float = Field(
+        default=1800,
+        gt=0,
+        description="a step, evaluation or checkpoint that takes longer counts as hung: all ranks "
+        "write their stacks into the run directory and are started again",
+    )
+    memory_check: bool = Field(
+        default=True, description="refuse a stage that is estimated not to fit into memory"
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="of a worker's device, for the utilisation that is logged; default: measured",
+    )
+
+    @model_validator(mode="after")
+    def _elastic_range(self) -> Self:
+        if self.min_workers is None:
+            if self.resize_check_s is not None:
+                raise ValueError("resize_check_s has no effect without min_workers")
+        elif self.min_workers >= self.workers:
+            raise ValueError(f"min_workers {self.min_workers} must be below workers {self.workers}")
+        return self
+
+
+class BestCheckpoint(Config):
+    """Checkpoints kept by an evaluation metric; every checkpoint is then evaluated first."""
+
+    metric: str = Field(default="eval_loss", pattern="^eval_")
+    mode: Literal["min", "max"] = "min"
+    keep: int = Field(default=1, ge=1)
+    export: bool = Field(default=False, description="the stage's model is the best, not the last")
 
 
 class CheckpointConfig(Config):
-    """When checkpoints are written and how many are kept."""
+    """When checkpoints are written and which are kept."""
 
     every_steps: int = Field(default=200, ge=1, description="besides one at the end of the stage")
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, description="the last ones")
+    best: BestCheckpoint | None = None
+    storage_path: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9]+://",
+        description="URI (s3://, gs://, file://) that gets a copy of every checkpoint kept; a run "
+        "whose output_dir is lost goes on from there",
+    )
 
 
 class TrainJob(Config):
@@ -112,6 +183,9 @@ class TrainJob(Config):
     engine: Engine = TorchEngine()
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     gradient_checkpointing: bool = False
+    compile: bool = Field(
+        default=False, description="torch.compile of the layers; minutes at the start"
+    )
     log_every_steps: int = Field(default=10, ge=1)
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -132,7 +206,25 @@ class TrainJob(Config):
         return self
 
     @model_validator(mode="after")
+    def _output_dir_is_a_directory(self) -> Self:
+        if "://" in self.output_dir:
+            raise ValueError(
+                f"output_dir {self.output_dir} must be a directory that all nodes share; a URI "
+                "goes to checkpoint.storage_path, which gets copies"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_evaluated(self) -> Self:
+        if self.checkpoint.best is not None and self.data.eval is None:
+            raise ValueError("checkpoint.best needs data.eval")
+        return self
+
+    @model_validator(mode="after")
     def _batches_divide(self) -> Self:
+        if self.cluster.min_workers is not None:
+            # Some number of workers between the two will not divide: a rank then has a row less.
+            return self
         for name, stage in self.stages.items():
             rows = stage.global_batch_size
             if rows % self.cluster.workers:

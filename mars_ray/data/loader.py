@@ -30,8 +30,10 @@ class Loader:
     """Endless training batches: epochs in new orders, each without its incomplete last batch.
 
     `global_batch_size` counts rows over all ranks and does not change what is in a global batch;
-    `micro_batch_size` rows go through one forward on one rank. `state` and `restore` make a run
-    resume with exactly the batches it would have had.
+    at most `micro_batch_size` rows go through one forward on one rank. Every rank gets as many
+    micro-batches: where rows do not divide by ranks, some have a row less, or one of padding.
+    `state` and `restore` make a run resume with exactly the batches it would have had; only
+    lengths are read on the way there.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Loader:
     ) -> None:
         """Raises DataError if there are fewer rows than one global batch."""
         assert 0 <= rank < world_size
-        assert global_batch_size % (world_size * micro_batch_size) == 0
+        assert micro_batch_size > 0
         lengths = conversations.lengths
         self._conversations = conversations
         self._rows = pack(lengths, max_length, seed) if packing else one_each(lengths)
@@ -109,8 +111,11 @@ class Loader:
 
     def _micro_batches(self, batch: np.ndarray) -> list[TokenBatch]:
         # Every world_size-th row: the ranks get rows of the same lengths, hence the same work.
-        mine = batch[self._rank :: self._world_size].reshape(-1, self._micro_batch_size)
-        return [collate([self._load(row) for row in rows]) for rows in mine]
+        mine = batch[self._rank :: self._world_size]
+        share = math.ceil(self._global_batch_size / self._world_size)
+        starts = range(0, share, self._micro_batch_size)
+        parts = [mine[start : start + self._micro_batch_size] for start in starts]
+        return [collate([self._load(row) for row in rows] or [[]]) for rows in parts]
 
     def _load(self, row: int) -> list[tuple[int, Encoded]]:
         return [(index, self._conversations[index]) for index in self._rows.row(row)]

@@ -38,6 +38,7 @@ from mars_ray.provenance import provenance
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import OwnTime
 from mars_ray.train.step import TrainStep
 
 _FOUR = ConstantBlockSize(size=4)
@@ -166,7 +167,9 @@ class _Bench:
         ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         model = load_model(directory, dtype=torch.float32)
         optimizer = OptimizerConfig(learning_rate=1e-4)
-        self._engine = PlainEngine(TrainStep(model), optimizer, ranks, bfloat16=case.bfloat16)
+        self._engine = PlainEngine(
+            TrainStep(model), optimizer, ranks, bfloat16=case.bfloat16, own_time=OwnTime(ranks)
+        )
 
     def batches(self, count: int) -> list[TokenBatch]:
         """The same ones for every objective."""

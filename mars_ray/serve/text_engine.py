@@ -17,6 +17,7 @@ from mars_ray.data.chat import Message as ChatTurn
 from mars_ray.data.chat import encode_prompt, writes_tool_calls
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.grammar import CompiledGrammar, Grammars
+from mars_ray.decode.quality import Elastic
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import (
@@ -253,6 +254,7 @@ class TextEngine:
                     now = time.monotonic()
                     self._live.add(now, len(event.tokens), event.disagreed - seen.disagreed)
                     _look(seen, piece, event, now - last)
+                    seen.degraded = self._is_degraded(call, event)
                     last = now
                     yield piece
         except Exception as error:
@@ -263,6 +265,14 @@ class TextEngine:
             self._tally.ended(seen)
             if self._observer:
                 self._observer.answer(seen)
+
+    def _is_degraded(self, call: Call, event: TokenEvent) -> bool:
+        lowest = event.threshold
+        return (
+            isinstance(call.quality, Elastic)
+            and lowest is not None
+            and lowest < max(call.quality.floor, self._job.set_point)
+        )
 
     async def _written(
         self, call: Call, request: Request, choice: int

@@ -1,6 +1,7 @@
 """A checkpoint directory, complete if and only if its manifest is there.
 
     model/              a Hugging Face model directory, ready to load anywhere
+    adapters.safetensors   with LoRA: what was trained; in model/ it is merged
     trainer/rank_N.pt   what rank N needs to go on: optimizer, random state, running means
     state.json          step, loader position, job identity, last metrics
     manifest.json       every other file with its size; written last
@@ -23,9 +24,10 @@ from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
 from mars_ray.train.ranks import Ranks
 
-_MANIFEST = "manifest.json"
-_STATE = "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 MODEL = "model"
+ADAPTERS = "adapters.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,25 @@ def directory_of(run_dir: Path, step: int) -> Path:
     return run_dir / f"step_{step:08d}"
 
 
-def newest(run_dir: Path) -> Path | None:
-    """The last complete checkpoint of a run, if there is one.
+def step_of(directory: Path) -> int:
+    """The inverse of `directory_of`."""
+    return int(directory.name.removeprefix("step_"))
 
-    What lies there counts, not what Ray has heard of: a run that was ended right after writing a
-    checkpoint has not told it.
-    """
-    return max((path.parent for path in run_dir.glob(f"step_*/{_MANIFEST}")), default=None)
+
+def complete(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in run_dir.glob(f"step_*/{MANIFEST}"))
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The last complete checkpoint of a run, if there is one."""
+    return max(complete(run_dir), default=None)
+
+
+def delete(directory: Path) -> None:
+    """Remove a checkpoint; without its manifest it is none, however much is left of it."""
+    (directory / MANIFEST).unlink()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def write(
@@ -64,29 +78,40 @@ def write(
 ) -> None:
     """Write a checkpoint; collective. `write_model` is, too: it writes on rank 0.
 
-    All ranks write into the same directory, which is on storage that all nodes share.
+    All ranks write into the same directory, which is on storage that all nodes share. Raises
+    CheckpointError on every rank if one of them cannot; the checkpoints before are untouched.
     """
     trainer = directory / "trainer"
-    if ranks.is_main:
-        # Left by an attempt that died: its manifest must not vouch for the new files.
-        shutil.rmtree(directory, ignore_errors=True)
-        trainer.mkdir(parents=True)
-        (directory / _STATE).write_text(json.dumps(asdict(state), indent=1))
-    write_model(directory / MODEL)
-    ranks.barrier()
-    torch.save(rank_state, trainer / f"rank_{ranks.rank}.pt")
-    ranks.barrier()
-    if ranks.is_main:
-        _write_manifest(directory)
-    ranks.barrier()
+    try:
+        with ranks.together():
+            if ranks.is_main:
+                # Left by an attempt that died: its manifest must not vouch for the new files.
+                shutil.rmtree(directory, ignore_errors=True)
+                trainer.mkdir(parents=True)
+                (directory / STATE).write_text(json.dumps(asdict(state), indent=1))
+            write_model(directory / MODEL)
+        with ranks.together():
+            torch.save(rank_state, trainer / f"rank_{ranks.rank}.pt")
+        with ranks.together():
+            if ranks.is_main:
+                _write_manifest(directory)
+    except CheckpointError as error:
+        if ranks.is_main:
+            shutil.rmtree(directory, ignore_errors=True)
+        last = newest(directory.parent)
+        raise CheckpointError(
+            f"the checkpoint {directory} could not be written: {error}. "
+            + (f"The last one, {last.name}, is untouched. " if last else "There is none before. ")
+            + "Free space or mend the storage, then run the same command again to resume"
+        ) from error
 
 
 def verify(directory: Path) -> None:
     """Raises CheckpointError, saying what is missing, unless the checkpoint is complete."""
-    manifest = directory / _MANIFEST
+    manifest = directory / MANIFEST
     if not manifest.exists():
         raise CheckpointError(
-            f"{directory} is no complete checkpoint: it has no {_MANIFEST}, which is written last. "
+            f"{directory} is no complete checkpoint: it has no {MANIFEST}, which is written last. "
             "Writing it was interrupted; use an earlier one, or delete it"
         )
     wrong = []
@@ -102,29 +127,26 @@ def verify(directory: Path) -> None:
 
 def read_state(directory: Path) -> TrainState:
     """The common part of a checkpoint that has been verified."""
-    content = json.loads((directory / _STATE).read_text())
+    content = json.loads((directory / STATE).read_text())
     return TrainState(**content | {"loader": LoaderState(**content["loader"])})
 
 
 def assign(directory: Path, identity: str) -> None:
     """Make a copied checkpoint another job's. All identities have one length: the manifest stays
     true."""
-    path = directory / _STATE
+    path = directory / STATE
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"identity": identity}, indent=1))
     verify(directory)
 
 
 def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
-    """A rank's own part. Raises CheckpointError if there is none for it."""
+    """A rank's own part, mapped rather than read. Raises CheckpointError if there is none."""
     path = directory / "trainer" / f"rank_{rank}.pt"
     if not path.exists():
-        raise CheckpointError(
-            f"{directory} holds no state of rank {rank}: it was written by fewer workers. "
-            "Resume with as many workers as before"
-        )
+        raise CheckpointError(f"{directory} holds no state of rank {rank}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -133,6 +155,6 @@ def _write_manifest(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     # Beside its final place, so that it appears whole or not at all.
-    draft = directory / f".{_MANIFEST}"
+    draft = directory / f".{MANIFEST}"
     draft.write_text(json.dumps({"files": sizes}, indent=1))
-    os.replace(draft, directory / _MANIFEST)
+    os.replace(draft, directory / MANIFEST)

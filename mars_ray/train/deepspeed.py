@@ -6,6 +6,7 @@ shared-memory collectives would be compiled on first use, which takes minutes an
 
 import os
 import warnings
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,21 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
-from mars_ray.train.optim import make_optimizer
+from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import OwnTime
 from mars_ray.train.step import TrainStep, layout_tensors
 
-# The entries of a ZeRO optimizer's state dict that training changes: of stages 1 and 2, then of 3.
-# A fresh optimizer of the same configuration has the others (the loss scale is constant without
-# float16), and some of those are objects rather than data.
-_CHANGING = {
-    "base_optimizer_state",
-    "single_partition_of_fp32_groups",
-    "optimizer_state_dict",
-    "fp32_flat_groups",
-}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master"
+_STEP = "step"
 
 
 class DeepSpeedEngine:
@@ -40,13 +37,16 @@ class DeepSpeedEngine:
         ranks: Ranks,
         *,
         bfloat16: bool,
-        zero_stage: int,
+        zero: ZeroConfig,
         micro_batch_size: int,
+        own_time: OwnTime,
     ) -> None:
+        self._own_time = own_time
         deepspeed = _import_deepspeed(ranks.device)
         self._gathered_parameters = deepspeed.zero.GatheredParameters
+        self._fragments = deepspeed.utils
         self._ranks = ranks
-        self._zero_stage = zero_stage
+        self._zero_stage = zero.zero_stage
         self._finite = True
         self._engine, *_ = deepspeed.initialize(
             model=step,
@@ -57,7 +57,9 @@ class DeepSpeedEngine:
                 # Micro-batches are marked one by one (`last`), whatever their number.
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": config.max_grad_norm,
-                "zero_optimization": {"stage": zero_stage},
+                "zero_optimization": _zero_section(zero),
+                # Its own would be compiled; torch's fused AdamW runs on the CPU as well.
+                "zero_force_ds_cpu_optimizer": False,
                 "bf16": {"enabled": bfloat16},
                 "steps_per_print": 1 << 40,
             },
@@ -66,10 +68,11 @@ class DeepSpeedEngine:
     def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
         self._engine.train()
         self._engine.set_gradient_accumulation_boundary(last)
-        loss, sums = self._engine(
-            coefficient_BR=coefficient_BR.to(self._ranks.device),
-            **layout_tensors(layout, self._ranks.device),
-        )
+        with self._own_time.measure():
+            loss, sums = self._engine(
+                coefficient_BR=coefficient_BR.to(self._ranks.device),
+                **layout_tensors(layout, self._ranks.device),
+            )
         self._finite &= bool(torch.isfinite(loss))
         # Gradients are averaged over ranks; the loss has its global divisor already.
         self._engine.backward(loss * self._ranks.world_size)
@@ -107,16 +110,84 @@ class DeepSpeedEngine:
         weights = {name: whole[id(parameter)] for name, parameter in named}
         return model.state_dict() | weights
 
-    def optimizer_state(self) -> dict[str, Any]:
-        state = self._engine.optimizer.state_dict()
-        return {key: value for key, value in state.items() if key in _CHANGING}
+    def optimizer_state(self) -> OptimizerShare:
+        """Gathered parameter by parameter; each rank keeps every world-size-th."""
+        share: OptimizerShare = {}
+        step = next(iter(self._flat_states().values()), {}).get(_STEP)
+        if step is None:
+            return share
+        for index, (name, parameter) in enumerate(self._named()):
+            values = {
+                key: self._fragments.safe_get_full_optimizer_state(parameter, key)
+                for key in _MOMENTS
+            }
+            values[_MASTER] = self._fragments.safe_get_full_fp32_param(parameter)
+            if index % self._ranks.world_size == self._ranks.rank:
+                share[name] = {key: value.cpu().clone() for key, value in values.items()}
+                share[name][_STEP] = step.cpu().clone()
+        return share
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, shares: Iterable[OptimizerShare]) -> None:
+        named = dict(self._named())
+        step = None
+        for share in shares:
+            for name, state in share.items():
+                if step is None:
+                    step = state[_STEP]
+                    self._start_states(step)
+                parameter, device = named[name], self._ranks.device
+                for key in (*_MOMENTS, _MASTER):
+                    self._put(parameter, state[key].to(device), key)
+
+    def _put(self, parameter: torch.nn.Parameter, value: Tensor, key: str) -> None:
+        """This rank's part of a parameter's moment or float32 weights."""
+        to = self._fragments
+        if self._zero_stage == 3:
+            # The last rank's part is padded, which the functions for whole values do not allow for.
+            size = parameter.partition_numel()
+            padded = torch.zeros(size * self._ranks.world_size, device=value.device)
+            padded[: value.numel()] = value.flatten()
+            part = padded[size * self._ranks.rank :][:size]
+            if key == _MASTER:
+                to.safe_set_local_fp32_param(parameter, part)
+            else:
+                to.safe_set_local_optimizer_state(parameter, part, key)
+        elif key == _MASTER:
+            to.safe_set_full_fp32_param(parameter, value)
+        else:
+            to.safe_set_full_optimizer_state(parameter, value, key)
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        named = self._engine.module.named_parameters()
+        return ((name, p) for name, p in named if p.requires_grad)
+
+    def _flat_partitions(self) -> list[Tensor]:
+        """This rank's float32 weights, in the pieces that AdamW updates."""
         optimizer = self._engine.optimizer
-        mine = optimizer.state_dict() | state
-        # It wants every rank's state and takes this rank's.
-        all_ranks = [mine] * self._ranks.world_size
-        optimizer.load_state_dict(all_ranks, load_from_fp32_weights=True)
+        if self._zero_stage < 3:
+            return optimizer.single_partition_of_fp32_groups
+        return optimizer.fp32_partitioned_groups_flat
+
+    def _flat_states(self) -> dict[Tensor, dict[str, Tensor]]:
+        return self._engine.optimizer.optimizer.state
+
+    def _start_states(self, step: Tensor) -> None:
+        """What AdamW would create in its first step; parameters then point into it."""
+        states = self._flat_states()
+        for flat in self._flat_partitions():
+            states[flat] = {key: torch.zeros_like(flat) for key in _MOMENTS}
+            states[flat][_STEP] = step.to(flat.device, copy=True)
+        if self._zero_stage < 3:
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": zero.zero_stage}
+    if zero.offload != "none":
+        section["offload_optimizer"] = {"device": "cpu"}
+    if zero.offload == "all":
+        section["offload_param"] = {"device": "cpu"}
+    return section
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:

@@ -6,8 +6,8 @@ wanted is their *sum* over micro-batches and ranks.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
-from mars_ray.train.optim import make_optimizer
+from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import OwnTime
 from mars_ray.train.step import TrainStep, layout_tensors
 
 
@@ -45,12 +46,15 @@ class Engine(Protocol):
         """The whole model's state dict on rank 0, None elsewhere; collective."""
         ...
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """What this rank needs beside the weights to go on; loads with `weights_only=True`."""
+    def optimizer_state(self) -> OptimizerShare:
+        """This rank's share of the optimizer's state; all shares together are whole. Collective.
+
+        By parameter name, so that any number of ranks can take it up.
+        """
         ...
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """The inverse, on the same rank of the same number of ranks."""
+    def load_optimizer_state(self, shares: Iterable[OptimizerShare]) -> None:
+        """Take up all the shares that some run's ranks have written."""
         ...
 
 
@@ -58,8 +62,15 @@ class PlainEngine:
     """Plain PyTorch, data parallel by DDP; bfloat16 is autocast over float32 weights."""
 
     def __init__(
-        self, step: TrainStep, config: OptimizerConfig, ranks: Ranks, *, bfloat16: bool
+        self,
+        step: TrainStep,
+        config: OptimizerConfig,
+        ranks: Ranks,
+        *,
+        bfloat16: bool,
+        own_time: OwnTime,
     ) -> None:
+        self._own_time = own_time
         self._step = step.to(ranks.device)
         self._ranks = ranks
         self._bfloat16 = bfloat16
@@ -72,7 +83,7 @@ class PlainEngine:
         self._step.train()
         module: nn.Module = self._ddp or self._step
         with self._without_reduction(last):
-            with self._autocast():
+            with self._own_time.measure(), self._autocast():
                 loss, sums = module(
                     coefficient_BR=coefficient_BR.to(self._ranks.device),
                     **layout_tensors(layout, self._ranks.device),
@@ -100,12 +111,24 @@ class PlainEngine:
     def weights(self) -> dict[str, Tensor] | None:
         return self._step.model.state_dict() if self._ranks.is_main else None
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> OptimizerShare:
         # Replicas are equal, so rank 0's copy is everybody's.
-        return self._optimizer.state_dict() if self._ranks.is_main else {}
+        if not self._ranks.is_main:
+            return {}
+        states = ((name, self._optimizer.state[p]) for name, p in self._named())
+        return {name: dict(state) for name, state in states if state}
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state)
+    def load_optimizer_state(self, shares: Iterable[OptimizerShare]) -> None:
+        named = dict(self._named())
+        for share in shares:
+            for name, state in share.items():
+                parameter = named[name]
+                self._optimizer.state[parameter] = {
+                    key: value.to(parameter.device, copy=True) for key, value in state.items()
+                }
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self._step.named_parameters() if p.requires_grad)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._ranks.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)

@@ -14,17 +14,20 @@ from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import Layout
 from mars_ray.core.loss import row_coefficients
 from mars_ray.data.loader import LoaderState
-from mars_ray.errors import NonFiniteLossError
+from mars_ray.errors import CheckpointError, NonFiniteLossError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.engine import Engine
 from mars_ray.train.evaluation import evaluate
+from mars_ray.train.keeping import Keeper
 from mars_ray.train.metrics import Meter, MetricsWriter
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.optim import learning_rate
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import ModelFlops, OwnTime
 from mars_ray.train.step import step_counts
+from mars_ray.train.watchdog import Watchdog
 
 # Called on every rank after a checkpoint is complete.
 Report = Callable[[Path, dict[str, float]], None]
@@ -67,6 +70,11 @@ class StageParts:
     eval_batches: Callable[[], Iterable[TokenBatch]] | None
     write_model: Callable[[Path], None]  # collective; writes on rank 0
     report: Report
+    keeper: Keeper | None  # on rank 0
+    flops: ModelFlops
+    peak_flops: float  # of all ranks, a second
+    own_time: OwnTime  # the engine's
+    watchdog: Watchdog
 
 
 class TrainLoop:
@@ -77,18 +85,22 @@ class TrainLoop:
         self._step = restored.step if restored else 0
         self._metrics: dict[str, float] = dict(restored.metrics) if restored else {}
         self._saved_step = restored.step if restored else -1
+        self._evaluated_step = -1
         self._seconds_before = restored.seconds if restored else 0.0
         self._started = time.monotonic()
         self._stop_wanted = False
-        self.meter = Meter(parts.ranks.device)
+        self._cannot_write = False
+        self.meter = Meter(parts.ranks.device, parts.flops, parts.peak_flops)
         self._writer: MetricsWriter | None = None
         if parts.ranks.is_main:
-            self._writer = MetricsWriter(parts.plan.metrics_file, self._step, parts.total_steps)
+            self._writer = MetricsWriter(
+                parts.plan.metrics_file, self._step, parts.total_steps, parts.ranks.world_size
+            )
 
     def run(self) -> StageOutcome:
         """Train to the end, or to the step in which the stop file is seen.
 
-        Raises NonFiniteLossError on every rank at once.
+        Raises NonFiniteLossError and CheckpointError on every rank at once.
         """
         try:
             self._train()
@@ -107,7 +119,10 @@ class TrainLoop:
         plan = self._parts.plan
         batches = iter(self._parts.loader)
         while self._step < self._parts.total_steps and not self._stop_wanted:
-            norm, rate = self._train_step(next(batches))
+            self._parts.watchdog.feed(f"step {self._step + 1}")
+            with self._parts.own_time.measure():
+                batch = next(batches)
+            norm, rate = self._train_step(batch)
             self._step += 1
             if self._is_due(plan.job.log_every_steps):
                 self._log(norm, rate)
@@ -144,7 +159,8 @@ class TrainLoop:
     def _agree(self, counts: Tensor) -> Tensor:
         """Global counts; the wish to stop rides along, so that all ranks stop after one step."""
         ranks = self._parts.ranks
-        stop = ranks.is_main and self._parts.plan.stop_file.exists()
+        asked = ranks.is_main and self._parts.plan.stop_file.exists()
+        stop = asked or self._cannot_write
         agreed = ranks.sum(torch.cat([counts, torch.tensor([float(stop)])]))
         self._stop_wanted = agreed[-1].item() > 0
         return agreed[:-1]
@@ -156,23 +172,39 @@ class TrainLoop:
     def _log(self, norm: Tensor, rate: float) -> None:
         metrics = self.meter.flush(self._parts.ranks, has_noisy=self._parts.objective.depths > 0)
         metrics |= {"lr": rate, "grad_norm": float(norm), "seconds": self._seconds()}
+        metrics |= self._parts.own_time.slowest()
         self._publish("train", "", metrics)
 
     def _evaluate(self) -> None:
         parts = self._parts
         if parts.eval_batches is None:
             return
+        parts.watchdog.feed(f"the evaluation after step {self._step}")
         metrics = evaluate(parts.engine, parts.objective, parts.eval_batches(), parts.ranks)
         self._publish("eval", "eval_", metrics)
+        self._evaluated_step = self._step
 
     def _publish(self, kind: str, prefix: str, metrics: dict[str, float]) -> None:
         self._metrics |= {f"{prefix}{name}": value for name, value in metrics.items()}
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             self._writer.write(kind, self._step, metrics)
+        except OSError as error:
+            # The other ranks go on: all of them end with the next step, and try to save it.
+            print(f"cannot write {self._parts.plan.metrics_file}: {error}", flush=True)
+            self._cannot_write = True
 
     def _save(self) -> None:
         parts = self._parts
+        best = parts.plan.job.checkpoint.best
+        if best is not None and self._evaluated_step != self._step:
+            self._evaluate()
+        if best is not None and best.metric not in self._metrics:
+            known = ", ".join(name for name in self._metrics if name.startswith("eval_"))
+            raise CheckpointError(f"checkpoint.best.metric {best.metric!r} is none of {known}")
         directory = checkpoint.directory_of(parts.plan.run_dir, self._step)
+        parts.watchdog.feed(f"the checkpoint of step {self._step}")
         state = TrainState(
             step=self._step,
             total_steps=parts.total_steps,
@@ -184,6 +216,8 @@ class TrainLoop:
         )
         checkpoint.write(directory, parts.ranks, state, self._rank_state(), parts.write_model)
         self._saved_step = self._step
+        if parts.keeper is not None:
+            parts.keeper.saved(directory)
         parts.report(directory, self._metrics | {"step": self._step})
 
     def _rank_state(self) -> dict[str, Any]:

@@ -12,25 +12,27 @@ from tensorboardX import SummaryWriter
 from torch import Tensor
 
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import ModelFlops
+from mars_ray.train.step import COUNTS
 
 
 class Meter:
     """Means over the steps since the last `flush`, kept on the device, reduced only then."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, flops: ModelFlops, peak_flops: float) -> None:
+        """`peak_flops` is a second's, of all ranks."""
+        self._flops, self._peak_flops = flops, peak_flops
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
-        self._tokens = self._filled = self._rows = 0.0
+        self._counts = torch.zeros(len(COUNTS), dtype=torch.float64)
         self._steps = 0
         self._started = time.monotonic()
 
     def add(self, local: Tensor, counts: Tensor) -> None:
         """A step: this rank's (loss, clean sum, noisy sum) and the global `step_counts`."""
-        clean, noisy, tokens, filled, rows = counts.tolist()
+        clean, noisy = counts[:2].tolist()
         divisor = torch.tensor([1.0, max(clean, 1e-9), max(noisy, 1e-9)], dtype=torch.float64)
         self._sums += local / divisor.to(local.device)
-        self._tokens += tokens
-        self._filled += filled
-        self._rows += rows
+        self._counts += counts
         self._steps += 1
 
     def flush(self, ranks: Ranks, *, has_noisy: bool) -> dict[str, float]:
@@ -40,10 +42,13 @@ class Meter:
         metrics = {"loss": loss, "clean_ce": clean}
         if has_noisy:
             metrics["noisy_ce"] = noisy
-        metrics["tokens_per_s"] = self._tokens / elapsed
-        metrics["padding_share"] = 1 - self._filled / max(1.0, self._rows)
+        done = dict(zip(COUNTS, self._counts.tolist(), strict=True))
+        flops = self._flops.step(done["filled"], done["targets"], done["pairs"])
+        metrics["tokens_per_s"] = done["tokens"] / elapsed
+        metrics["flops_utilisation"] = flops / elapsed / self._peak_flops
+        metrics["padding_share"] = 1 - done["filled"] / max(1.0, done["rows"])
         self._sums.zero_()
-        self._tokens = self._filled = self._rows = 0.0
+        self._counts.zero_()
         self._steps = 0
         self._started = time.monotonic()
         return metrics
@@ -52,9 +57,7 @@ class Meter:
         """This rank's part, for a checkpoint that falls between two flushes."""
         return {
             "sums": self._sums.cpu().clone(),
-            "tokens": self._tokens,
-            "filled": self._filled,
-            "rows": self._rows,
+            "counts": self._counts.clone(),
             "steps": self._steps,
             "elapsed_s": time.monotonic() - self._started,
         }
@@ -62,8 +65,8 @@ class Meter:
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         self._sums.copy_(state["sums"])
-        self._tokens, self._filled = state["tokens"], state["filled"]
-        self._rows, self._steps = state["rows"], state["steps"]
+        self._counts.copy_(state["counts"])
+        self._steps = state["steps"]
         self._started = time.monotonic() - state["elapsed_s"]
 
 
@@ -74,11 +77,12 @@ class MetricsWriter:
     that died, are dropped, so that each step stands once.
     """
 
-    def __init__(self, path: Path, step: int, total_steps: int) -> None:
+    def __init__(self, path: Path, step: int, total_steps: int, workers: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_after(path, step)
         self._file = path.open("a", encoding="utf-8")
-        self._append({"kind": "start", "step": step, "total_steps": total_steps})
+        start = {"step": step, "total_steps": total_steps, "workers": workers}
+        self._append({"kind": "start", **start})
         board = str(path.parent / "tensorboard")
         self._board = SummaryWriter(board, purge_step=step + 1, write_to_disk=True)
 

@@ -1,12 +1,13 @@
 """A stage on Ray Train: the one file of this package that knows Ray.
 
-Workers write checkpoints straight into the run directory, which all nodes share, and only tell Ray
-where they are: the manifest is then truly the last file written, and nothing is copied.
+Workers write checkpoints straight into the run directory, which all nodes share: the manifest is
+then truly the last file written, nothing is copied, and a run goes on from what lies there.
 """
 
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,9 +20,6 @@ import ray.train
 import ray.util
 from ray import PlacementGroupID
 from ray.train import (
-    Checkpoint,
-    CheckpointConfig,
-    CheckpointUploadMode,
     FailureConfig,
     RunConfig,
     ScalingConfig,
@@ -36,17 +34,22 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
-from mars_ray.train import checkpoint
+from mars_ray.train.keeping import fetch_newest
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.progress import StageProgress
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.worker import limit_threads, train_stage
+from mars_ray.train.watchdog import stacks
+from mars_ray.train.worker import limit_threads, resume_stage
 
 # Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and
 # what each stage waits for at its end.
 _POLL_INTERVAL_S = 0.5
+_RESIZE_CHECK_S = 60.0
+# Elastic: a group whose resources are not there after this time is tried again with what is. Ray's
+# default of 60 s is waited out in full when a node is lost, since it first asks for what was there.
+_ELASTIC_START_TIMEOUT_S = 10
 _RESOURCES = "placement_group"
 _AGAIN = "run the same command again to resume"
 # glibc returns and fetches pages at every step otherwise: seconds of system time per step were seen
@@ -65,8 +68,7 @@ def fit_stage(plan: StagePlan) -> StageOutcome:
     Ctrl-C (or SIGTERM) asks the workers for a checkpoint and an end; a second one aborts. Raises
     TrainingError if the stage was stopped or failed for good.
     """
-    plan.run_dir.mkdir(parents=True, exist_ok=True)
-    plan.stop_file.unlink(missing_ok=True)
+    _prepare(plan)
     reader = MetricsReader(plan.metrics_file)
     reader.new()  # what an earlier attempt logged has been shown
     _free_left_over(plan)
@@ -80,6 +82,23 @@ def fit_stage(plan: StagePlan) -> StageOutcome:
     return _checked(plan, fit)
 
 
+def _prepare(plan: StagePlan) -> None:
+    """The run directory, with the newest checkpoint in it.
+
+    Raises TrainingError or CheckpointError if the storage cannot be used.
+    """
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        plan.stop_file.unlink(missing_ok=True)
+        shutil.rmtree(plan.stacks_dir, ignore_errors=True)
+    except OSError as error:
+        raise TrainingError(
+            f"the run directory {plan.run_dir} cannot be used: {error}. Mend or mount its "
+            f"storage, or choose another output_dir; then {_AGAIN}"
+        ) from error
+    fetch_newest(plan.run_dir, plan.job.checkpoint, plan.stage)
+
+
 class _Fit(threading.Thread):
     """`TorchTrainer.fit` off the main thread, where it would take over Ctrl-C."""
 
@@ -91,7 +110,7 @@ class _Fit(threading.Thread):
 
     def run(self) -> None:
         try:
-            with _environment(_controller_settings()):
+            with _environment(_controller_settings(self._plan.job.cluster)):
                 self.outcome = _trainer(self._plan).fit().return_value
         except Exception as error:  # noqa: BLE001 - a thread's edge: `_checked` raises it
             self.error = error
@@ -111,20 +130,21 @@ class _Trainer(TorchTrainer):
 
 
 def _trainer(plan: StagePlan) -> TorchTrainer:
-    job, cluster = plan.job, plan.job.cluster
+    cluster = plan.job.cluster
     return _Trainer(
         _work,
         train_loop_config={"plan": plan},
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=_workers(cluster),
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=_resources(cluster),
+            placement_strategy=cluster.placement.upper(),
+            elastic_resize_monitor_interval_s=cluster.resize_check_s or _RESIZE_CHECK_S,
         ),
         run_config=RunConfig(
             name=plan.run_dir.name,
             storage_path=str(plan.run_dir.parent),
             failure_config=FailureConfig(max_failures=cluster.max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=job.checkpoint.keep),
             callbacks=[_SayFailures()],
             worker_runtime_env={"env_vars": _worker_environment(cluster)},
             logging_config=LoggingConfig(log_level="WARNING"),
@@ -140,7 +160,7 @@ def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
     logging.disable(logging.INFO)
     limit_threads(_threads(plan.job.cluster))
     ranks = Ranks.current(get_device())
-    return train_stage(plan, ranks, checkpoint.newest(plan.run_dir), _report)
+    return resume_stage(plan, ranks, _report)
 
 
 def _note_resources(plan: StagePlan) -> None:
@@ -162,14 +182,9 @@ def _free_left_over(plan: StagePlan) -> None:
 
 
 def _report(directory: Path, metrics: dict[str, float]) -> None:
-    # Every rank calls this as often, since all of them save at the same steps. The call returns
-    # once the controller has room: it does not wait for it unless reports come faster than polls.
-    ray.train.report(
-        metrics,
-        checkpoint=Checkpoint.from_directory(directory),
-        checkpoint_dir_name=directory.name,
-        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-    )
+    # Every rank calls this as often, since all of them save at the same steps. Ray is not told of
+    # the checkpoint: it would refuse to start again once we have deleted one that it knows.
+    ray.train.report(metrics)
 
 
 class _SayFailures(UserCallback):
@@ -203,7 +218,8 @@ def _explained(plan: StagePlan, error: Exception) -> MarsError:
             if isinstance(failure, MarsError):
                 return failure
     if isinstance(error, TrainingFailedError):
-        return TrainingError(f"stage {plan.stage!r} failed: {error}\nOnce it is mended, {_AGAIN}")
+        why = stacks(plan.stacks_dir) or str(error)
+        return TrainingError(f"stage {plan.stage!r} failed: {why}\nOnce it is mended, {_AGAIN}")
     return TrainingError(f"stage {plan.stage!r} could not run on the cluster: {error}")
 
 
@@ -211,7 +227,8 @@ def _say_if_too_small(cluster: ClusterConfig, progress: StageProgress) -> None:
     """Ray waits for resources without a word; an autoscaler may bring them, so only say it."""
     have = ray.cluster_resources()
     for name, each in _resources(cluster).items():
-        wanted, found = each * cluster.workers, have.get(name, 0.0)
+        wanted = each * (cluster.min_workers or cluster.workers)
+        found = have.get(name, 0.0)
         if found < wanted:
             progress.say(
                 f"waiting for {wanted:g} {name}: the cluster has {found:g}. Unless it grows by "
@@ -252,12 +269,19 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _controller_settings() -> dict[str, str]:
+def _controller_settings(cluster: ClusterConfig) -> dict[str, str]:
     settings = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_POLL_INTERVAL_S)}
+    if cluster.min_workers is not None:
+        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
     if len(ray.nodes()) == 1:
         # Whatever pre-empts the only node takes the driver with it; the watcher only logs then.
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     return settings
+
+
+def _workers(cluster: ClusterConfig) -> int | tuple[int, int]:
+    fewest = cluster.min_workers
+    return cluster.workers if fewest is None else (fewest, cluster.workers)
 
 
 def _resources(cluster: ClusterConfig) -> dict[str, float]:

@@ -3,9 +3,13 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mars_ray.config.train import OptimizerConfig
+
+# AdamW's two moments and its step by parameter name, and, where the weights themselves are rounded
+# to bfloat16, the float32 ones.
+OptimizerShare = dict[str, dict[str, Tensor]]
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

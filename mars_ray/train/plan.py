@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,18 @@ from mars_ray.model.load import load_tokenizer
 
 # What may change between a run and its resumption: where and how fast it runs and how much it says,
 # not what it computes. (Another number of workers moves the order of float additions only.)
-_HARMLESS = frozenset({"output_dir", "cluster", "checkpoint", "log_every_steps", "data.cache_dir"})
+_HARMLESS = frozenset(
+    {
+        "output_dir",
+        "cluster",
+        "checkpoint",
+        "log_every_steps",
+        "data.cache_dir",
+        "engine.zero_stage",
+        "engine.offload",
+        "gradient_checkpointing",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +57,19 @@ class StagePlan:
         return self.run_dir / "stop"
 
     @property
+    def stacks_dir(self) -> Path:
+        """Where ranks leave their stacks when a step takes too long."""
+        return self.run_dir / "stacks"
+
+    @property
     def metrics_file(self) -> Path:
         """One JSON object a line."""
         return self.run_dir / "metrics.jsonl"
 
     def micro_batch_size(self, world_size: int) -> int:
         """Rows of one forward on one worker."""
-        return self.config.micro_batch_size or self.config.global_batch_size // world_size
+        share = math.ceil(self.config.global_batch_size / world_size)
+        return min(self.config.micro_batch_size or share, share)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Length of the stage in optimizer steps, at least 1."""

@@ -62,7 +62,9 @@ class StageProgress:
         if kind == "start":
             self._total_steps = record["total_steps"]
             if step:
-                self.say(f"resumed at step {step} of {self._total_steps}")
+                self.say(
+                    f"resumed at step {step} of {self._total_steps}, {record['workers']} workers"
+                )
         text = _text(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, total=self._total_steps)
@@ -81,6 +83,9 @@ _SHOWN = {
     "tokens_per_forward": "expected T/F {:.2f}",
     "lr": "lr {:.2e}",
     "tokens_per_s": "{:.0f} tok/s",
+    "flops_utilisation": "MFU {:.1%}",
+    "padding_share": "padding {:.1%}",
+    "slowest_over_median": "slowest rank {:.2f}x",
 }
 
 

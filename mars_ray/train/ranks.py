@@ -1,11 +1,17 @@
 """The ranks of a training run, and the few things they have to agree on."""
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
+
+from mars_ray.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,22 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A part of collective work on storage: if it fails on a rank, it fails on all of them.
+
+        Raises CheckpointError on every rank, with what each has met. A barrier at the same time.
+        """
+        problem = None
+        try:
+            yield
+        # torch and safetensors have errors of their own for a full disk.
+        except (OSError, RuntimeError, SafetensorError, CheckpointError) as error:
+            problem = f"rank {self.rank} on {socket.gethostname()}: {error}"
+        met = [found for found in self.gather(problem) if found is not None]
+        if met:
+            raise CheckpointError("; ".join(met))
 
     def barrier(self) -> None:
         """Wait for every rank."""

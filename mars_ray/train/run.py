@@ -24,6 +24,7 @@ from mars_ray.model.card import CARD_FILE
 from mars_ray.model.create import create_model
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.keeping import best_checkpoint
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity, stage_plan, with_absolute_paths
@@ -85,7 +86,13 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(
+            f"output_dir {output_dir} cannot be used: {error}. Mend or mount its storage, or "
+            "choose another one"
+        ) from error
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(content, indent=1))
@@ -110,14 +117,18 @@ def _texts(job: TrainJob) -> Iterator[str]:
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
-    """The last checkpoint's model under its final name; appears whole, with its summary."""
+    """A checkpoint's model under its final name; appears whole, with its summary."""
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(outcome.checkpoint / MODEL, draft)
+    config = plan.job.checkpoint
+    wants_best = config.best is not None and config.best.export
+    source = best_checkpoint(plan.run_dir, config) if wants_best else outcome.checkpoint
+    shutil.copytree(source / MODEL, draft)
     summary = {
         "job": plan.job.name,
         "stage": plan.stage,
         "steps": outcome.step,
+        "checkpoint": source.name,
         "seconds": outcome.seconds,
         "metrics": outcome.metrics,
         "provenance": provenance(),

@@ -7,6 +7,8 @@ Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, A a
 hidden size, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,12 +16,21 @@ from transformers import PreTrainedModel
 
 from mars_ray.core.acceptance import acceptance_weights
 from mars_ray.core.layout import NO_TARGET, Layout
-from mars_ray.core.loss import cross_entropy_rows, loss_counts
+from mars_ray.core.loss import WeightedCrossEntropy, loss_counts
 from mars_ray.core.mask import attention_mask
 from mars_ray.model.forward import hidden_states, output_head
 
 # Float32 logits of this many bytes are kept at once; more rows go through the head in chunks.
 _LOGITS_BYTES = 1 << 28
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """How many rows go through the head at once."""
+    return max(64, _LOGITS_BYTES // (4 * vocabulary))
+
+
+# The names of `step_counts`, in their order.
+COUNTS = ("clean", "noisy", "tokens", "filled", "rows", "targets", "pairs")
 
 
 class TrainStep(nn.Module):
@@ -35,8 +46,9 @@ class TrainStep(nn.Module):
         self.model = model
         # In a tuple: no part of what is trained, wrapped, sharded or saved.
         self._anchor = (anchor,) if anchor else ()
+        self.model.set_output_embeddings(_LossHead(output_head(model)))
+        self.chunk_rows = chunk_rows(model.config.vocab_size)
         self._acceptance_weight = acceptance_weight
-        self.chunk_rows: int = max(64, _LOGITS_BYTES // (4 * model.config.vocab_size))
 
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
@@ -63,9 +75,8 @@ class TrainStep(nn.Module):
         if self._acceptance_weight:
             coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
         head = output_head(self.model)
-        ce_N = cross_entropy_rows(head, hidden_NH, target_N, self.chunk_rows)
-        loss = (coefficient_N * ce_N).sum()
-        sums = _stream_sums(layout, wanted_BR, ce_N.detach())
+        loss, ce_N = head(hidden_NH, target_N, coefficient_N, self.chunk_rows)
+        sums = _stream_sums(layout, wanted_BR, ce_N)
         if self._anchor and layout.is_anchored_BR.any():
             kl_A = self._divergence(layout, hidden_BRH)
             loss = loss + (coefficient_BR[layout.is_anchored_BR] * kl_A).sum()
@@ -114,24 +125,45 @@ class TrainStep(nn.Module):
         return torch.cat(ce), torch.cat(predicted)
 
 
+class _LossHead(nn.Linear):
+    """The model's own output projection, which can go on to the loss.
+
+    A module, because ZeRO-3 brings a weight together only while the module that owns it is called.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        assert isinstance(head, nn.Linear), f"the output head is a {type(head).__name__}"
+        assert head.bias is None, "an output head with a bias"
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.weight = head.weight
+
+    def forward(self, input: Tensor, *loss_of: Any) -> Any:  # noqa: A002 - nn.Linear's name
+        """Logits (N, V); with (target, coefficient, chunk rows) loss and cross-entropies."""
+        if loss_of:
+            return WeightedCrossEntropy.apply(input, self.weight, *loss_of)
+        return super().forward(input)
+
+
 def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """A layout as the keyword arguments of `TrainStep`, on a device."""
     return {name: getattr(layout, name).to(device) for name in Layout.__slots__}
 
 
 def step_counts(layouts: list[Layout]) -> Tensor:
-    """What is counted before a step's forwards, float64 (5,); additive over ranks.
+    """What is counted before a step's forwards, float64 (7,); additive over ranks.
 
     Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
-    rows.
+    rows, rows with a target, and keys seen by rows that are no padding.
     """
-    total = torch.zeros(5, dtype=torch.float64)
+    total = torch.zeros(len(COUNTS), dtype=torch.float64)
     for layout in layouts:
         filled_BR = layout.document_BR >= 0
         total[:2] += loss_counts(layout)
         total[2] += (filled_BR & ~layout.is_noisy_BR).sum()
         total[3] += filled_BR.sum()
         total[4] += filled_BR.numel()
+        total[5] += (layout.target_BR != NO_TARGET).sum()
+        total[6] += ((layout.position_BR + 1) * filled_BR).sum()
     return total
 
 

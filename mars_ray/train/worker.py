@@ -1,24 +1,36 @@
 """What one worker does for a stage: put the parts together, restore, train. No Ray in here."""
 
 import os
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
 from mars_ray.core.batch import TokenBatch
 from mars_ray.data.loader import Loader, eval_batches
-from mars_ray.errors import CheckpointError, MarsError, NonFiniteLossError
+from mars_ray.errors import (
+    CheckpointError,
+    MarsError,
+    MemoryShortError,
+    NonFiniteLossError,
+    TrainingError,
+)
+from mars_ray.model.adapters import adapter_weights, add_adapters, merged
 from mars_ray.model.card import read_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
+from mars_ray.model.shape import shape_of
 from mars_ray.train import checkpoint
-from mars_ray.train.checkpoint import TrainState
+from mars_ray.train.checkpoint import TrainState, newest
 from mars_ray.train.deepspeed import DeepSpeedEngine
 from mars_ray.train.engine import Engine, PlainEngine
+from mars_ray.train.keeping import Keeper
 from mars_ray.train.loop import (
     Report,
     StageOutcome,
@@ -26,10 +38,25 @@ from mars_ray.train.loop import (
     TrainLoop,
     load_random_state,
 )
+from mars_ray.train.memory import RowSize, advice, check_memory
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import ModelFlops, OwnTime, peak_flops
 from mars_ray.train.step import TrainStep
+from mars_ray.train.watchdog import Watchdog
+
+# What torch says where the CPU's memory ends; CUDA's has a class of its own.
+_CPU_SHORT = "can't allocate memory"
+
+
+def resume_stage(plan: StagePlan, ranks: Ranks, report: Report) -> StageOutcome | MarsError:
+    """`train_stage` from the newest checkpoint of the run directory, if it has one; collective."""
+    try:
+        resume_from = _newest(plan, ranks)
+    except TrainingError as error:
+        return error
+    return train_stage(plan, ranks, resume_from, report)
 
 
 def train_stage(
@@ -50,9 +77,40 @@ def train_stage(
     if resume_from and restored:
         _restore_rank(parts, loop, resume_from, restored)
     try:
-        return loop.run()
-    except NonFiniteLossError as error:
+        with parts.watchdog, _memory_explained(plan):
+            outcome = loop.run()
+        if parts.keeper is not None:
+            parts.keeper.close()
+        return outcome
+    except (NonFiniteLossError, CheckpointError) as error:
         return error
+
+
+@contextmanager
+def _memory_explained(plan: StagePlan) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _CPU_SHORT not in str(
+            error
+        ):
+            raise
+        raise MemoryShortError(
+            f"stage {plan.stage!r} ran out of memory: {str(error).splitlines()[0]} "
+            f"{advice(plan.job, plan.config)}; the last checkpoint is untouched"
+        ) from error
+
+
+def _newest(plan: StagePlan, ranks: Ranks) -> Path | None:
+    """The checkpoint that rank 0 sees; network file systems may show it to others later."""
+    found = ranks.gather((socket.gethostname(), plan.run_dir.is_dir(), newest(plan.run_dir)))
+    blind = sorted({host for host, sees, _ in found if not sees})
+    if blind:
+        raise TrainingError(
+            f"{', '.join(blind)} does not see {plan.run_dir}: output_dir must be on storage that "
+            "all nodes share, mounted at the same place"
+        )
+    return found[0][2]
 
 
 def _assemble(
@@ -62,8 +120,10 @@ def _assemble(
     restored: TrainState | None,
     report: Report,
 ) -> StageParts:
+    row = RowSize.of(plan.train, plan.job.data)
+    check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
-    model, tokenizer = _load_model(plan, model_dir, ranks), load_tokenizer(model_dir)
+    model, tokenizer = _load_model(plan, resume_from, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
     objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id, plan.own_from)
     if objective.depths:
@@ -72,12 +132,18 @@ def _assemble(
     if restored:
         loader.restore(restored.loader)
     anchor = _load_anchor(plan, ranks) if objective.needs_anchor else None
-    engine = make_engine(plan, TrainStep(model, objective.acceptance_weight, anchor), ranks)
+    step = TrainStep(model, objective.acceptance_weight, anchor)
+    flops, own_time = ModelFlops.of(model), OwnTime(ranks)
+    engine = make_engine(plan, step, ranks, own_time)
 
     def write_model(directory: Path) -> None:
         weights = engine.weights()
-        if weights is not None:
-            save_model(directory, model, tokenizer, card, weights)
+        if weights is None:
+            return
+        if plan.config.lora is not None:
+            save_file(adapter_weights(weights), directory.with_name(checkpoint.ADAPTERS))
+            weights = merged(model, weights)
+        save_model(directory, model, tokenizer, card, weights)
 
     return StageParts(
         plan=plan,
@@ -89,10 +155,24 @@ def _assemble(
         eval_batches=_evaluation(plan, ranks),
         write_model=write_model,
         report=report,
+        keeper=_keeper(plan, ranks),
+        flops=flops,
+        peak_flops=peak_flops(
+            ranks, plan.job.cluster.peak_tflops, bfloat16=plan.job.precision == "bfloat16"
+        ),
+        own_time=own_time,
+        watchdog=Watchdog(plan.stacks_dir, ranks.rank, plan.job.cluster.step_timeout_s),
     )
 
 
-def make_engine(plan: StagePlan, step: TrainStep, ranks: Ranks) -> Engine:
+def _keeper(plan: StagePlan, ranks: Ranks) -> Keeper | None:
+    with ranks.together():
+        if ranks.is_main:
+            return Keeper(plan.run_dir, plan.job.checkpoint, plan.stage)
+    return None
+
+
+def make_engine(plan: StagePlan, step: TrainStep, ranks: Ranks, own_time: OwnTime) -> Engine:
     """The engine that the job asks for."""
     bfloat16 = plan.job.precision == "bfloat16"
     optimizer = plan.config.optimizer
@@ -102,19 +182,33 @@ def make_engine(plan: StagePlan, step: TrainStep, ranks: Ranks) -> Engine:
             optimizer,
             ranks,
             bfloat16=bfloat16,
-            zero_stage=plan.job.engine.zero_stage,
+            zero=plan.job.engine,
             micro_batch_size=plan.micro_batch_size(ranks.world_size),
+            own_time=own_time,
         )
-    return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16)
+    return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, own_time=own_time)
 
 
-def _load_model(plan: StagePlan, directory: Path, ranks: Ranks) -> PreTrainedModel:
+def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreTrainedModel:
+    lora = plan.config.lora
+    directory = plan.start_model
+    # What adapters were added to is not in the checkpoint, whose model has them merged.
+    if resume_from is not None and lora is None:
+        directory = resume_from / checkpoint.MODEL
     # Float32: the master weights. DeepSpeed casts to bfloat16 itself and keeps its own masters.
     attention = "flex_attention" if ranks.device.type == "cuda" else "sdpa"
     model = load_model(directory, dtype=torch.float32, attention=attention)
     model.train()
+    if lora is not None:
+        settings = lora.model_dump()
+        add_adapters(model, seed=plan.seed, **settings)
+        if resume_from is not None:
+            model.load_state_dict(load_file(resume_from / checkpoint.ADAPTERS), strict=False)
     if plan.job.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if plan.job.compile:
+        # Batches differ in width and rows.
+        model.base_model.compile(dynamic=True)
     return model
 
 
@@ -165,11 +259,6 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
             f"{directory} was written by another job (its resolved configuration differs). "
             "Choose another output_dir, or delete this one"
         )
-    if isinstance(plan.job.engine, DeepSpeedConfig) and state.world_size != ranks.world_size:
-        raise CheckpointError(
-            f"{directory} was written by {state.world_size} workers, and ZeRO splits its state "
-            f"among them: resume with cluster.workers={state.world_size}"
-        )
     return state
 
 
@@ -178,10 +267,10 @@ def _restore_rank(
 ) -> None:
     """Optimizer, random state and running means of this rank."""
     ranks = parts.ranks
-    sharded = isinstance(parts.plan.job.engine, DeepSpeedConfig)
-    # Without ZeRO every rank has the same optimizer state, and only rank 0 has written it.
-    owner = checkpoint.read_rank_state(directory, ranks.rank if sharded else 0)
-    parts.engine.load_optimizer_state(owner["optimizer"])
+    parts.engine.load_optimizer_state(
+        checkpoint.read_rank_state(directory, rank)["optimizer"]
+        for rank in range(restored.world_size)
+    )
     if restored.world_size == ranks.world_size:
         mine = checkpoint.read_rank_state(directory, ranks.rank)
         load_random_state(mine["random"], ranks.device)

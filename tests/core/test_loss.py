@@ -6,7 +6,7 @@ from core.rows import MASK, batch_of
 
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
 from mars_ray.core.layout import clean_layout, compact_layout
-from mars_ray.core.loss import cross_entropy_rows, loss_counts, row_coefficients
+from mars_ray.core.loss import WeightedCrossEntropy, loss_counts, row_coefficients
 from mars_ray.core.schedule import block_starts
 
 
@@ -52,16 +52,31 @@ def test_an_empty_stream_has_no_coefficient():
         assert not coefficient[layout.is_noisy_BR].any()
 
 
-def test_chunks_change_neither_loss_nor_gradient():
-    """Guards a chunk boundary that drops rows; equal up to float32 summation order."""
+@pytest.mark.parametrize("chunk_rows", [100, 5])
+def test_the_fused_loss_is_autograds(chunk_rows):
+    """Guards the gradients written by hand, and a chunk boundary that drops rows."""
     torch.manual_seed(0)
-    head = torch.nn.Linear(8, 50)
     hidden = torch.randn(23, 8, requires_grad=True)
-    target = torch.randint(0, 50, (23,))
-    results = []
-    for chunk_rows in (100, 5):
-        loss = cross_entropy_rows(head, hidden, target, chunk_rows)
-        gradients = torch.autograd.grad((loss * torch.arange(23.0)).sum(), [hidden, head.weight])
-        results.append([loss, *gradients])
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(whole, chunked)
+    weight = torch.randn(50, 8, requires_grad=True)
+    target, coefficient = torch.randint(0, 50, (23,)), torch.rand(23)
+    ce = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, reduction="none")
+    loss, rows = WeightedCrossEntropy.apply(hidden, weight, target, coefficient, chunk_rows)
+    torch.testing.assert_close(rows, ce)
+    torch.testing.assert_close(loss, (coefficient * ce).sum())
+    expected = torch.autograd.grad(3 * (coefficient * ce).sum(), [hidden, weight])
+    got = torch.autograd.grad(3 * loss, [hidden, weight])
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_fused_loss_under_autocast_keeps_float32_gradients():
+    """Guards bfloat16 runs: the products are rounded, the master weights' gradient is not lost."""
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 8, requires_grad=True)
+    weight = torch.randn(50, 8, requires_grad=True)
+    given = torch.randint(0, 50, (23,)), torch.rand(23), 5
+    exact = torch.autograd.grad(WeightedCrossEntropy.apply(hidden, weight, *given)[0], weight)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = WeightedCrossEntropy.apply(hidden, weight, *given)[0]
+    rounded = torch.autograd.grad(loss, weight)[0]
+    assert (loss.dtype, rounded.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)

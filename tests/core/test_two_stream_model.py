@@ -15,7 +15,7 @@ from transformers import (
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
 from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import NO_TARGET, Layout, clean_layout, compact_layout, paper_layout
-from mars_ray.core.loss import cross_entropy_rows, loss_counts, row_coefficients
+from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask import dense_mask
 from mars_ray.core.schedule import block_starts
 from mars_ray.model.forward import hidden_states, output_head
@@ -57,8 +57,8 @@ def rows_loss(model, layout: Layout) -> torch.Tensor:
     hidden = hidden_states(model, layout.input_ids_BR, layout.position_BR, dense_mask(layout))
     wanted = layout.target_BR != NO_TARGET
     loss = torch.zeros_like(layout.weight_BR)
-    loss[wanted] = cross_entropy_rows(
-        output_head(model), hidden[wanted], layout.target_BR[wanted], chunk_rows=1000
+    loss[wanted] = torch.nn.functional.cross_entropy(
+        output_head(model)(hidden[wanted]), layout.target_BR[wanted], reduction="none"
     )
     return loss
 

@@ -85,6 +85,38 @@ def test_a_run_may_go_on_with_other_ranks():
     assert steps(toy, 20, 4, loader.state(), micro_batch_size=1) == steps(toy, 30)[10:]
 
 
+@pytest.mark.parametrize("world_size", [3, 5, 7, 11])
+def test_ranks_that_do_not_divide_the_batch_share_it(world_size):
+    """Guards elastic runs: every row once, and as many forwards on each rank, or ZeRO-3 hangs."""
+    toy = Toy(203)
+    expected = steps(toy, 30)
+    ranks = [make(toy, rank, world_size) for rank in range(world_size)]
+    for each, wanted in zip(islice(zip(*ranks, strict=True), 30), expected, strict=False):
+        found = [index for batches in each for index in documents(batches)]
+        assert sorted(found) == sorted(wanted)
+        assert len({len(batches) for batches in each}) == 1
+        rows = [sum(batch.document_BL.shape[0] for batch in batches) for batches in each]
+        assert max(rows) - min(rows) <= 1
+
+
+def test_going_to_a_position_reads_nothing_on_the_way():
+    """Guards an hour of reading a large data set again before the first step."""
+
+    class Counted(Toy):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    toy = Counted(203)
+    loader = make(toy)
+    loader.restore(LoaderState(7, 20))
+    assert toy.reads == 0
+    next(iter(loader))
+    assert toy.reads == 8
+
+
 def test_an_epoch_has_every_row_at_most_once():
     """All but the remainder, another one each time; the next epoch has another order."""
     toy = Toy(203)

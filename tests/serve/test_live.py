@@ -26,6 +26,7 @@ def seen(set_point: float = 1.0) -> EngineSeen:
         set_point=set_point,
         checked={},
         tokens_per_forward_at={},
+        accepted_at={},
     )
 
 

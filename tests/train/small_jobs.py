@@ -26,16 +26,18 @@ from mars_ray.train.worker import train_stage
 VOCABULARY = 320
 
 
-def make_model(directory: Path) -> Path:
+def make_model(
+    directory: Path, *, hidden_size: int = 32, intermediate_size: int = 64, layers: int = 2
+) -> Path:
     """A model directory with random weights and a tokenizer of the corpus."""
     texts = [part for p in problems("train", 200, 0) for part in (p.question, p.solution)]
     tokenizer = train_tokenizer(texts, VOCABULARY)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,

@@ -12,6 +12,7 @@ from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import ModelFlops
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5})
@@ -88,22 +89,22 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 
 
 def test_a_rank_without_state_is_told_why(tmp_path):
-    """Guards resuming ZeRO on more workers than wrote the checkpoint."""
+    """Guards a checkpoint that lost a rank's file before its manifest was written."""
     write(tmp_path / "step")
-    with pytest.raises(CheckpointError, match="as many workers as before"):
+    with pytest.raises(CheckpointError, match="no state of rank 1"):
         checkpoint.read_rank_state(tmp_path / "step", 1)
 
 
 def test_metrics_after_the_restored_step_are_dropped(tmp_path):
     """Guards steps that stand twice in the curve, and the half line of a killed process."""
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path, 0, 9)
+    writer = MetricsWriter(path, 0, 9, 1)
     for step in (1, 2, 3):
         writer.write("train", step, {"loss": float(step)})
     writer.close()
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
-    writer = MetricsWriter(path, 2, 9)
+    writer = MetricsWriter(path, 2, 9, 1)
     writer.write("train", 3, {"loss": 30.0})
     writer.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -132,13 +133,17 @@ def test_the_reader_follows_and_survives_a_cut(tmp_path):
 
 def test_means_by_hand_and_across_a_checkpoint():
     """Guards a logged mean that starts anew where a checkpoint fell between two log lines."""
-    meter, resumed = Meter(RANKS.device), Meter(RANKS.device)
-    counts = torch.tensor([4.0, 2.0, 10.0, 15.0, 20.0], dtype=torch.float64)
+    # 10 weights of the body, 5 of the head, attention 2 wide; a million FLOPs a second at best.
+    flops = ModelFlops(10, 5, 2)
+    meter, resumed = Meter(RANKS.device, flops, 1e6), Meter(RANKS.device, flops, 1e6)
+    counts = torch.tensor([4.0, 2.0, 10.0, 15.0, 20.0, 6.0, 40.0], dtype=torch.float64)
     meter.add(torch.tensor([1.0, 8.0, 3.0], dtype=torch.float64), counts)
     resumed.load(meter.state())
     resumed.add(torch.tensor([3.0, 16.0, 5.0], dtype=torch.float64), counts)
     metrics = resumed.flush(RANKS, has_noisy=True)
     assert (metrics["loss"], metrics["clean_ce"], metrics["noisy_ce"]) == (2.0, 3.0, 2.0)
     assert metrics["padding_share"] == 0.25
-    assert metrics["tokens_per_s"] > 0
+    # Over the same seconds: 2 steps of 10 tokens, and of 6 * (10 * 15 + 5 * 6) + 12 * 2 * 40 FLOPs.
+    elapsed = 20 / metrics["tokens_per_s"]
+    assert metrics["flops_utilisation"] * elapsed == pytest.approx(2 * (1080 + 960) / 1e6)
     assert resumed.flush(RANKS, has_noisy=False)["loss"] == 0

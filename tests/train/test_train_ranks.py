@@ -18,7 +18,7 @@ from train.small_jobs import (
 )
 
 from mars_ray.errors import MarsError
-from mars_ray.train.checkpoint import directory_of
+from mars_ray.train.checkpoint import directory_of, read_rank_state
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
@@ -68,6 +68,7 @@ def test_two_ranks_equal_one(model, one_rank, tmp_path):
     halfway = directory_of(plan.run_dir, 10)
     todo = [(plan, None), (resumed, halfway), (diverging, None)]
     spawn(train_all, 2, todo, tmp_path / "results.json")
+    _check_three_ranks(plan, model, tmp_path)
     first, second, message = json.loads((tmp_path / "results.json").read_text())
     assert (first, second) == (STEPS, STEPS)
     assert losses(plan) == pytest.approx(losses(one_rank), rel=1e-5)
@@ -78,17 +79,31 @@ def test_two_ranks_equal_one(model, one_rank, tmp_path):
     assert len(message.split("conversations ")[1].split(".")[0].split(", ")) == 4
 
 
+def _check_three_ranks(plan: StagePlan, model: Path, directory: Path) -> None:
+    """Four rows on three ranks, from two ranks' checkpoint: the middle one has more to do."""
+    content = plan.job.model_dump()
+    content["cluster"] |= {"workers": 3, "min_workers": 2}
+    content["output_dir"] = str(directory / "three")
+    three = make_plan(type(plan.job).model_validate(content), model)
+    todo = [(three, directory_of(plan.run_dir, 10))]
+    spawn(train_all, 3, todo, directory / "three.json")
+    assert losses(three) == pytest.approx(losses(plan)[10:], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_zero_stages_equal_plain_torch(model, one_rank, tmp_path):
     """Guards DeepSpeed's own averaging and accumulation, which the engine must cancel; and its
     state, which must resume to the bit."""
     todo: list[tuple[StagePlan, Path | None]] = []
-    for stage in (1, 2, 3):
-        engine = {"type": "deepspeed", "zero_stage": stage}
+    for stage, offload in ((1, "none"), (2, "optimizer"), (3, "all")):
+        engine = {"type": "deepspeed", "zero_stage": stage, "offload": offload}
         plan = two_ranks(model, tmp_path / f"zero{stage}", engine=engine)
         resumed = two_ranks(model, tmp_path / f"resumed{stage}", engine=engine)
         todo += [(plan, None), (resumed, directory_of(plan.run_dir, 10))]
-    spawn(train_all, 2, todo, tmp_path / "results.json")
+    rounded = _tiny_steps_in_bfloat16(model, tmp_path)
+    spawn(train_all, 2, [*todo, (rounded, None)], tmp_path / "results.json")
+    _check_masters_move(rounded, model)
+    _check_one_rank_resumes(todo, tmp_path)
     assert len(losses(one_rank)) == STEPS
     for (plan, _), (resumed, _) in zip(todo[::2], todo[1::2], strict=True):
         assert losses(plan) == pytest.approx(losses(one_rank), abs=1e-4)
@@ -98,6 +113,43 @@ def test_zero_stages_equal_plain_torch(model, one_rank, tmp_path):
         # The consolidated weights are whole, and one rank's.
         mine, expected = (load_file(_last_model(p)) for p in (plan, one_rank))
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-3)
+
+
+def _tiny_steps_in_bfloat16(model: Path, directory: Path) -> StagePlan:
+    engine = {"type": "deepspeed", "zero_stage": 2}
+    plan = two_ranks(model, directory / "rounded", engine=engine, precision="bfloat16")
+    content = plan.job.model_dump()
+    content["stages"]["mars"]["optimizer"] |= {"learning_rate": 1e-7, "warmup_share": 0}
+    return make_plan(type(plan.job).model_validate(content), model)
+
+
+def _check_masters_move(plan: StagePlan, model: Path) -> None:
+    """Steps far below bfloat16's resolution add up in float32 weights, which the run keeps."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    start = load_file(model / "model.safetensors")[name]
+    shares = [read_rank_state(directory_of(plan.run_dir, STEPS), rank) for rank in (0, 1)]
+    states = {key: value for share in shares for key, value in share["optimizer"].items()}
+    master = states[f"model.{name}"]["master"]
+    moved = (master - start.bfloat16().float()).abs()
+    assert master.dtype == torch.float32
+    assert 1e-7 < moved.mean() < 2e-6
+    weights = load_file(_last_model(plan))[name].float()
+    assert (weights == start.bfloat16().float()).float().mean() > 0.95
+
+
+def _check_one_rank_resumes(todo, directory: Path) -> None:
+    """What two ranks have written goes on with one, at another stage and without offload."""
+    alone: list[tuple[StagePlan, Path | None]] = []
+    for before, (plan, _) in enumerate(todo[::2], start=1):
+        content = plan.job.model_dump()
+        content["cluster"]["workers"] = 1
+        content["engine"] = {"type": "deepspeed", "zero_stage": before % 3 + 1}
+        content["output_dir"] = str(directory / f"alone{before}")
+        job = type(plan.job).model_validate(content)
+        alone.append((make_plan(job, plan.start_model), directory_of(plan.run_dir, 10)))
+    spawn(train_all, 1, alone, directory / "alone.json")
+    for (plan, _), (resumed, _) in zip(todo[::2], alone, strict=True):
+        assert losses(resumed) == pytest.approx(losses(plan)[10:], abs=1e-4)
 
 
 def _last_model(plan: StagePlan) -> Path:

@@ -11,9 +11,11 @@ from mars_ray.config.schedule import ConstantBlockSize
 from mars_ray.config.train import ArObjective, MarsObjective, OptimizerConfig
 from mars_ray.core.layout import NO_TARGET
 from mars_ray.core.loss import row_coefficients
+from mars_ray.core.mask import dense_mask
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.speed import OwnTime
 from mars_ray.train.step import TrainStep, layout_tensors, step_counts
 
 CPU = torch.device("cpu")
@@ -38,7 +40,8 @@ def make_step() -> TrainStep:
 
 def make_engine(**changes) -> PlainEngine:
     config = OptimizerConfig.model_validate({"learning_rate": 1e-2} | changes)
-    return PlainEngine(make_step(), config, Ranks(0, 1, CPU), bfloat16=False)
+    ranks = Ranks(0, 1, CPU)
+    return PlainEngine(make_step(), config, ranks, bfloat16=False, own_time=OwnTime(ranks))
 
 
 def one_step(engine: PlainEngine, groups: list[tuple[str, ...]], width: int = 8):
@@ -70,9 +73,12 @@ def test_counts_by_hand():
     """Guards the divisor of the loss and the tokens that speed is counted in."""
     layout = MARS.layout(batch_of("pprrrr", "pprr"), 0.0)
     # Block size 2 on a grid from 0: masks for r0 r1 | r2 r3 predict r1, r2 | r3 and r1.
-    clean, noisy, tokens, filled, rows = step_counts([layout]).tolist()
+    clean, noisy, tokens, filled, rows, targets, pairs = step_counts([layout]).tolist()
     assert (clean, noisy, tokens) == (6, 4, 10)
-    assert (filled, rows) == (14, 2 * (6 + 3))
+    assert (filled, rows, targets) == (14, 2 * (6 + 3), 10)
+    # Keys seen: 1 + ... + 6 and 1 + ... + 4 by clean rows, as many as their position + 1 by masks.
+    assert pairs == 21 + 10 + (3 + 4 + 5) + 3
+    assert pairs == dense_mask(layout)[(layout.document_BR >= 0).unsqueeze(1)].sum()
 
 
 def test_loss_is_the_weighted_sum_of_the_stream_means():

@@ -1,0 +1,227 @@
+"""What a stage needs of memory, before it starts: stated arithmetic, in bytes a worker.
+
+P parameters, T of them trained (all but with LoRA), W workers, e bytes of a number in the forward
+(4 in float32, 2 in bfloat16).
+
+    torch               weights 4P, gradients 4T, AdamW's moments 8T; in bfloat16 autocast's copy 2P
+    ZeRO 1              weights eP, gradients eT, (float32 copy, its gradient, moments: 16T) / W
+    ZeRO 2              gradients eT / W besides
+    ZeRO 3              weights eP / W besides, and what is gathered at a time
+    offload optimizer   float32 copy, moments and their gradient go to the node's memory
+    offload all         ZeRO 3's weights too
+
+A row of a forward (a token of the clean stream, or a mask) keeps for the backward, in each layer,
+8 hidden and 2 key sizes in float32 and 4 intermediate ones, as autograd's saved tensors of Qwen2
+show; with gradient checkpointing one hidden size, and one layer in full, with its gradients. The
+dense attention mask (CPU) costs 4 bytes a pair of rows and layer. The head works in chunks: three
+times a chunk's float32 logits, and the gradient of its weight.
+"""
+
+import math
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mars_ray.config.data import DataConfig
+from mars_ray.config.train import ArObjective, StageConfig, TrainJob
+from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
+from mars_ray.data.rows import Conversations
+from mars_ray.errors import MemoryShortError
+from mars_ray.model.shape import ModelShape
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.step import chunk_rows
+
+_HIDDENS_KEPT = 8
+_KEYS_KEPT = 2
+_INTERMEDIATES_KEPT = 4
+_LOGITS_COPIES = 3
+# DeepSpeed's default for what ZeRO-3 has gathered at a time, in parameters.
+_ZERO_3_LIVE = 1_000_000_000
+_GIB = 1 << 30
+_SAMPLED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one worker, on its device, and on its node where something is offloaded."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    offloaded: float
+
+    @property
+    def device(self) -> float:
+        """All that is on the device at the peak."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+
+    def text(self) -> str:
+        """For people."""
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "output head": self.head,
+        }
+        listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items())
+        return f"{self.device / _GIB:.2f} GiB a worker ({listed})"
+
+
+@dataclass(frozen=True, slots=True)
+class RowSize:
+    """The longest row that training sees: its tokens, and those of them that may get a mask."""
+
+    tokens: int
+    responses: int
+
+    @classmethod
+    def of(cls, conversations: Conversations, data: DataConfig) -> "RowSize":
+        """From a sample of the conversations."""
+        step = max(1, len(conversations) // _SAMPLED)
+        sample = [conversations[index].response for index in range(0, len(conversations), step)]
+        if data.packing:
+            share = sum(r.sum() for r in sample) / sum(len(r) for r in sample)
+            return cls(data.max_length, math.ceil(data.max_length * share))
+        tokens = int(conversations.lengths.max())
+        return cls(tokens, min(tokens, max(int(response.sum()) for response in sample)))
+
+
+def estimate(
+    shape: ModelShape,
+    job: TrainJob,
+    stage: StageConfig,
+    row: RowSize,
+    world_size: int,
+    *,
+    on_cuda: bool,
+) -> MemoryEstimate:
+    """What one of so many workers needs for a stage."""
+    trained = shape.adapter_parameters(stage.lora.rank) if stage.lora else shape.parameters
+    states = _states(shape, trained, job, world_size)
+    share = math.ceil(stage.global_batch_size / world_size)
+    batch = min(stage.micro_batch_size or share, share)
+    masks, targets = _noisy(stage, row)
+    return MemoryEstimate(
+        **states,
+        activations=_activations(shape, job, batch, row.tokens + masks, on_cuda=on_cuda),
+        head=_head(shape, job, batch * targets, frozen=stage.lora is not None),
+    )
+
+
+def check_memory(
+    shape: ModelShape, job: TrainJob, stage: StageConfig, row: RowSize, ranks: Ranks
+) -> MemoryEstimate:
+    """The estimate; collective. Raises MemoryShortError on all ranks if it does not fit on one.
+
+    With `cluster.memory_check` off it never raises.
+    """
+    on_cuda = ranks.device.type == "cuda"
+    needs = estimate(shape, job, stage, row, ranks.world_size, on_cuda=on_cuda)
+    host = socket.gethostname()
+    hosts = ranks.gather(host)
+    node_bytes = _free_on_node() / hosts.count(host)
+    device_bytes = torch.cuda.mem_get_info(ranks.device)[0] if on_cuda else node_bytes
+    on_node = needs.offloaded if on_cuda else needs.offloaded + needs.device
+    fits = needs.device <= device_bytes and on_node <= node_bytes
+    short = [
+        found
+        for found in ranks.gather(None if fits else (host, device_bytes, node_bytes))
+        if found is not None
+    ]
+    if short and job.cluster.memory_check:
+        where, device, node = short[0]
+        raise MemoryShortError(
+            f"this stage needs about {needs.text()} and {needs.offloaded / _GIB:.2f} GiB of its "
+            f"node, but a worker on {where} has {device / _GIB:.2f} GiB free, its node's share "
+            f"{node / _GIB:.2f}. {advice(job, stage)}, or set cluster.memory_check=false to try"
+        )
+    return needs
+
+
+def advice(job: TrainJob, stage: StageConfig) -> str:
+    """What to change so that a stage needs less, the cheapest first."""
+    ways = ["lower micro_batch_size" if stage.micro_batch_size != 1 else "lower data.max_length"]
+    if not job.gradient_checkpointing:
+        ways.append("set gradient_checkpointing=true")
+    if not isinstance(job.engine, ZeroConfig):
+        ways.append("use engine.type=deepspeed with zero_stage=3 on more workers")
+    elif job.engine.zero_stage < 3:
+        ways.append("raise engine.zero_stage to 3")
+    elif job.engine.offload != "all":
+        ways.append("set engine.offload=all")
+    if stage.lora is None:
+        ways.append("train adapters (stages.*.lora)")
+    return f"To need less: {', '.join(ways)}"
+
+
+def _states(shape: ModelShape, trained: int, job: TrainJob, workers: int) -> dict[str, float]:
+    size = 2 if job.precision == "bfloat16" else 4
+    if not isinstance(job.engine, ZeroConfig):
+        copies = 2 * shape.parameters if size == 2 else 0
+        states = {"weights": 4 * shape.parameters + copies, "gradients": 4 * trained}
+        return states | {"optimizer": 8 * trained, "offloaded": 0}
+    zero = job.engine
+    weights: float = size * shape.parameters
+    gradients: float = size * trained / (workers if zero.zero_stage >= 2 else 1)
+    optimizer: float = 16 * trained / workers
+    offloaded = 0.0
+    if zero.zero_stage == 3:
+        whole, weights = weights, weights / workers
+        if zero.offload == "all":
+            offloaded, weights = weights, 0
+        if workers > 1 or zero.offload == "all":
+            weights += min(whole, size * _ZERO_3_LIVE)
+    if zero.offload != "none":
+        offloaded, optimizer = offloaded + optimizer, 0
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "offloaded": offloaded,
+    }
+
+
+def _noisy(stage: StageConfig, row: RowSize) -> tuple[int, int]:
+    """Rows beside the clean ones, and rows with a target, of one row of a batch."""
+    objective = stage.objective
+    if isinstance(objective, ArObjective):
+        return 0, row.responses
+    noisy = math.ceil(row.responses * objective.noisy_share)
+    masks = row.tokens if objective.layout == "paper" else noisy
+    return masks, row.responses + noisy
+
+
+def _activations(
+    shape: ModelShape, job: TrainJob, batch: int, length: int, *, on_cuda: bool
+) -> float:
+    size = 2 if job.precision == "bfloat16" else 4
+    rows = batch * length
+    kept = _HIDDENS_KEPT * shape.hidden + _KEYS_KEPT * shape.key_size
+    layer = (4 * kept + size * _INTERMEDIATES_KEPT * shape.intermediate) * rows
+    if not on_cuda:
+        layer += 4 * length * rows
+    if job.gradient_checkpointing:
+        return shape.layers * size * shape.hidden * rows + 2 * layer
+    return shape.layers * layer
+
+
+def _head(shape: ModelShape, job: TrainJob, targets: int, *, frozen: bool) -> float:
+    size = 2 if job.precision == "bfloat16" else 4
+    logits = 4 * shape.vocabulary * min(targets, chunk_rows(shape.vocabulary))
+    gradient = 0 if frozen else size * shape.vocabulary * shape.hidden
+    return _LOGITS_COPIES * logits + gradient
+
+
+def _free_on_node() -> float:
+    """What this machine, or the container that this process is in, has left."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return float(free)

@@ -1,0 +1,108 @@
+"""How fast training is: model FLOPs against the devices' peak, and which rank is slow.
+
+Counted is what the model needs, once: no padding, no recomputation. 6 FLOPs for each weight and row
+that passes it, forward and backward (2 and 4); 12 for each query-key pair and attention width
+(arXiv 2204.02311, appendix B). A row at position p sees p + 1 keys, in both streams.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mars_ray.model.forward import output_head
+from mars_ray.train.ranks import Ranks
+
+_PROBE_ROWS = {"cpu": 768, "cuda": 8192}
+_PROBE_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What of a model decides the FLOPs of a step."""
+
+    body_weights: int  # of matrices that every row passes
+    head_weights: int  # of the output projection, for rows with a target
+    attention_width: int  # heads times head size, summed over layers
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelFlops":
+        """Of a model whose parameters are whole: before an engine splits them."""
+        linear = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
+        config = model.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            sum(module.weight.numel() for module in linear),
+            sum(parameter.numel() for parameter in output_head(model).parameters()),
+            config.num_hidden_layers * config.num_attention_heads * size,
+        )
+
+    def step(self, rows: float, target_rows: float, pairs: float) -> float:
+        """Of rows that are no padding, of them those with a target, and query-key pairs."""
+        per_weight = self.body_weights * rows + self.head_weights * target_rows
+        return 6 * per_weight + 12 * self.attention_width * pairs
+
+
+def peak_flops(ranks: Ranks, stated_tflops: float | None, *, bfloat16: bool) -> float:
+    """Of all ranks' devices together, per second: as stated, or by a matrix product; collective."""
+    mine = stated_tflops * 1e12 if stated_tflops else _measured(ranks.device, bfloat16)
+    return ranks.sum(torch.tensor([mine], dtype=torch.float64)).item()
+
+
+class OwnTime:
+    """What a rank spends on its own part of steps, before anything in which it waits for others.
+
+    That is loading data and the forward passes. Under ZeRO-3 these gather weights, so ranks wait in
+    them, and a slow one shows less.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._on_cuda = ranks.device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """A part of it."""
+        if self._on_cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((start, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+
+    def slowest(self) -> dict[str, float]:
+        """Since the last call: the slowest rank, and its time over the median; collective."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
+        self._seconds, self._events = 0.0, []
+        if self._ranks.world_size == 1:
+            return {}
+        by_rank = torch.zeros(self._ranks.world_size, dtype=torch.float64)
+        by_rank[self._ranks.rank] = seconds
+        by_rank = self._ranks.sum(by_rank)
+        rank = int(by_rank.argmax())
+        median = max(by_rank.quantile(0.5).item(), 1e-9)
+        return {"slowest_rank": rank, "slowest_over_median": by_rank[rank].item() / median}
+
+
+def _measured(device: torch.device, bfloat16: bool) -> float:
+    rows = _PROBE_ROWS[device.type]
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    left: Tensor = torch.randn(rows, rows, device=device).to(dtype)
+    seconds = []
+    for _ in range(_PROBE_REPEATS):
+        started = time.perf_counter()
+        (left @ left)[0, 0].item()
+        seconds.append(time.perf_counter() - started)
+    return 2 * rows**3 / min(seconds)

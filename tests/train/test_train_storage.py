@@ -1,0 +1,166 @@
+"""Where checkpoints go: kept by age and by metric, copied to a store, restored, and no room."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from model.small_s3 import bucket
+from train.small_jobs import losses, make_job, make_model, make_plan, records, run_alone, try_alone
+
+from mars_ray.config.train import CheckpointConfig
+from mars_ray.errors import CheckpointError, TrainingError
+from mars_ray.train import checkpoint
+from mars_ray.train.keeping import best_checkpoint, fetch_newest, kept
+from mars_ray.train.plan import StagePlan
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.run import run_training
+from mars_ray.train.store import CheckpointStore
+from mars_ray.train.worker import train_stage
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "initial")
+
+
+@pytest.fixture
+def credentials(monkeypatch):
+    """Of nobody; and no look at what a cloud machine's own service would say."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def plan_of(model: Path, output_dir: Path, **settings) -> StagePlan:
+    """Twenty steps with a checkpoint every five."""
+    settings = {"every_steps": 5} | settings
+    return make_plan(make_job(model, output_dir, checkpoint=settings), model)
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [checkpoint.step_of(path) for path in checkpoint.complete(directory)]
+
+
+def test_the_last_and_the_best_are_kept():
+    """Guards the only good checkpoint of a run that got worse; of equals the later one stays."""
+    scores = {10: 0.5, 20: 0.2, 30: 0.2, 40: 0.9, 50: None}
+    one = CheckpointConfig.model_validate({"keep": 1})
+    best = CheckpointConfig.model_validate({"keep": 1, "best": {"keep": 1}})
+    two_highest = CheckpointConfig.model_validate({"keep": 2, "best": {"keep": 2, "mode": "max"}})
+    assert kept(scores, one) == {50}
+    assert kept(scores, best) == {30, 50}
+    assert kept(scores, two_highest) == {10, 40, 50}
+    assert kept({}, best) == set()
+
+
+def test_a_run_keeps_its_best_and_evaluates_what_it_keeps(model, tmp_path):
+    """Guards a metric of an older evaluation counting for a newer checkpoint."""
+    # Highest loss, so that it is not the last one.
+    plan = plan_of(model, tmp_path, keep=1, best={"mode": "max"})
+    run_alone(plan)
+    evaluated = {line["step"]: line["loss"] for line in records(plan, "eval")}
+    assert list(evaluated) == [5, 10, 15, 20]
+    worst = max(evaluated, key=lambda step: evaluated[step])
+    assert steps_in(plan.run_dir) == sorted({worst, 20})
+    assert best_checkpoint(plan.run_dir, plan.job.checkpoint).name == f"step_{worst:08d}"
+
+
+def test_a_metric_that_is_none_is_refused_by_name(model, tmp_path):
+    """Guards a typo that would keep nothing."""
+    plan = plan_of(model, tmp_path, best={"metric": "eval_accuracy"})
+    error = try_alone(plan)
+    assert isinstance(error, CheckpointError)
+    assert "'eval_accuracy' is none of eval_loss, eval_clean_ce" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_lost_run_directory_is_restored_from_the_store(kind, model, tmp_path, credentials):
+    """Guards the copies: complete, as many as are kept here, and good to go on from to the bit."""
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    with bucket(stored) as (options, _):
+        uri = f"s3://bucket/runs{options}" if kind == "s3" else f"file://{stored}/runs"
+        plan = plan_of(model, tmp_path / "run", keep=2, storage_path=uri)
+        run_alone(plan)
+        expected = losses(plan)
+        store = CheckpointStore(uri, "mars")
+        assert store.steps() == {15, 20}
+        assert store.metric(20, "loss") == pytest.approx(expected[-1])
+        # The machine dies after step 15.
+        store.delete(20)
+        assert store.steps() == {15}
+        shutil.rmtree(plan.run_dir)
+        fetch_newest(plan.run_dir, plan.job.checkpoint, plan.stage)
+        newest = checkpoint.newest(plan.run_dir)
+        assert newest is not None
+        assert newest.name == "step_00000015"
+        run_alone(plan, newest)
+        assert losses(plan) == expected[15:]
+        assert store.steps() == {15, 20}
+
+
+def test_an_unreachable_store_is_an_error_before_the_start(model, tmp_path, credentials):
+    """Guards hours of training whose copies were never made."""
+    with bucket(tmp_path) as (options, _):
+        uri = f"s3://bucket/runs{options}"
+    plan = plan_of(model, tmp_path / "run", storage_path=uri)
+    with pytest.raises(CheckpointError, match=r"cannot list s3://bucket/runs/mars: .*Mend"):
+        fetch_newest(plan.run_dir, plan.job.checkpoint, plan.stage)
+
+
+def test_a_store_that_goes_away_costs_no_training(model, tmp_path):
+    """Guards a run against its store: it ends with everything here, and says what is missing."""
+    stored = tmp_path / "stored"
+    plan = plan_of(model, tmp_path / "run", storage_path=f"file://{stored}")
+
+    def lose_the_store(directory: Path, metrics: dict[str, float]) -> None:
+        if metrics["step"] == 5:
+            shutil.rmtree(stored, ignore_errors=True)
+            stored.write_text("not mounted")
+
+    error = train_stage(plan, Ranks.current(torch.device("cpu")), None, lose_the_store)
+    assert isinstance(error, CheckpointError)
+    assert "cannot copy step_00000020 to file://" in str(error)
+    assert steps_in(plan.run_dir) == [15, 20]
+    assert len(losses(plan)) == 20
+    # Once it is back, the same command brings the last one there.
+    stored.unlink()
+    run_alone(plan, checkpoint.newest(plan.run_dir))
+    assert CheckpointStore(f"file://{stored}", "mars").steps() == {20}
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(model, tmp_path):
+    """Guards a half-written checkpoint that would be taken for a whole one, and the ones before.
+
+    The system refuses to make this process's files longer, from the second checkpoint on.
+    """
+    plan = plan_of(model, tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(directory: Path, metrics: dict[str, float]) -> None:
+        if metrics["step"] == 10:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+
+    try:
+        error = train_stage(plan, Ranks.current(torch.device("cpu")), None, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(error, CheckpointError)
+    assert "step_00000015 could not be written: rank 0 on" in str(error)
+    assert "The last one, step_00000010, is untouched. Free space" in str(error)
+    assert [path.name for path in sorted(plan.run_dir.glob("step_*"))] == [
+        "step_00000005",
+        "step_00000010",
+    ]
+    first = losses(plan)
+    run_alone(plan, checkpoint.newest(plan.run_dir))
+    assert losses(plan)[:15] == first
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error_of_ours(model, tmp_path):
+    """Guards an unreachable storage path: a file stands where the directory should be."""
+    (tmp_path / "run").write_text("no directory")
+    with pytest.raises(TrainingError, match=r"cannot be used.*Mend or mount"):
+        run_training(make_job(model, tmp_path / "run"))
