@@ -1,4 +1,4 @@
-"""A real small sweep that loses a trial's process and its driver, and one that hands weights over."""
+"""A small sweep that loses a trial's process and its driver, and one that hands weights over."""
 
 import json
 import subprocess
