@@ -319,20 +319,16 @@ def schedules(result: dict[str, Any]) -> list[str]:
         "| variant | seeds | T/F of `verified` | difference | `exact` | difference | clean loss |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        cells = [
-            f"{row['tokens_per_forward']:.3f}",
-            _difference(row, "tokens_per_forward", "+.3f"),
-            f"{row['exact_accuracy']:.1%}",
-            _difference(row, "exact_accuracy", "+.1%"),
-            f"{row['clean_ce']:.4f}",
-        ]
-        lines.append(f"| {row['variant']} | {len(row['seeds'])} | {' | '.join(cells)} |")
-    steps = result["runs"][0]["steps"]
+    lines += [
+        f"| {row['variant']} | {len(row['seeds'])} | {row['tokens_per_forward']:.3f} | "
+        f"{_difference(row, 'tokens_per_forward', '+.3f')} | {row['exact_accuracy']:.1%} | "
+        f"{_difference(row, 'exact_accuracy', '+.1%')} | {row['clean_ce']:.4f} |"
+        for row in rows
+    ]
     return [
         *lines,
         "",
-        f"{steps} steps, {plan['problems']} held-out problems; differences to "
+        f"{result['runs'][0]['steps']} steps, {plan['problems']} held-out problems; differences to "
         f"{rows[0]['variant']} with 95% intervals over seeds, where there are several. "
         f"{_machine(result['provenance'])}.",
     ]
