@@ -12,16 +12,22 @@ from mars_ray import generate
 from mars_ray.config.data import CorpusSource, FilesSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob
+from mars_ray.config.model import PretrainedModel
 from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import DataError
 from mars_ray.generate import run_generation
+from mars_ray.model.create import create_model
 
 QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("generate") / "model")
+    directory = tmp_path_factory.mktemp("generate")
+    plain = PretrainedModel(path=str(make_model(directory / "plain")))
+    # As a training job starts from it: with the token that ends an answer.
+    create_model(plain, lambda: (), directory / "model", 0)
+    return directory / "model"
 
 
 def make_job(model: Path, output: Path, **changes: Any) -> GenerateJob:
