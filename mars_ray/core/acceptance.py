@@ -51,9 +51,9 @@ def acceptance_weights(ce_M: Tensor, depth_M: Tensor) -> Tensor:
 
     With p_d the probability of the right token at depth d, a block is expected to be accepted for
     E = p_1 + p_1 p_2 + ... tokens, and dE / d log p_d is the sum of the products that hold p_d:
-    shallow rows count for all behind them, and a row behind a hopeless one for little. Scaled so
-    that a block whose rows are all certain has mean weight 1. Blocks follow each other, each in
-    rising depth from 1.
+    shallow rows count for all behind them, and a row behind a hopeless one for little. Scaled to
+    mean 1: without it a model that accepts nothing yet learns next to nothing (docs/log.md).
+    Blocks follow each other, each in rising depth from 1.
     """
     first = (depth_M == 1).nonzero().squeeze(1)
     block_M = (depth_M == 1).cumsum(0) - 1
@@ -63,7 +63,7 @@ def acceptance_weights(ce_M: Tensor, depth_M: Tensor) -> Tensor:
     survival_M = (before[block_M] - total_M).exp()
     sum_M = survival_M.cumsum(0)
     tail_M = sum_M[last][block_M] - sum_M + survival_M
-    return tail_M * 2 / ((last - first)[block_M] + 2)
+    return tail_M / tail_M.mean()
 
 
 def survival(counts: Tensor) -> list[float]:

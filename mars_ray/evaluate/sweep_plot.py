@@ -37,7 +37,7 @@ def plot_sweep(trials: Sequence[TrialPoint], start: FrontierPoint, path: Path) -
     for axes in (cheap, generated):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower left", fontsize=9)
+        axes.legend(frameon=False, loc="best", fontsize=9)
     figure.savefig(path, dpi=120)
 
 
@@ -55,6 +55,7 @@ def _draw_cheap(axes: Axes, trials: Sequence[TrialPoint]) -> None:
         if trial.exact:
             here = (trial.expected_tokens_per_forward, trial.clean_ce)
             axes.annotate(trial.label, here, xytext=(5, 4), textcoords="offset points", fontsize=9)
+    axes.set_yscale("log")
     axes.invert_yaxis()
     axes.set_xlabel("expected tokens per forward (teacher-forced)")
     axes.set_ylabel("held-out loss of the clean stream, nats (less is up)")

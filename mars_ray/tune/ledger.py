@@ -1,14 +1,16 @@
 """The sweep's own record: one line for all that happens to a trial, in the order it happened.
 
-    {"event": "start",  "trial": id, "values": {...}}
-    {"event": "score",  "trial": id, "step": 60, "score": 3.1, "metrics": {...}}
-    {"event": "error",  "trial": id, "error": "..."}           it will be tried again
-    {"event": "end",    "trial": id, "status": "finished" | "stopped" | "failed", ...}
+    {"event": "start",  "trial": id, "time": ..., "values": {...}}
+    {"event": "score",  "trial": id, "time": ..., "step": 60, "score": 3.1, "metrics": {...}}
+    {"event": "error",  "trial": id, "time": ..., "error": "..."}
+    {"event": "end",    "trial": id, "time": ..., "status": "finished" | "stopped" | "failed"}
 
-Only the driver writes; what a killed driver did not finish writing is cut off.
+Times are seconds since 1970. Only the driver writes; what a killed driver did not finish writing is
+cut off.
 """
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +53,7 @@ class Ledger:
 
     def append(self, event: str, trial: str, **fields: Any) -> None:
         """Write an event; it is on disk when this returns."""
-        record = {"event": event, "trial": trial, **fields}
+        record = {"event": event, "trial": trial, "time": round(time.time(), 1), **fields}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self._take(record)

@@ -13,6 +13,7 @@ from rich.table import Table
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.provenance import provenance
+from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import Ledger, TrialRecord
 from mars_ray.tune.measure import START, fastest
 
@@ -55,7 +56,7 @@ def rows_of(
 def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) -> dict[str, Any]:
     """The sweep in a few numbers."""
     assert job.stage.steps is not None
-    trained = sum(row.steps for row in rows)
+    trained = sum(_trained_steps(job, row) for row in rows)
     counts = {status: sum(row.status == status for row in rows) for status in _STATUSES}
     return {
         "trials": len(rows),
@@ -97,6 +98,13 @@ def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
 
 
 _STATUSES = ("finished", "stopped", "failed")
+
+
+def _trained_steps(job: TuneJob, row: Row) -> int:
+    """Up to its last checkpoint: a run goes on while it is decided that it ends."""
+    runs = (Path(job.output_dir) / "trials" / row.trial).glob(f"*/stages/{job.stage_name}")
+    found = [checkpoint.newest(run) for run in runs]
+    return max([row.steps, *(checkpoint.step_of(path) for path in found if path)])
 
 
 def _all(ledger: Ledger) -> list[TrialRecord]:

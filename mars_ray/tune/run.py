@@ -118,6 +118,8 @@ def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
             name=_NAME,
             storage_path=job.output_dir,
             failure_config=tune.FailureConfig(max_failures=job.retries),
+            # Trials write their own; population based training asks for copies when it needs them.
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             callbacks=[watch],
             verbose=0,
         ),

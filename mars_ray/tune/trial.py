@@ -57,12 +57,15 @@ class MarsTrial(tune.Trainable):
         if self._run is None:
             self._run = _Run(self._plan)
             self._run.start()
-        while self._run.is_alive():
+        while True:
+            # Asked first: a run that has just ended may have evaluations that were not passed on.
+            ended = not self._run.is_alive()
             evaluation = self._run.next_evaluation()
             if evaluation is not None:
                 return self._result(*evaluation)
+            if ended:
+                return self._end(self._run)
             time.sleep(_POLL_S)
-        return self._end(self._run)
 
     def cleanup(self) -> None:
         """Ends the run in order, so that it leaves a checkpoint and frees its workers."""

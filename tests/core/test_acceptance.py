@@ -1,5 +1,6 @@
 """Teacher-forced acceptance, worked by hand."""
 
+import pytest
 import torch
 from core.rows import MASK, batch_of
 
@@ -52,13 +53,19 @@ def test_nothing_to_count():
 
 
 def test_acceptance_weights_are_the_gradient_of_the_expected_length():
-    """By autograd: blocks of three, one and two rows. Scaled per block to a mean of 1 at p = 1."""
+    """By autograd, up to the scale: blocks of three, one and two rows."""
     depth_M = torch.tensor([1, 2, 3, 1, 1, 2])
     log_p_M = torch.log(torch.tensor([0.9, 0.5, 0.7, 0.2, 0.6, 0.4], dtype=torch.float64))
     log_p_M.requires_grad_()
     first, second, third = log_p_M[:3], log_p_M[3:4], log_p_M[4:]
     expected = sum(block.cumsum(0).exp().sum() for block in (first, second, third))
     (slope_M,) = torch.autograd.grad(expected, log_p_M)
-    scale_M = torch.tensor([2 / 4] * 3 + [2 / 2] + [2 / 3] * 2)
     weights_M = acceptance_weights(-log_p_M.detach(), depth_M)
-    torch.testing.assert_close(weights_M, slope_M * scale_M)
+    torch.testing.assert_close(weights_M, slope_M / slope_M.mean())
+
+
+def test_acceptance_weights_of_a_model_that_accepts_nothing_do_not_vanish():
+    """Guards a noisy stream that never begins to learn: then shallow rows come first."""
+    weights_M = acceptance_weights(torch.full((4,), 6.0), torch.tensor([1, 2, 3, 4]))
+    assert weights_M.mean().item() == pytest.approx(1.0)
+    assert weights_M.argmax().item() == 0
