@@ -189,15 +189,12 @@ async def _live(
     watched = Watched()
     begin = time.perf_counter()
     watching = asyncio.create_task(_watch(watched, job, begin))
-    if asked.kill_at:
-        killing = asyncio.create_task(_kill(job, begin + asked.kill_at))
+    kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
     pairs = zip(rows, questions, strict=True)
-    await asyncio.gather(*(_ask(url, row, question, begin) for row, question in pairs))
-    if asked.kill_at:
-        await killing
+    await asyncio.gather(*kills, *(_ask(url, row, question, begin) for row, question in pairs))
     watching.cancel()
     control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
-    return watched, await control.history.remote()
+    return watched, ray.get(control.history.remote())
 
 
 async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
@@ -241,7 +238,7 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         watched.ready.append(counts.get("RUNNING", 0))
         watched.starting.append(counts.get("STARTING", 0))
         watched.stopping.append(counts.get("STOPPING", 0))
-        watched.threshold.append((await control.wait.remote(None)).threshold)
+        watched.threshold.append(ray.get(control.wait.remote(None)).threshold)
         # One of them at a time, whichever Serve takes.
         sums = await handle.record_autoscaling_stats.remote()
         name = tuple(v for key, v in sums.items() if key.startswith(collect.STEP_COST))
@@ -251,8 +248,9 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
 
 async def _kill(job: ServeJob, at: float) -> None:
     await asyncio.sleep(at - time.perf_counter())
-    actors = list_named_actors(all_namespaces=True)
-    ray.kill(ray.get_actor(**next(a for a in actors if f"#{job.deployment}#" in a["name"])))
+    actors: list[Any] = list_named_actors(all_namespaces=True)
+    name = next(a["name"] for a in actors if f"#{job.deployment}#" in a["name"])
+    ray.kill(ray.get_actor(name, namespace="serve"))
 
 
 def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
@@ -345,7 +343,7 @@ def _simulated(
     return simulate(fixture, Deciding(job.scaling, model))
 
 
-def _timeline(watched: Watched, rows: list[Asked]) -> dict[str, list[float]]:
+def _timeline(watched: Watched, rows: list[Asked]) -> dict[str, Any]:
     edges = [0.0, *watched.at_s]
     arrived, _ = np.histogram([row.at_s for row in rows], edges)
     return {

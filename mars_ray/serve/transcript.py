@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 
-from mars_ray.decode.request import Request, TokenEvent, as_one
+from mars_ray.decode.request import FinishReason, Request, TokenEvent, as_one
 from mars_ray.errors import DeadlineError
 from mars_ray.serve.messages import Call, Finish, Piece, TokenText, ToolCall, joined
 from mars_ray.serve.text import Decode, Writer
@@ -47,7 +47,7 @@ class Transcript:
         written = self._writer.push(shown)
         text, stopped = written.text, written.stopped
         self._tokens += written.tokens if stopped else len(event.tokens)
-        reason = "stop" if stopped else None
+        reason: FinishReason | None = "stop" if stopped else None
         if event.completion is not None and not stopped:
             rest = self._writer.flush()
             text += rest.text
@@ -66,15 +66,14 @@ class Transcript:
         )
         return replace(piece, finish=self._finish(reason, event)) if reason else piece
 
-    def _finish(self, reason: str, event: TokenEvent) -> Finish:
+    def _finish(self, reason: FinishReason, event: TokenEvent) -> Finish:
         if reason == "deadline":
             limit_s = self._call.timeout_s
             raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
         has_called = self._reader is not None and self._reader.count > 0
-        if reason == "stop" and has_called and not self._call.is_forced:
-            reason = "tool_calls"
+        calls = reason == "stop" and has_called and not self._call.is_forced
         return Finish(
-            reason,
+            "tool_calls" if calls else reason,
             len(self._request.prompt),
             self._tokens,
             event.forward,
