@@ -238,7 +238,8 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         watched.ready.append(counts.get("RUNNING", 0))
         watched.starting.append(counts.get("STARTING", 0))
         watched.stopping.append(counts.get("STOPPING", 0))
-        watched.threshold.append(ray.get(control.wait.remote(None)).threshold)
+        point: Any = ray.get(control.wait.remote(None))
+        watched.threshold.append(point.threshold)
         # One of them at a time, whichever Serve takes.
         sums = await handle.record_autoscaling_stats.remote()
         name = tuple(v for key, v in sums.items() if key.startswith(collect.STEP_COST))
