@@ -12,7 +12,8 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup setup-run demo check format test test-ray test-gpu fuzz bench bench-serve clean
+.PHONY: setup setup-run demo check format test test-ray test-gpu fuzz bench bench-serve generate docs \
+	wheel image sbom licences clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,5 +64,34 @@ bench-serve: setup             ## the live service under load, at most ten minut
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serve_load.py $(CHECKPOINT) --aiperf $(AIPERF) --vllm $(VLLM)
 	$(BIN)/python benchmarks/render.py
 
+generate: setup                ## what scripts write: dashboard, manifests
+	$(BIN)/python tools/dashboard.py
+	$(BIN)/python tools/job_manifests.py
+
+docs: setup                    ## the site, in build/site
+	PYTHONPATH=tools $(BIN)/mkdocs build --strict
+
+wheel: setup                   ## in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+# BASE_DIGEST: sha256:... of python:3.11-slim-bookworm, as `docker buildx imagetools inspect` tells it.
+VERSION = $(shell $(BIN)/python -c "import mars_ray; print(mars_ray.__version__)")
+image: setup-run               ## mars-ray-cpu and mars-ray-cuda
+	docker build --file deploy/Dockerfile --target cpu --build-arg BASE_DIGEST=$(BASE_DIGEST) \
+		--tag mars-ray-cpu:$(VERSION) .
+	docker build --file deploy/Dockerfile --target cuda --build-arg BASE_DIGEST=$(BASE_DIGEST) \
+		--tag mars-ray-cuda:$(VERSION) .
+
+# The tool has dependencies that ours exclude, so it gets an environment of its own.
+sbom: setup-run                ## dist/sbom.json: what an installation brings along, by CycloneDX
+	$(PYTHON) -m venv $(VENV)-sbom
+	$(VENV)-sbom/bin/python -m pip --disable-pip-version-check install --quiet "cyclonedx-bom>=7"
+	mkdir -p dist
+	$(VENV)-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file dist/sbom.json $(BIN)/python
+
+licences: setup                ## of the dependencies, by the list of tools/licences.py
+	$(BIN)/python tools/licences.py
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sbom build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

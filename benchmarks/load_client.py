@@ -22,6 +22,7 @@ class Streamed:
     total_s: float
     tokens: int
     chunks: int
+    threshold: float | None  # the lowest in force; None of other servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,10 @@ class Client:
         total = time.perf_counter()
         # The chunk that ends the body.
         await reader.readuntil(b"0\r\n\r\n")
-        tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
-        return Streamed(first - begin, total - begin, tokens, chunks)
+        told = json.loads(usage.removeprefix(b"data: "))["usage"]
+        threshold = told.get("mars", {}).get("threshold")
+        tokens = told["completion_tokens"]
+        return Streamed(first - begin, total - begin, tokens, chunks, threshold)
 
     def close(self) -> None:
         """Hang up."""

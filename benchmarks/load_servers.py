@@ -51,7 +51,7 @@ class Server:
     """One that was started."""
 
     def __init__(self, command: Command, log: IO[str]) -> None:
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._ready = self.url + command.ready
         self._log = log
@@ -98,7 +98,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine's loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -14,14 +14,19 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from mars_ray import __version__
+from mars_ray.cluster.cli import cluster
+from mars_ray.cluster.environment import NODE_ENVIRONMENT
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.export import ExportJob
+from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
+from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError
 
 app = typer.Typer(
@@ -32,6 +37,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Side-by-side measurements.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="A file of jobs/.")]
 Overrides = Annotated[
@@ -78,6 +84,19 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
 
 
 @app.command()
+def tune(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Search mask schedules: many trials of a training stage; run again to resume."""
+    job = _job(TuneJob, job_file, overrides, dry_run)
+    from mars_ray.tune.results import print_rows
+    from mars_ray.tune.sweep import run_sweep
+
+    with _Cluster(log_to_driver=False):
+        sweep = run_sweep(job, _console())
+    print_rows(job, sweep.rows, _console())
+    _print_result(sweep.summary)
+
+
+@app.command()
 def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Measure a checkpoint's frontier: quality against tokens per forward."""
     job = _job(EvaluateJob, job_file, overrides, dry_run)
@@ -87,6 +106,15 @@ def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
     evaluation = run_evaluation(job, _console())
     print_table(evaluation, _console())
     _print_result(summary(evaluation))
+
+
+@app.command()
+def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Write a model's own answers to training prompts; run again to resume."""
+    job = _job(GenerateJob, job_file, overrides, dry_run)
+    from mars_ray.generate import run_generation
+
+    _print_result(asdict(run_generation(job, _console())))
 
 
 @app.command()
@@ -148,7 +176,11 @@ def chat(
 
 
 @app.command()
-def demo(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def demo(
+    job_file: JobFile = Path("jobs/demo.toml"),
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
     """Train, measure, serve and ask, end to end."""
     job = _job(DemoJob, job_file, overrides, dry_run)
     from mars_ray.demo import run_demo
@@ -176,6 +208,18 @@ def simulate(
         write_report(result, output)
     print_comparison(result, _console())
     _print_result(summary(result))
+
+
+@app.command()
+def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Copy a checkpoint with its card to a directory or an object store."""
+    job = _job(ExportJob, job_file, overrides, dry_run)
+    from mars_ray.model.export import export_model
+    from mars_ray.model.object_store import shown
+    from mars_ray.model.source import Source
+
+    written = export_model(Source(job.checkpoint, job.revision), job.destination, job.model_cache)
+    _print_result({"destination": shown(job.destination)} | asdict(written))
 
 
 @bench.command("train-step")
@@ -255,18 +299,17 @@ class _Cluster:
     """The cluster that RAY_ADDRESS names. Otherwise "local": one for as long as it takes; "auto":
     the one that runs on this machine."""
 
-    def __init__(self, otherwise: str = "local") -> None:
+    def __init__(self, otherwise: str = "local", *, log_to_driver: bool = True) -> None:
         self._otherwise = otherwise
+        self._log_to_driver = log_to_driver
 
     def __enter__(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Read by Serve's proxies when they start (serve/slow_readers.py).
-        callback = "mars_ray.serve.slow_readers.middlewares"
-        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", callback)
+        for name, value in NODE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         import ray
 
         address = os.environ.get("RAY_ADDRESS", self._otherwise)
-        ray.init(address=address, include_dashboard=None, log_to_driver=True)
+        ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
 
     def __exit__(self, *_: Any) -> None:
         import ray

@@ -5,6 +5,7 @@ MarsError
 ├── DataError                  a source cannot be read, or too many of its rows are bad
 ├── ModelError                 a model, tokenizer or chat template cannot be used
 ├── CheckpointError            a checkpoint is missing, incomplete or of another shape
+├── ClusterError               a local cluster does not start, or is not there
 ├── TrainingError              training cannot start or go on
 │   ├── NonFiniteLossError     the loss became NaN or infinite
 │   └── MemoryShortError       a stage does not fit, or did not fit, into memory
@@ -37,6 +38,10 @@ class ModelError(MarsError):
 
 class CheckpointError(MarsError):
     """A checkpoint is missing, incomplete or of another shape."""
+
+
+class ClusterError(MarsError):
+    """A local cluster does not start, or is not there."""
 
 
 class TrainingError(MarsError):

@@ -48,6 +48,10 @@ class DataConfig(Config):
 
     train: Source
     eval: Source | None = None
+    own: Source | None = Field(
+        default=None,
+        description="the starting model's own answers (mars-ray generate), for mars stages",
+    )
     max_length: int = Field(default=512, ge=8, description="tokens of one row")
     overlong: Literal["truncate", "drop"] = "truncate"
     packing: bool = Field(False, description="put several conversations into one row")

@@ -12,24 +12,43 @@ from pydantic import BaseModel, ValidationError
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.export import ExportJob
+from mars_ray.config.generate import GenerateJob
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.shipped import found
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
+from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError
 
-Job = TrainJob | EvaluateJob | ServeJob | DemoJob | BenchDecodeJob | SimulateJob
-_KINDS: dict[str, type[Job]] = {
+Job = (
+    TrainJob
+    | EvaluateJob
+    | ServeJob
+    | DemoJob
+    | BenchDecodeJob
+    | SimulateJob
+    | TuneJob
+    | GenerateJob
+    | ExportJob
+)
+JOB_KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
     "serve": ServeJob,
     "demo": DemoJob,
     "bench-decode": BenchDecodeJob,
     "simulate": SimulateJob,
+    "export": ExportJob,
+    "tune": TuneJob,
+    "generate": GenerateJob,
 }
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file and apply overrides such as `stages.mars.steps=100`, in order.
+
+    A `jobs/NAME.toml` that is not there is the one that comes with the package.
 
     An override's value is TOML (`4`, `true`, `[1, 2]`, `{type = "exact"}`); what does not parse as
     TOML is taken as a string. Raises ConfigError.
@@ -39,21 +58,23 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Job:
     """A job from a table; `source` names where it came from in errors. Raises ConfigError."""
+    if table.get("kind") == "tune" and isinstance(table.get("train"), str):
+        table["train"] = read_toml(table["train"])
     for override in overrides:
         _apply(table, override)
     kind = table.get("kind")
-    if kind not in _KINDS:
-        raise ConfigError(f"{source}: kind must be one of {', '.join(_KINDS)}, not {kind!r}")
+    if kind not in JOB_KINDS:
+        raise ConfigError(f"{source}: kind must be one of {', '.join(JOB_KINDS)}, not {kind!r}")
     try:
-        return _KINDS[kind].model_validate(table)
+        return JOB_KINDS[kind].model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, _KINDS[kind])) from None
+        raise ConfigError(_explain(error, source, JOB_KINDS[kind])) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The file's table. Raises ConfigError when it is missing or no TOML."""
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        return tomllib.loads(found(path).read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file") from None
     except OSError as error:
@@ -67,12 +88,17 @@ def _apply(table: dict[str, Any], override: str) -> None:
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r}: write it as key.subkey=value")
+    put_value(table, keys, _value(text.strip()), f"override {override!r}")
+
+
+def put_value(table: dict[str, Any], keys: Sequence[str], value: Any, source: str) -> None:
+    """Set a value deep in a table, whose sections are made as needed. Raises ConfigError."""
     here: Any = table
     for key in keys[:-1]:
         here = here.setdefault(key, {})
         if not isinstance(here, dict):
-            raise ConfigError(f"override {override!r}: {key!r} is a value, not a table")
-    here[keys[-1]] = _value(text.strip())
+            raise ConfigError(f"{source}: {key!r} is a value, not a table")
+    here[keys[-1]] = value
 
 
 def _value(text: str) -> Any:

@@ -82,6 +82,22 @@ class MaskSchedule(Config):
         default=None,
         description="weight of depths 1, 2, ...; the last one holds for all deeper; default 1",
     )
+    noisy_on: Literal["own", "all"] | None = Field(
+        default=None,
+        description="with data.own: whether the noisy stream leaves the data out; default own",
+    )
+    anchor_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="with data.own: how much a clean row of an own answer counts, beside one of "
+        "the data; it is held to the starting model's distribution; default 0",
+    )
+    acceptance_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="0: noisy rows count alike; 1: by what each adds to the expected T/F",
+    )
     # 2 kept the accuracy of the AR mode in 3 of 3 prototype runs, the paper's 1 in none.
     ar_weight: Annotated[float, Field(ge=0)] | LinearWeight = 2.0
 

@@ -37,7 +37,7 @@ class ServedModel(Config):
         default=None, description="in requests; default: the last part of the checkpoint's name"
     )
     replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default=1, description="auto: as `scaling` says"
+        default="auto", description="auto: as `scaling` says"
     )
     scaling: ScalingConfig = Field(
         default=ScalingConfig(), description="of replicas and threshold (docs/autoscaling.md)"
@@ -68,11 +68,6 @@ class ServedModel(Config):
     default_quality: str = Field(
         default="lossless", description="of requests that pin no mode, threshold or quality"
     )
-    threshold_setpoint: Threshold = Field(
-        default=1.0,
-        description="in force for requests whose quality tolerates it, until `mars-ray threshold` "
-        "changes it",
-    )
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")
@@ -85,25 +80,21 @@ class ServedModel(Config):
     def _settings_have_an_effect(self) -> Self:
         if self.scaling.quality_classes:
             raise ValueError("a service's classes are its `qualities`: leave quality_classes out")
+        if self.replicas == "auto":
+            return self
         # A resolved job has all fields, and must be good to be read again.
-        changed = {
-            name
-            for name in ("scaling", "service_model", "threshold_setpoint")
-            if getattr(self, name) != ServedModel.model_fields[name].default
-        }
-        for name in ("scaling", "service_model"):
-            if self.replicas != "auto" and name in changed:
-                raise ValueError(f"`{name}` has no effect with a fixed number of replicas")
-        if self.replicas == "auto" and "threshold_setpoint" in changed:
-            raise ValueError("with replicas='auto', set scaling.threshold.set_point instead")
+        if self.scaling != ScalingConfig(threshold=self.scaling.threshold):
+            raise ValueError(
+                "with a fixed number of replicas, only `scaling.threshold` has an effect"
+            )
+        if self.service_model:
+            raise ValueError("`service_model` has no effect with a fixed number of replicas")
         return self
 
     @property
     def set_point(self) -> Threshold:
-        """The threshold at rest."""
-        return (
-            self.scaling.threshold.set_point if self.replicas == "auto" else self.threshold_setpoint
-        )
+        """The threshold at rest, for requests whose quality tolerates it."""
+        return self.scaling.threshold.set_point
 
     @property
     def most_replicas(self) -> int:

@@ -191,6 +191,21 @@ class TrainJob(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
+    def _own_answers_matter(self) -> Self:
+        schedules = {
+            name: stage.objective
+            for name, stage in self.stages.items()
+            if isinstance(stage.objective, MarsObjective)
+        }
+        if self.data.own and not schedules:
+            raise ValueError("data.own has no effect: no stage has objective mars")
+        for name, schedule in schedules.items():
+            for key in ("noisy_on", "anchor_weight"):
+                if not self.data.own and getattr(schedule, key) is not None:
+                    raise ValueError(f"stages.{name}.objective.{key} has no effect: no data.own")
+        return self
+
+    @model_validator(mode="after")
     def _output_dir_is_a_directory(self) -> Self:
         if "://" in self.output_dir:
             raise ValueError(

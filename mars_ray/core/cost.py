@@ -1,28 +1,56 @@
-"""What a step costs, by how many rows it has: measured on the device at hand, never guessed."""
+"""What a step costs, by how many rows it has: measured on the device at hand, never guessed.
+
+Other work on the machine makes a measurement longer and never shorter. So a number of rows costs no
+more than a larger one was seen to take: one step that was disturbed does not make all rows up to it
+look free. What the measurements at the start got wrong, the steps that follow put right.
+"""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+
+# How far one step moves what is known; an outlier counts as twice what was expected.
+_RATE = 0.05
 
 
 class StepCost:
     """Seconds of a forward: measured at some numbers of rows, linear between them and beyond."""
 
     def __init__(self, seconds_at: Mapping[int, float]) -> None:
-        """At least two numbers of rows. More rows never take less time: what says so is noise."""
+        """At least two numbers of rows."""
         self._rows = sorted(seconds_at)
-        self._seconds = list(accumulate((seconds_at[rows] for rows in self._rows), max))
+        self._measured = [seconds_at[rows] for rows in self._rows]
+        self._seconds = _monotone(self._measured)
 
     def seconds(self, rows: float) -> float:
         """Of a step of so many rows; a mean of several steps may have a fraction."""
+        right, share = self._place(rows)
+        from_s, to_s = self._seconds[right - 1], self._seconds[right]
+        return max(self._seconds[0], from_s + (to_s - from_s) * share)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step has taken so long: what was measured beside it moves towards that, slowly."""
+        right, share = self._place(rows)
+        expected = self.seconds(rows)
+        moved = _RATE * min(seconds - expected, expected)
+        share = min(1.0, max(0.0, share))
+        self._measured[right - 1] = self._seconds[right - 1] + moved * (1 - share)
+        self._measured[right] = self._seconds[right] + moved * share
+        self._seconds = _monotone(self._measured)
+
+    def _place(self, rows: float) -> tuple[int, float]:
+        """The measured point to the right, and how far it is there from the one to the left."""
         right = min(max(1, bisect_left(self._rows, rows)), len(self._rows) - 1)
         low, high = self._rows[right - 1], self._rows[right]
-        from_s, to_s = self._seconds[right - 1], self._seconds[right]
-        return max(self._seconds[0], from_s + (to_s - from_s) * (rows - low) / (high - low))
+        return right, (rows - low) / (high - low)
 
     def table(self) -> dict[int, float]:
         """What was measured, made monotone."""
         return dict(zip(self._rows, self._seconds, strict=True))
+
+
+def _monotone(seconds: Sequence[float]) -> list[float]:
+    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def row_counts(most: int) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mars_ray.core.pareto import undominated
 from mars_ray.errors import CheckpointError
 
 FRONTIER_FILE = "frontier.json"
@@ -72,17 +73,7 @@ class Frontier:
 
     def undominated(self) -> list[FrontierPoint]:
         """Points that no other beats in both accuracy and T/F, by rising T/F."""
-
-        def beaten(point: FrontierPoint) -> bool:
-            return any(
-                other.accuracy >= point.accuracy
-                and other.tokens_per_forward >= point.tokens_per_forward
-                and (other.accuracy, other.tokens_per_forward)
-                != (point.accuracy, point.tokens_per_forward)
-                for other in self.points
-            )
-
-        kept = [point for point in self.points if not beaten(point)]
+        kept = undominated(self.points, lambda point: (point.accuracy, point.tokens_per_forward))
         return sorted(kept, key=lambda point: point.tokens_per_forward)
 
     def to_json(self) -> str:

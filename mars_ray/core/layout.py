@@ -17,7 +17,7 @@ mask looks at a later one, so a row without a target can be left out without cha
 Shape suffixes: B rows of a batch, L clean tokens, M noisy rows, R = L + M.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,14 @@ class Layout:
     block_BR: Tensor  # int64, start of the noisy row's block; -1 on clean rows
     target_BR: Tensor  # int64, the next token, NO_TARGET where there is none
     depth_BR: Tensor  # int64, 0 on clean rows, offset in the block + 1 on noisy ones
-    weight_BR: Tensor  # float32, in the stream's mean; 0 where there is no target
+    # Float32, in the stream's mean. A row with a weight but no target is anchored: it is held to
+    # what the starting model predicts there.
+    weight_BR: Tensor
+
+    @property
+    def is_anchored_BR(self) -> Tensor:
+        """Which rows have a distribution for a target, bool (B, R)."""
+        return (self.weight_BR > 0) & (self.target_BR == NO_TARGET)
 
     @property
     def is_noisy_BR(self) -> Tensor:
@@ -101,6 +108,22 @@ def paper_layout(
     clean = clean_layout(batch)
     noisy = _noisy_stream(batch, block_start_BL, depth_weight, mask_token_id)
     return _side_by_side(noisy, clean)
+
+
+def with_own_answers(layout: Layout, own_from: int, anchor_weight: float) -> Layout:
+    """The layout when conversations from index `own_from` on have answers of the model's own.
+
+    Learning its own words by cross-entropy would only sharpen the clean stream on them: those rows
+    lose their target, and count with `anchor_weight` as anchored ones.
+    """
+    own_BR = (
+        (layout.document_BR >= own_from) & ~layout.is_noisy_BR & (layout.target_BR != NO_TARGET)
+    )
+    return replace(
+        layout,
+        target_BR=layout.target_BR.masked_fill(own_BR, NO_TARGET),
+        weight_BR=layout.weight_BR.masked_fill(own_BR, anchor_weight),
+    )
 
 
 def clean_targets(batch: TokenBatch) -> Tensor:

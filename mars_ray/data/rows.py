@@ -82,6 +82,21 @@ class Conversations:
         return Encoded(self._tokens[span], self._response[span])
 
 
+class Joined(Conversations):
+    """The conversations of two caches as one data set, the second's after the first's."""
+
+    def __init__(self, first: Conversations, second: Conversations) -> None:
+        self._parts = first, second
+        self.lengths = np.concatenate([first.lengths, second.lengths])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Joined, self._parts
+
+    def __getitem__(self, index: int) -> Encoded:
+        first, second = self._parts
+        return first[index] if index < len(first) else second[index - len(first)]
+
+
 def tokenize(
     source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig, cache_dir: Path
 ) -> Conversations:

@@ -183,8 +183,12 @@ class Engine:
         self.last_rows = sum(item.rows for item in work)
         if not work:
             return []
+        forward_s = time.monotonic()
         rows = forward(self._runner, self._cache, work, self.card.mask_token_id)
-        self.totals.add(work, time.monotonic() - begin_s)
+        end_s = time.monotonic()
+        self.totals.add(work, end_s - begin_s)
+        if self.control:
+            self.control.cost.observe(self.last_rows, end_s - forward_s)
         events = []
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence

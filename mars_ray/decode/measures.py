@@ -5,6 +5,7 @@ would have committed in it; and a token that was committed without being the mod
 forwarded as a real token anyway, when the row before it tells what that choice would have been.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -79,10 +80,22 @@ class LiveMeasures:
 
     def __init__(self) -> None:
         self.by_mode: dict[str, ModeMeasures] = {}
+        # By mode, steps by how many tokens they committed beyond the first.
+        self._beyond: dict[str, Counter[int]] = {}
+
+    @property
+    def accepted_at(self) -> dict[str, list[int]]:
+        """By mode, for every place beyond the first, the tokens that steps committed there."""
+        return {
+            mode: [sum(n for count, n in steps.items() if count > at) for at in range(max(steps))]
+            for mode, steps in self._beyond.items()
+        }
 
     def observe(self, sequence: Sequence, plan: Plan, rows: Rows, tokens: Several[int]) -> None:
         """Before the step's `tokens` are committed."""
         mode = sequence.request.mode
+        if len(tokens) > 1:
+            self._beyond.setdefault(mode.type, Counter())[len(tokens) - 1] += 1
         drafts = len(plan.drafts)
         if isinstance(mode, _VERIFYING):
             values = rows.numbers["ratio"][:drafts]

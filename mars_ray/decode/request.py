@@ -1,6 +1,8 @@
 """What goes into a decoder and what comes out."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -80,6 +82,18 @@ class TokenEvent:
     queue_s: float = 0.0  # from submission to the first forward with rows of it
     threshold: float | None = None  # the lowest in force so far, in modes that verify
     failure: Exception | None = None  # what ended the request in place of a completion
+
+
+def as_one(events: Several[TokenEvent]) -> TokenEvent:
+    """What several forwards, one after the other, did for one request."""
+    if len(events) == 1:
+        return events[0]
+    return replace(
+        events[-1],
+        tokens=tuple(chain.from_iterable(event.tokens for event in events)),
+        logprobs=tuple(chain.from_iterable(event.logprobs for event in events)),
+        confidences=tuple(chain.from_iterable(event.confidences for event in events)),
+    )
 
 
 def window_of(mode: Mode, card: ModelCard) -> int:

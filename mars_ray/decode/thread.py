@@ -15,11 +15,12 @@ from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.faults import step_apart
+from mars_ray.decode.mailbox import Event, Mailbox
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.errors import EngineError, PoisonError, RequestError
 
 _log = logging.getLogger(__name__)
-_Deliver = Callable[[TokenEvent | Exception], None]
+_Deliver = Callable[[Event], None]
 Answer = TypeVar("Answer")
 # Steps that fail one after the other, with none in between that does not: the engine is broken.
 _MOST_FAILED_STEPS = 3
@@ -62,28 +63,30 @@ class EngineThread:
         if self._listeners and idle_s > limit_s:
             raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
 
-    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Events of a request, one per forward; closing the iterator cancels the request.
+    async def stream(
+        self, request: Request, interval_s: float = 0.0
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Events of a request, one per forward: the first at once, then what has come since.
 
-        Raises RequestError if the engine refuses it, EngineError if the engine fails.
+        Not sooner than `interval_s` after the ones before, but for the last, which does not wait.
+        Closing the iterator cancels the request. Raises RequestError if the engine refuses it,
+        EngineError if the engine fails.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
-
-        def deliver(event: TokenEvent | Exception) -> None:
-            # The loop may be closed by the time a last event arrives.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
+        mailbox = Mailbox()
+        deliver = mailbox.put  # one object, by which `_cancel` knows whose request it is
         self._command(lambda: self._submit(request, deliver))
         try:
             while True:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if event.completion:
+                taken = await mailbox.take()
+                if events := [event for event in taken if not isinstance(event, Exception)]:
+                    yield events
+                last = taken[-1]
+                if isinstance(last, Exception):
+                    raise last
+                if last.completion:
                     return
+                if interval_s:
+                    await mailbox.wait_for_the_last(interval_s)
         finally:
             with contextlib.suppress(EngineError):
                 self._command(lambda: self._cancel(request.id, deliver))
@@ -205,7 +208,7 @@ class EngineThread:
 
 async def complete(engine: EngineThread, request: Request) -> Completion:
     """The whole answer at once. Raises as `EngineThread.stream`."""
-    async for event in engine.stream(request):
-        if event.completion:
-            return event.completion
+    async for events in engine.stream(request):
+        if events[-1].completion:
+            return events[-1].completion
     raise EngineError("the engine ended a stream without a completion")

@@ -35,6 +35,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from mars_ray.config.shipped import found
 from mars_ray.core.cost import StepCost
 from mars_ray.errors import ConfigError
 
@@ -245,6 +246,6 @@ def _level(row: dict[str, Any]) -> Level:
 def load_service_model(path: str | Path) -> ServiceModel:
     """Raises ConfigError."""
     try:
-        return ServiceModel.from_json(Path(path).read_text(), str(path))
+        return ServiceModel.from_json(found(path).read_text(), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -7,6 +7,7 @@ set-point if it is lost.
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _NAMESPACE = "mars-ray"
 _WAIT_S = 30.0
 _RETRY_S = 0.5
 _KEPT = 4096  # decisions, half an hour of them
+# A policy that has decided nothing for so long is not in charge any more.
+_LATELY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,21 @@ def control_of(model: str, threshold: float) -> Any:
 
 
 def publish(model: str, threshold: float) -> None:
-    """Has the model's replicas follow. Raises ConfigError if no service has this model."""
+    """Has the model's replicas follow.
+
+    Raises ConfigError if no service has this model, or the policy chooses its threshold.
+    """
     try:
         control = ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
     except ValueError as error:
         raise ConfigError(f"no service on this cluster has a model {model!r}") from error
+    decisions = ray.get(control.history.remote())
+    if decisions and time.time() - decisions[-1].at_s < _LATELY_S:
+        raise ConfigError(
+            f"the threshold of {model!r} is the autoscaling policy's to choose: change "
+            "`scaling.threshold` in the job and tell the service with `mars-ray serve --update`, "
+            "or give it a fixed number of `replicas`"
+        )
     ray.get(control.publish.remote(threshold))
 
 

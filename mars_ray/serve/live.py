@@ -29,14 +29,14 @@ class Live:
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
 
-    def add(self, now: float, tokens: int, disagreed: int) -> None:
-        """A step of one sequence has committed tokens, and seen earlier ones to disagree."""
+    def add(self, now: float, tokens: int, forwards: int, disagreed: int) -> None:
+        """Steps of one sequence have committed tokens, and seen earlier ones to disagree."""
         if not self._buckets or now - self._buckets[-1].begin_s >= _BUCKET_S:
             self._forget(now)
             self._buckets.append(_Bucket(now))
         bucket = self._buckets[-1]
         bucket.tokens += tokens
-        bucket.forwards += tokens > 0
+        bucket.forwards += forwards
         bucket.disagreed += disagreed
 
     def tokens_per_second(self, now: float) -> float:

@@ -9,7 +9,7 @@ travel as values, not as exceptions: the first message decides the HTTP status, 
 exceptions in types of its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mars_ray.config.decode import Mode, Sampling
@@ -65,7 +65,7 @@ class Call:
     quality_class: str | None = None  # None: the request has pinned what it wants
     schema: dict[str, Any] | None = None  # of the JSON that the answer must be
     tools: Tools | None = None
-    # `steps`: a message for each step; `paced`, `whole`: several in one (serve/pace.py).
+    # A message for each step, at most one in each `stream_interval_s`, or one in all.
     delivery: Literal["steps", "paced", "whole"] = "paced"
     timeout_s: float | None = None  # from its arrival at the replica
 
@@ -113,6 +113,17 @@ class Piece:
     tokens: int = 0  # that were committed
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCall, ...] = ()
+
+
+def joined(first: Piece, second: Piece) -> Piece:
+    """Two pieces of one answer as one; it has the forward of the second."""
+    return replace(
+        second,
+        text=first.text + second.text,
+        tokens=first.tokens + second.tokens,
+        logprobs=first.logprobs + second.logprobs,
+        calls=first.calls + second.calls,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ _MODE = ("mode",)
 # Ray's annotation allows one tag only; its code, any number.
 _MODE_AND_REASON: Any = ("mode", "finished_reason")
 _MODE_AND_THRESHOLD: Any = ("mode", "threshold")
+_MODE_AND_POSITION: Any = ("mode", "position")
 
 
 class ReplicaMetrics:
@@ -32,6 +33,11 @@ class ReplicaMetrics:
         self._forwards = Counter("mars_forwards", "Forwards that wrote tokens.", _MODE)
         self._disagreed = Counter(
             "mars_disagreed_tokens", "Tokens that AR decoding would not have chosen.", _MODE
+        )
+        self._degraded = Counter(
+            "mars_degraded_requests",
+            "Answers for which the threshold was lowered below the set-point at rest.",
+            _MODE,
         )
         self._first_token = _histogram("mars_time_to_first_token_seconds", _SECONDS)
         self._inter_token = _histogram("mars_inter_token_latency_seconds", _SECONDS)
@@ -53,6 +59,14 @@ class ReplicaMetrics:
             "T/F that this threshold would have given on the same traffic.",
             _MODE_AND_THRESHOLD,
         )
+        self._threshold = Gauge(
+            "mars_threshold", "Threshold in force for requests that tolerate any and pin none."
+        )
+        self._accepted = Counter(
+            "mars_spec_decode_num_accepted_tokens_per_pos",
+            "Tokens that steps committed beyond their first, by place.",
+            _MODE_AND_POSITION,
+        )
         self._checked = Counter(
             "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
         )
@@ -66,6 +80,7 @@ class ReplicaMetrics:
         _add(self._generation_tokens, seen.completion_tokens, mode)
         _add(self._forwards, seen.forwards, mode)
         _add(self._disagreed, seen.disagreed, mode)
+        _add(self._degraded, seen.degraded, mode)
         self._latency.observe(seen.total_s, mode)
         if seen.queue_s is not None:
             self._queue.observe(seen.queue_s, mode)
@@ -82,6 +97,7 @@ class ReplicaMetrics:
         self._running.set(seen.running)
         self._waiting.set(seen.waiting)
         self._cache.set(seen.cache_share)
+        self._threshold.set(seen.set_point)
         if seen.windows:
             self._window.set(sum(seen.windows) / len(seen.windows))
         self._since("preemptions", seen.preemptions, self._preemptions)
@@ -89,6 +105,10 @@ class ReplicaMetrics:
         self._since("prefix hits", seen.prefix_hits, self._prefix_hits)
         for mode, checked in seen.checked.items():
             self._since(f"checked {mode}", checked, self._checked, {"mode": mode})
+        for mode, counts in seen.accepted_at.items():
+            for place, count in enumerate(counts):
+                tags = {"mode": mode, "position": str(place)}
+                self._since(f"accepted {mode} {place}", count, self._accepted, tags)
         for mode, curve in seen.tokens_per_forward_at.items():
             for threshold, value in curve.items():
                 self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})

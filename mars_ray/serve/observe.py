@@ -18,6 +18,7 @@ class AnswerSeen:
     completion_tokens: int = 0
     forwards: int = 0
     disagreed: int = 0
+    degraded: bool = False  # a threshold below the service's set-point at rest was in force
     queue_s: float | None = None  # until its first rows were forwarded
     first_token_s: float | None = None
     total_s: float = 0.0
@@ -40,6 +41,7 @@ class EngineSeen:
     # By mode: checked tokens; T/F that each threshold would have given.
     checked: dict[str, int]
     tokens_per_forward_at: dict[str, dict[float, float]]
+    accepted_at: dict[str, list[int]]  # by place beyond the first
 
 
 class Observer(Protocol):
@@ -66,4 +68,5 @@ def engine_seen(engine: Engine) -> EngineSeen:
         tokens_per_forward_at={
             mode: measures.tokens_per_forward() for mode, measures in by_mode.items()
         },
+        accepted_at=engine.measures.accepted_at,
     )

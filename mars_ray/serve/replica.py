@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -14,11 +15,13 @@ from mars_ray.model.source import Source, local_copy
 from mars_ray.serve.control import SetPoint, follow
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
-from mars_ray.serve.pace import paced
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
 
 _LOOK_S = 1.0
+# The engine's thread gives the interpreter away in every operation of a step. With Python's 5 ms it
+# would wait as long as a step of a small model to get it back from the loop's thread.
+_SWITCH_S = 0.0005
 
 
 class Replica:
@@ -26,22 +29,19 @@ class Replica:
 
     # Serve awaits it: the loop that runs here is that of the requests.
     async def __init__(self, job: ServeJob) -> None:
+        sys.setswitchinterval(_SWITCH_S)
         checkpoint, engine_config = _fetched(job)
         engine, tokenizer = load_engine(checkpoint, engine_config)
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()
-        self._interval_s = job.stream_interval_s
         self._looking = asyncio.create_task(self._look())
         following = follow(job.name, job.set_point, self._set)
         self._following = asyncio.create_task(following)
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
-        messages = self._engine.answer(call)
-        if call.delivery != "steps":
-            messages = paced(messages, self._interval_s if call.delivery == "paced" else None)
-        async with aclosing(messages):
+        async with aclosing(self._engine.answer(call)) as messages:
             async for message in messages:
                 yield message
 

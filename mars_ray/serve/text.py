@@ -37,6 +37,16 @@ class Detokenizer:
         self._context, self._read = self._read, len(self._tokens)
         return text
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """As one by one, but decoded in one go if their last character is whole."""
+        self._tokens += tokens
+        text = self._held_text()
+        if text and not text.endswith(REPLACEMENT):
+            self._context, self._read = self._read, len(self._tokens)
+            return text
+        del self._tokens[len(self._tokens) - len(tokens) :]
+        return "".join(map(self.push, tokens))
+
     def flush(self) -> str:
         """What was held back, without the character that was never completed."""
         text = self._held_text().rstrip(REPLACEMENT)
@@ -98,9 +108,12 @@ class Writer:
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stops)
+        self._has_stops = bool(stops)
 
     def push(self, tokens: Sequence[int]) -> Written:
-        """Adds the tokens of one engine step; those after a stop string are not used."""
+        """Adds tokens; those after a stop string are not used."""
+        if not self._has_stops:
+            return Written(self._detokenizer.push_all(tokens), len(tokens), False)
         parts = []
         for used, token in enumerate(tokens, start=1):
             text, stopped = self._filter.push(self._detokenizer.push(token))

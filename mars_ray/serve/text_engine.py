@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +16,7 @@ from mars_ray.data.chat import Message as ChatTurn
 from mars_ray.data.chat import encode_prompt, writes_tool_calls
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.grammar import CompiledGrammar, Grammars
+from mars_ray.decode.quality import Elastic
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import (
@@ -34,24 +34,22 @@ from mars_ray.serve.live import Live
 from mars_ray.serve.merge import merged
 from mars_ray.serve.messages import (
     Call,
-    Finish,
     Message,
     Piece,
     Prompt,
     Refusal,
     Tokenized,
     TokenText,
-    ToolCall,
     Tools,
     Turn,
+    joined,
 )
 from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.stream import internal_error
 from mars_ray.serve.tally import Tally
-from mars_ray.serve.text import Writer
 from mars_ray.serve.token_text import TokenBytes
-from mars_ray.serve.tool_calls import ToolCallReader
+from mars_ray.serve.transcript import Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -247,14 +245,20 @@ class TextEngine:
     ) -> AsyncGenerator[Piece, None]:
         seen = AnswerSeen(call.mode.type, len(request.prompt))
         started = last = time.monotonic()
+        held: Piece | None = None
         try:
             async with aclosing(self._written(call, request, choice)) as pieces:
                 async for piece, event in pieces:
                     now = time.monotonic()
-                    self._live.add(now, len(event.tokens), event.disagreed - seen.disagreed)
+                    disagreed = event.disagreed - seen.disagreed
+                    self._live.add(now, len(event.tokens), event.forward - seen.forwards, disagreed)
                     _look(seen, piece, event, now - last)
+                    seen.degraded = self._is_degraded(call, event)
                     last = now
-                    yield piece
+                    held = joined(held, piece) if held else piece
+                    if piece.finish or call.delivery != "whole":
+                        yield held
+                        held = None
         except Exception as error:
             seen.ending = "deadline" if isinstance(error, DeadlineError) else "error"
             raise
@@ -264,64 +268,28 @@ class TextEngine:
             if self._observer:
                 self._observer.answer(seen)
 
+    def _is_degraded(self, call: Call, event: TokenEvent) -> bool:
+        lowest = event.threshold
+        return (
+            isinstance(call.quality, Elastic)
+            and lowest is not None
+            and lowest < max(call.quality.floor, self._job.set_point)
+        )
+
     async def _written(
         self, call: Call, request: Request, choice: int
     ) -> AsyncGenerator[tuple[Piece, TokenEvent], None]:
-        writer = Writer(self._decode, call.stop)
-        reader = ToolCallReader(request.id) if call.tools else None
-        tokens = 0
-        stream = self._thread.stream(request)
-        async with aclosing(stream) as events:
-            async for event in events:
-                # Only the last token can be a stop token; it ends the text and is not part of it.
-                shown = [token for token in event.tokens if token not in self._stop_ids]
-                written = writer.push(shown)
-                text, stopped = written.text, written.stopped
-                tokens += written.tokens if stopped else len(event.tokens)
-                reason = "stop" if stopped else None
-                if event.completion is not None and not stopped:
-                    rest = writer.flush()
-                    text += rest.text
-                    reason = "stop" if rest.stopped else event.completion.finish_reason
-                calls: tuple[ToolCall, ...] = ()
-                if reader:
-                    text, calls = reader.push(text)
-                    text += reader.flush() if reason else ""
-                piece = Piece(
-                    text,
-                    choice=choice,
-                    forward=event.forward,
-                    tokens=written.tokens,
-                    logprobs=self._logprobs(event, written.tokens),
-                    calls=calls,
-                )
-                if reason is None:
+        """A piece for every step, or for all steps of an interval."""
+        transcript = Transcript(call, request, choice, self._decode, self._token_text)
+        is_each = call.delivery == "steps"
+        interval_s = 0.0 if is_each else self._job.stream_interval_s
+        async with aclosing(self._thread.stream(request, interval_s)) as stream:
+            async for events in stream:
+                for some in [[event] for event in events] if is_each else [events]:
+                    piece, event = transcript.add(some)
                     yield piece, event
-                    continue
-                if reason == "deadline":
-                    raise DeadlineError(f"the answer was not finished within {call.timeout_s:g} s")
-                if reason == "stop" and reader and reader.count and not call.is_forced:
-                    reason = "tool_calls"
-                finish = Finish(
-                    reason,
-                    len(request.prompt),
-                    tokens,
-                    event.forward,
-                    event.disagreed,
-                    event.threshold,
-                )
-                yield replace(piece, finish=finish), event
-                return
-
-    def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
-        """Of the first tokens of an event, if the request asked for any."""
-        return tuple(
-            replace(
-                self._token_text(token, entry.logprob),
-                top=tuple(self._token_text(other, logprob) for other, logprob in entry.top),
-            )
-            for token, entry in zip(event.tokens[:count], event.logprobs, strict=False)
-        )
+                    if piece.finish:
+                        return
 
     def _token_text(self, token: int, logprob: float) -> TokenText:
         raw = self._bytes.of(token)

@@ -131,6 +131,15 @@ def read_state(directory: Path) -> TrainState:
     return TrainState(**content | {"loader": LoaderState(**content["loader"])})
 
 
+def assign(directory: Path, identity: str) -> None:
+    """Make a copied checkpoint another job's. All identities have one length: the manifest stays
+    true."""
+    path = directory / STATE
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"identity": identity}, indent=1))
+    verify(directory)
+
+
 def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
     """A rank's own part, mapped rather than read. Raises CheckpointError if there is none."""
     path = directory / "trainer" / f"rank_{rank}.pt"

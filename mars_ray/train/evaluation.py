@@ -4,6 +4,7 @@ The same blocks are masked each time, those of the schedule's end, so evaluation
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,8 @@ def evaluate(
 
     Every rank must bring as many batches: under ZeRO-3 each forward is a collective too.
     """
+    # All held-out conversations are data, whatever their index.
+    objective = replace(objective, own_from=None)
     depths = objective.depths
     # Clean CE, noisy CE, clean rows, noisy weight, then blocks reached and agreed by depth.
     totals = torch.zeros(4 + 2 * depths, dtype=torch.float64)

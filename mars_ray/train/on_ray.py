@@ -17,6 +17,8 @@ from typing import Any
 
 import ray
 import ray.train
+import ray.util
+from ray import PlacementGroupID
 from ray.train import (
     FailureConfig,
     RunConfig,
@@ -28,6 +30,7 @@ from ray.train import (
 from ray.train.torch import TorchTrainer, get_device
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.config import LoggingConfig
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
@@ -47,6 +50,7 @@ _RESIZE_CHECK_S = 60.0
 # Elastic: a group whose resources are not there after this time is tried again with what is. Ray's
 # default of 60 s is waited out in full when a node is lost, since it first asks for what was there.
 _ELASTIC_START_TIMEOUT_S = 10
+_RESOURCES = "placement_group"
 _AGAIN = "run the same command again to resume"
 # glibc returns and fetches pages at every step otherwise: seconds of system time per step were seen
 # with large activations. CPU workers only; it keeps memory.
@@ -67,6 +71,7 @@ def fit_stage(plan: StagePlan) -> StageOutcome:
     _prepare(plan)
     reader = MetricsReader(plan.metrics_file)
     reader.new()  # what an earlier attempt logged has been shown
+    _free_left_over(plan)
     with StageProgress(plan.stage, reader) as progress, _stop_on_signal(plan, progress):
         _say_if_too_small(plan.job.cluster, progress)
         fit = _Fit(plan)
@@ -150,11 +155,30 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
 def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
     """The training function: runs in every worker."""
     plan: StagePlan = config["plan"]
+    _note_resources(plan)
     # Ray tells of every report in a line of its own, on every rank.
     logging.disable(logging.INFO)
     limit_threads(_threads(plan.job.cluster))
     ranks = Ranks.current(get_device())
     return resume_stage(plan, ranks, _report)
+
+
+def _note_resources(plan: StagePlan) -> None:
+    """Write down what the workers occupy, for `_free_left_over`."""
+    group = get_current_placement_group()
+    if group is not None:
+        (plan.run_dir / _RESOURCES).write_text(group.id.hex())
+
+
+def _free_left_over(plan: StagePlan) -> None:
+    """Free what an attempt of this driver's job holds whose controller died.
+
+    Ray would only do so when the job ends; in a sweep that is after all other trials.
+    """
+    note = plan.run_dir / _RESOURCES
+    if note.exists():
+        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(note.read_text())))
+        note.unlink()
 
 
 def _report(directory: Path, metrics: dict[str, float]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from mars_ray.config.data import FilesSource, Source
 from mars_ray.config.model import PretrainedModel
-from mars_ray.config.train import StageConfig, TrainJob
-from mars_ray.data.rows import Conversations, tokenize
+from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
+from mars_ray.data.rows import Conversations, Joined, tokenize
 from mars_ray.model.load import load_tokenizer
 
 # What may change between a run and its resumption: where and how fast it runs and how much it says,
@@ -39,6 +39,7 @@ class StagePlan:
     run_dir: Path  # checkpoints, metrics and the stop file of this stage
     train: Conversations  # travels as the path of its cache
     eval: Conversations | None
+    own_from: int | None = None  # the first conversation whose answer is the model's own
 
     @property
     def config(self) -> StageConfig:
@@ -83,13 +84,18 @@ def stage_plan(job: TrainJob, stage: str, start_model: Path) -> StagePlan:
     output_dir, data = Path(job.output_dir), job.data
     cache_dir = Path(data.cache_dir) if data.cache_dir else output_dir / "cache"
     tokenizer = load_tokenizer(start_model)
+    train, own_from = tokenize(data.train, tokenizer, data, cache_dir), None
+    if data.own and isinstance(job.stages[stage].objective, MarsObjective):
+        own_from = len(train)
+        train = Joined(train, tokenize(data.own, tokenizer, data, cache_dir))
     return StagePlan(
         job=job,
         stage=stage,
         start_model=start_model,
         run_dir=output_dir / "stages" / stage,
-        train=tokenize(data.train, tokenizer, data, cache_dir),
+        train=train,
         eval=tokenize(data.eval, tokenizer, data, cache_dir) if data.eval else None,
+        own_from=own_from,
     )
 
 
@@ -99,6 +105,7 @@ def with_absolute_paths(job: TrainJob) -> TrainJob:
         update={
             "train": _absolute_source(job.data.train),
             "eval": _absolute_source(job.data.eval) if job.data.eval else None,
+            "own": _absolute_source(job.data.own) if job.data.own else None,
             "cache_dir": _absolute(job.data.cache_dir) if job.data.cache_dir else None,
         }
     )

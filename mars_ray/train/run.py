@@ -51,9 +51,7 @@ def run_training(job: TrainJob) -> TrainResult:
     job = with_absolute_paths(job)
     output_dir = Path(job.output_dir)
     _claim(output_dir, job)
-    model = output_dir / "initial"
-    if not (model / CARD_FILE).exists():
-        create_model(job.model, lambda: _texts(job), model, job.seed)
+    model = initial_model(job)
     result = TrainResult({}, {}, {}, {})
     for stage in job.stages:
         exported = output_dir / "models" / stage
@@ -66,6 +64,14 @@ def run_training(job: TrainJob) -> TrainResult:
         result.metrics[stage] = summary["metrics"]
         result.seconds[stage] = summary["seconds"]
     return result
+
+
+def initial_model(job: TrainJob) -> Path:
+    """The model directory that the first stage starts from, made if it is not there yet."""
+    model = Path(job.output_dir) / "initial"
+    if not (model / CARD_FILE).exists():
+        create_model(job.model, lambda: _texts(job), model, job.seed)
+    return model
 
 
 def _claim(output_dir: Path, job: TrainJob) -> None:

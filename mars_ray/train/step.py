@@ -3,15 +3,18 @@
 Only rows with a target reach the output head: the vocabulary projection and its float32 logits
 would otherwise bound the batch.
 
-Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, H hidden size.
+Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, A anchored rows, H
+hidden size, V vocabulary.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from mars_ray.core.acceptance import acceptance_weights
 from mars_ray.core.layout import NO_TARGET, Layout
 from mars_ray.core.loss import WeightedCrossEntropy, loss_counts
 from mars_ray.core.mask import attention_mask
@@ -33,11 +36,19 @@ COUNTS = ("clean", "noisy", "tokens", "filled", "rows", "targets", "pairs")
 class TrainStep(nn.Module):
     """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        acceptance_weight: float = 0.0,
+        anchor: PreTrainedModel | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        # In a tuple: no part of what is trained, wrapped, sharded or saved.
+        self._anchor = (anchor,) if anchor else ()
         self.model.set_output_embeddings(_LossHead(output_head(model)))
         self.chunk_rows = chunk_rows(model.config.vocab_size)
+        self._acceptance_weight = acceptance_weight
 
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
@@ -60,9 +71,46 @@ class TrainStep(nn.Module):
             return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
                 wanted_BR, predicted_N
             )
+        coefficient_N = coefficient_BR[wanted_BR]
+        if self._acceptance_weight:
+            coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
         head = output_head(self.model)
-        loss, ce_N = head(hidden_NH, target_N, coefficient_BR[wanted_BR], self.chunk_rows)
-        return loss, _stream_sums(layout, wanted_BR, ce_N)
+        loss, ce_N = head(hidden_NH, target_N, coefficient_N, self.chunk_rows)
+        sums = _stream_sums(layout, wanted_BR, ce_N)
+        if self._anchor and layout.is_anchored_BR.any():
+            kl_A = self._divergence(layout, hidden_BRH)
+            loss = loss + (coefficient_BR[layout.is_anchored_BR] * kl_A).sum()
+            sums[0] += (layout.weight_BR[layout.is_anchored_BR] * kl_A.detach()).sum()
+        return loss, sums
+
+    @torch.no_grad()
+    def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
+        factor_N = torch.ones_like(target_N, dtype=torch.float32)
+        noisy_N = depth_N > 0
+        if noisy_N.any():
+            ce_M, _ = self._predict(hidden_NH[noisy_N], target_N[noisy_N])
+            weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
+            factor_N[noisy_N] = torch.lerp(
+                torch.ones_like(weight_M), weight_M, self._acceptance_weight
+            )
+        return factor_N
+
+    def _divergence(self, layout: Layout, hidden_BRH: Tensor) -> Tensor:
+        """KL(starting model || model) of each anchored row, float32 (A,)."""
+        (anchor,) = self._anchor
+        anchored_BR = layout.is_anchored_BR
+        # Clean rows see no noisy ones, so those behind the last anchored row are left out.
+        width = int(anchored_BR.any(dim=0).nonzero().max()) + 1
+        part = Layout(**{name: getattr(layout, name)[:, :width] for name in Layout.__slots__})
+        with torch.no_grad():
+            theirs_BRH = hidden_states(
+                anchor, part.input_ids_BR, part.position_BR, attention_mask(part)
+            )
+        rows = hidden_BRH[anchored_BR], theirs_BRH[anchored_BR[:, :width]]
+        chunks = zip(*(hidden_AH.split(self.chunk_rows) for hidden_AH in rows), strict=True)
+        heads = output_head(self.model), output_head(anchor)
+        return torch.cat([checkpoint(_kl, *heads, *pair, use_reentrant=False) for pair in chunks])
 
     def _predict(self, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy and argmax of each row, a chunk at a time."""
@@ -117,6 +165,13 @@ def step_counts(layouts: list[Layout]) -> Tensor:
         total[5] += (layout.target_BR != NO_TARGET).sum()
         total[6] += ((layout.position_BR + 1) * filled_BR).sum()
     return total
+
+
+def _kl(head: nn.Module, anchor_head: nn.Module, hidden_AH: Tensor, theirs_AH: Tensor) -> Tensor:
+    log_q_AV = head(hidden_AH).float().log_softmax(dim=-1)
+    with torch.no_grad():
+        log_p_AV = anchor_head(theirs_AH).float().log_softmax(dim=-1)
+    return nn.functional.kl_div(log_q_AV, log_p_AV, reduction="none", log_target=True).sum(dim=-1)
 
 
 def _stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:

@@ -125,14 +125,16 @@ def _assemble(
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
     model, tokenizer = _load_model(plan, resume_from, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
-    objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id)
+    objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id, plan.own_from)
     if objective.depths:
         card = replace(card, block_size=objective.depths)
     loader = _loader(plan, ranks)
     if restored:
         loader.restore(restored.loader)
+    anchor = _load_anchor(plan, ranks) if objective.needs_anchor else None
+    step = TrainStep(model, objective.acceptance_weight, anchor)
     flops, own_time = ModelFlops.of(model), OwnTime(ranks)
-    engine = make_engine(plan, TrainStep(model), ranks, own_time)
+    engine = make_engine(plan, step, ranks, own_time)
 
     def write_model(directory: Path) -> None:
         weights = engine.weights()
@@ -208,6 +210,15 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
         # Batches differ in width and rows.
         model.base_model.compile(dynamic=True)
     return model
+
+
+def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
+    """The starting model, which stays as it is."""
+    attention = "flex_attention" if ranks.device.type == "cuda" else "sdpa"
+    dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
+    model = load_model(plan.start_model, dtype=dtype, attention=attention)
+    model.eval().requires_grad_(False)
+    return model.to(ranks.device)  # pyright: ignore[reportArgumentType]
 
 
 def _loader(plan: StagePlan, ranks: Ranks) -> Loader:

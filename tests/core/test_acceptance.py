@@ -1,10 +1,16 @@
 """Teacher-forced acceptance, worked by hand."""
 
+import pytest
 import torch
 from core.rows import MASK, batch_of
 
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
-from mars_ray.core.acceptance import acceptance_counts, expected_tokens_per_forward, survival
+from mars_ray.core.acceptance import (
+    acceptance_counts,
+    acceptance_weights,
+    expected_tokens_per_forward,
+    survival,
+)
 from mars_ray.core.layout import compact_layout
 from mars_ray.core.schedule import block_starts
 
@@ -44,3 +50,22 @@ def test_packed_conversations_and_rows_are_kept_apart():
 def test_nothing_to_count():
     """A batch of padding or prompts alone adds zeros."""
     assert counts_with_errors(set(), "ppp").sum() == 0
+
+
+def test_acceptance_weights_are_the_gradient_of_the_expected_length():
+    """By autograd, up to the scale: blocks of three, one and two rows."""
+    depth_M = torch.tensor([1, 2, 3, 1, 1, 2])
+    log_p_M = torch.log(torch.tensor([0.9, 0.5, 0.7, 0.2, 0.6, 0.4], dtype=torch.float64))
+    log_p_M.requires_grad_()
+    first, second, third = log_p_M[:3], log_p_M[3:4], log_p_M[4:]
+    expected = sum(block.cumsum(0).exp().sum() for block in (first, second, third))
+    (slope_M,) = torch.autograd.grad(expected, log_p_M)
+    weights_M = acceptance_weights(-log_p_M.detach(), depth_M)
+    torch.testing.assert_close(weights_M, slope_M / slope_M.mean())
+
+
+def test_acceptance_weights_of_a_model_that_accepts_nothing_do_not_vanish():
+    """Guards a noisy stream that never begins to learn: then shallow rows come first."""
+    weights_M = acceptance_weights(torch.full((4,), 6.0), torch.tensor([1, 2, 3, 4]))
+    assert weights_M.mean().item() == pytest.approx(1.0)
+    assert weights_M.argmax().item() == 0

@@ -4,7 +4,13 @@ import torch
 from core.rows import MASK, batch_of
 
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
-from mars_ray.core.layout import NO_TARGET, clean_layout, compact_layout, paper_layout
+from mars_ray.core.layout import (
+    NO_TARGET,
+    clean_layout,
+    compact_layout,
+    paper_layout,
+    with_own_answers,
+)
 from mars_ray.core.schedule import block_starts
 
 N = NO_TARGET
@@ -54,6 +60,20 @@ def test_rows_of_unequal_noise_are_padded():
     compact, _ = both_layouts("pr", "prrr")
     assert compact.document_BR[0].tolist() == [0, 0, -1, -1, -1, -1]
     assert compact.weight_BR[0].tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_own_answers_keep_their_noisy_rows_only():
+    """By hand: conversation 1 is the model's own. Its clean rows are anchored where they had a
+    target; conversation 0 is as it was, in either layout."""
+    for layout in both_layouts("prrr", "prrr"):
+        own = with_own_answers(layout, 1, 0.25)
+        clean = ~layout.is_noisy_BR[1]
+        assert own.target_BR[1][clean].tolist() == [N, N, N, N]
+        assert own.weight_BR[1][clean].tolist() == [0.25, 0.25, 0.25, 0]
+        assert own.is_anchored_BR[1][clean].tolist() == [True, True, True, False]
+        assert own.target_BR[1][~clean].tolist() == layout.target_BR[1][~clean].tolist()
+        assert own.target_BR[0].tolist() == layout.target_BR[0].tolist()
+        assert not own.is_anchored_BR[0].any()
 
 
 def test_a_batch_without_responses_is_no_error():

@@ -33,7 +33,7 @@ def run(model, mode, sampling=None):
         request(str(index), prompt, mode, sampling=sampling, max_new_tokens=20, stop=-1)
         for index, prompt in enumerate(PROMPTS)
     ]
-    return engine.measures.by_mode, generate_all(engine, requests)
+    return engine.measures, generate_all(engine, requests)
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.9, 1.0])
@@ -41,7 +41,7 @@ def run(model, mode, sampling=None):
 def test_the_curve_at_the_threshold_in_use_is_what_happened(model, kind, threshold):
     """Guards the whole counterfactual: at one point of its grid it is a fact."""
     measured, done = run(model, kind(threshold=threshold))
-    (measures,) = measured.values()
+    (measures,) = measured.by_mode.values()
     assert measures.forwards == sum(completion.forwards for completion in done)
     committed = sum(len(completion.tokens) for completion in done)
     at = measures.tokens_at[THRESHOLDS.index(threshold)]
@@ -49,6 +49,10 @@ def test_the_curve_at_the_threshold_in_use_is_what_happened(model, kind, thresho
     assert committed <= at <= committed + 4 * len(done)
     assert measures.tokens_at == sorted(measures.tokens_at, reverse=True)
     assert measures.tokens_at[0] > measures.tokens_at[-1]
+    # Every step commits one token; what it commits beyond that is counted by place.
+    places = measured.accepted_at.get(kind().type, [])
+    assert sum(places) == committed - measures.forwards
+    assert places == sorted(places, reverse=True)
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.0, seed=3)])
@@ -57,7 +61,7 @@ def test_disagreement_is_what_the_model_says_when_asked(model, mode, sampling):
     """Of all tokens committed without their own row, those that AR decoding would not have taken
     after the same text: counted again with a forward over each whole text."""
     measured, done = run(model, mode, sampling)
-    (measures,) = measured.values()
+    (measures,) = measured.by_mode.values()
     checked = disagreed = 0
     for prompt, completion in zip(PROMPTS, done, strict=True):
         text = torch.tensor([[*prompt, *completion.tokens]])
@@ -91,7 +95,7 @@ def test_disagreement_is_what_the_model_says_when_asked(model, mode, sampling):
 def test_lossless_modes_never_disagree(model):
     """At threshold 1 every accepted draft is the row's own token."""
     measured, _ = run(model, VerifiedMode())
-    assert measured["verified"].checked > 20
-    assert measured["verified"].disagreed == 0
-    assert run(model, ExactMode())[0] == {}
+    assert measured.by_mode["verified"].checked > 20
+    assert measured.by_mode["verified"].disagreed == 0
+    assert run(model, ExactMode())[0].by_mode == {}
     assert ModeMeasures().disagreement == 0

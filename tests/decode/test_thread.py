@@ -32,7 +32,7 @@ def test_many_streams_at_once_give_what_each_gives_alone(model, thread):
     items = [request(str(j), pattern(j, 1 + j % 3, 4 + j), VerifiedMode()) for j in range(12)]
 
     async def collect(item):
-        events = [event async for event in thread.stream(item)]
+        events = [event async for some in thread.stream(item) for event in some]
         assert [event.forward for event in events] == list(range(1, len(events) + 1))
         tokens = tuple(token for event in events for token in event.tokens)
         assert tokens == events[-1].completion.tokens
@@ -80,7 +80,7 @@ def test_a_second_request_with_the_same_id_is_refused_and_the_first_goes_on(thre
         await anext(first)
         with pytest.raises(RequestError, match="in use"):
             await complete(thread, request("a", [1, 2], ExactMode()))
-        return [event async for event in first][-1].completion
+        return [event async for some in first for event in some][-1].completion
 
     assert len(asyncio.run(twice()).tokens) == 100
 

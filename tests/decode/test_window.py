@@ -18,16 +18,40 @@ from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.window import AcceptanceRates, WindowControl, best_choice
 
-FREE = StepCost({1: 1.0, 1000: 1.0})
-BY_ROW = StepCost({1: 1.0, 1000: 1000.0})
+
+class Told(StepCost):
+    """Stays what it was told, whatever steps really take."""
+
+    def observe(self, rows: int, seconds: float) -> None:
+        pass
+
+
+FREE = Told({1: 1.0, 1000: 1.0})
+BY_ROW = Told({1: 1.0, 1000: 1000.0})
 RATES = [0.9, 0.8, 0.7, 0.6]
 
 
 def test_cost_is_linear_between_measurements_and_monotone():
-    """A smaller time for more rows is noise."""
-    cost = StepCost({1: 2.0, 4: 1.0, 8: 6.0})
-    assert [cost.seconds(n) for n in (1, 4, 6, 8, 10)] == [2.0, 2.0, 4.0, 6.0, 8.0]
-    assert cost.table() == {1: 2.0, 4: 2.0, 8: 6.0}
+    """A step that was disturbed must not make those of more rows look free."""
+    cost = StepCost({1: 1.0, 4: 9.0, 8: 2.0, 12: 6.0})
+    assert cost.table() == {1: 1.0, 4: 2.0, 8: 2.0, 12: 6.0}
+    assert [cost.seconds(n) for n in (1, 2.5, 6, 8, 10, 14)] == [1.0, 1.5, 2.0, 2.0, 4.0, 8.0]
+
+
+def test_cost_follows_the_steps_that_are_made():
+    """What the start measured wrong is put right, and one long step changes little."""
+    cost = StepCost({1: 1.0, 8: 1.0, 16: 1.0, 32: 3.0})
+    for _ in range(200):
+        cost.observe(8, 1.5)
+        cost.observe(12, 2.0)
+        cost.observe(16, 2.5)
+    assert [cost.seconds(n) for n in (1, 8, 16, 32)] == pytest.approx([1, 1.5, 2.5, 3], rel=0.02)
+    cost.observe(8, 1000.0)
+    assert cost.seconds(8) < 1.6
+    for _ in range(200):
+        cost.observe(32, 0.5)
+    assert cost.table()[32] == pytest.approx(0.5, rel=0.02)
+    assert list(cost.table().values()) == sorted(cost.table().values())
 
 
 def test_row_counts_reach_the_largest_step():
@@ -104,7 +128,7 @@ def engine_with(model, cost: StepCost, **size) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("cost", [FREE, BY_ROW, StepCost({1: 1.0, 12: 1.0, 120: 9.0})])
+@pytest.mark.parametrize("cost", [FREE, BY_ROW, Told({1: 1.0, 12: 1.0, 120: 9.0})])
 def test_control_changes_no_text(model, cost):
     """Whatever the window does, lossless requests get what `exact` gives; others what they get."""
     modes = [

@@ -123,12 +123,13 @@ def setting(**changes) -> Setting:
     return Setting(job, MODEL, poisson(40, 3000, 30, 20), job.cluster)
 
 
+@pytest.mark.parametrize("knob", [0, -1])
 @pytest.mark.parametrize("name", ALL_POLICIES)
-def test_every_policy_runs_within_its_bounds(name):
+def test_every_policy_runs_within_its_bounds(name, knob):
     """Guards a policy that the simulator cannot run, and one that forgets requests."""
     given = setting()
     who = contender(name, given)
-    outcome = run(given, who, who.knobs[-1], seed=0)
+    outcome = run(given, who, who.knobs[knob], seed=0)
     assert outcome.timeline.target.min() >= 1
     assert outcome.timeline.target.max() <= 6
     assert (outcome.requests["outcome"] > 0).all()

@@ -15,11 +15,12 @@ from ray.serve.config import AutoscalingContext
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.errors import ConfigError
 from mars_ray.scaling import collect
 from mars_ray.scaling.service_model import Level, ServiceModel, Shape
 from mars_ray.serve.autoscale import Autoscaler
 from mars_ray.serve.build import APP_NAME, start
-from mars_ray.serve.control import end_control
+from mars_ray.serve.control import end_control, publish
 
 DEPLOYMENT = DeploymentID("Replica-tiny", "mars-ray")
 # Lower thresholds pay: more tokens for the rows.
@@ -170,6 +171,8 @@ def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
         answers = [future.result() for future in asked]
     assert lowest < 1
     assert most == 2
+    with pytest.raises(ConfigError, match="policy's to choose"):
+        publish("tiny", 0.5)
     reasons = [entry.reason for entry in ray.get(control().history.remote())]
     assert any("2 replicas" in reason for reason in reasons)
     assert {threshold for pinned, threshold in answers if pinned} == {1.0}

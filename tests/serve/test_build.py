@@ -4,8 +4,10 @@ import socket
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from mars_ray.config.decode import BlockCachedMode, ExactMode
+from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
 from mars_ray.serve.build import _check_port, build_app
@@ -37,3 +39,20 @@ def test_a_taken_port_is_named():
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*port="):
             _check_port("127.0.0.1", port)
     _check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scaling": {"max_replicas": 8}},
+        {"service_model": "model.json"},
+    ],
+)
+def test_settings_of_the_policy_are_refused_where_none_is_in_charge(settings):
+    """Guards an operator who believes that a fixed number of replicas grows."""
+    with pytest.raises(ValidationError, match="effect"):
+        ServeJob.model_validate({"checkpoint": "m", "replicas": 2} | settings)
+    assert ServeJob.model_validate({"checkpoint": "m"} | settings).replicas == "auto"
+    fixed = {"threshold": {"set_point": 0.5}}
+    job = ServeJob.model_validate({"checkpoint": "m", "replicas": 2, "scaling": fixed})
+    assert ServeJob.model_validate(job.model_dump()).set_point == 0.5

@@ -26,6 +26,7 @@ def seen(set_point: float = 1.0) -> EngineSeen:
         set_point=set_point,
         checked={},
         tokens_per_forward_at={},
+        accepted_at={},
     )
 
 
@@ -33,7 +34,7 @@ def test_rates_follow_the_traffic():
     """Two tokens a tenth of a second are 20 a second; five quiet seconds later, none."""
     live = Live()
     for step in range(100):
-        live.add(step / 10, 2, 0)
+        live.add(step / 10, 2, 1, 0)
     assert live.tokens_per_second(10.0) == pytest.approx(20, rel=0.1)
     assert live.tokens_per_second(12.5) == pytest.approx(10, rel=0.2)
     assert live.tokens_per_second(15.1) == 0
@@ -42,10 +43,10 @@ def test_rates_follow_the_traffic():
 def test_shares_are_of_the_last_minute():
     """Old steps are forgotten; a step without tokens, as at a deadline, is no forward."""
     live = Live()
-    live.add(0.0, 100, 100)
-    live.add(50.0, 6, 1)
-    live.add(50.1, 2, 0)
-    live.add(50.2, 0, 1)
+    live.add(0.0, 100, 1, 100)
+    live.add(50.0, 6, 1, 1)
+    live.add(50.1, 2, 1, 0)
+    live.add(50.2, 0, 0, 1)
     status = live.status(JOB, seen(), 61.0)
     assert (status.tokens, status.forwards, status.disagreed) == (8, 2, 2)
     assert (status.running, status.waiting, status.cache_share) == (2, 1, 0.25)

@@ -175,6 +175,7 @@ def service(ray_cluster, checkpoint, tmp_path_factory) -> Iterator[tuple[str, Pa
         checkpoint=str(checkpoint),
         more_models=(stored,),
         port=free_port(),
+        replicas=1,
         cpus_per_replica=0.2,
         engine=engine,
         limits=Limits(new_tokens=100),

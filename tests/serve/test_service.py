@@ -29,6 +29,7 @@ def job(checkpoint) -> ServeJob:
         checkpoint=str(checkpoint),
         port=free_port(),
         model_name="mars",
+        replicas=1,
         cpus_per_replica=0.5,
         engine=EngineConfig(max_batch=2, max_context=2000, device="cpu", threads=1),
         limits=Limits(new_tokens=NEW_TOKENS),
@@ -203,6 +204,8 @@ def test_metrics_reach_prometheus(client):
         "ray_mars_prefix_cache_queries_total",
         "ray_mars_prefix_cache_hits_total",
         "ray_mars_counterfactual_tokens_per_forward",
+        "ray_mars_threshold",
+        "ray_mars_spec_decode_num_accepted_tokens_per_pos_total",
     }
 
     def missing() -> set[str]:

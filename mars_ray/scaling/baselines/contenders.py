@@ -1,9 +1,9 @@
 """Each policy by its name, set up fairly.
 
-Every one but ours and the untuned mean gets one knob (the load per replica that it aims at, the
-latency that it aims at, its number of replicas) and is tuned: the cheapest setting that reaches the
-attainment on the tuning seeds, else the dearest one. So nobody loses for a default that suits
-another service.
+Every one but the mean gets one knob (the load per replica that it aims at, the latency that it aims
+at, its number of replicas; ours, the fewest replicas) and is tuned: the cheapest setting that
+reaches the attainment on the tuning seeds, else the dearest one. So nobody loses for a default that
+suits another service, and nobody wins for missing the objective.
 """
 
 import math
@@ -88,9 +88,12 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
 
     def decides(**changes: object) -> Contender:
         changed = config.model_copy(update=changes)
-        point = changed.threshold.set_point
-        make = lambda _, __: Deciding(changed, setting.model)  # noqa: E731
-        return Contender(levels, make, set_point=point)
+
+        def make(_: Setting, least: float) -> Policy:
+            config = changed.model_copy(update={"min_replicas": int(least)})
+            return Deciding(config, setting.model)
+
+        return Contender(levels, make, sizes, set_point=changed.threshold.set_point)
 
     def ray(levels: tuple[Level, ...]) -> Contender:
         aim = setting.load(levels[0])

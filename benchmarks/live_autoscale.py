@@ -1,0 +1,375 @@
+"""A live autoscaled service beside its simulation: `benchmarks/live_autoscale.py CHECKPOINT`.
+
+Load from outside, with a rate that rises and falls, against Ray Serve on this machine; then the
+same requests and the same policy in the simulator. What the simulator is told of this machine is
+how many times slower than the service model the replicas' steps were, and how long they took to
+start; the rest it has to find by itself.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from load_client import Client, Streamed, percentile
+from load_servers import free_port
+from ray import serve
+from ray.util import list_named_actors
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.evaluate import Gsm8kTask
+from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.config.simulate import Cluster, Kill
+from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.corpus import problems
+from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.model.load import load_tokenizer
+from mars_ray.provenance import provenance
+from mars_ray.scaling import collect
+from mars_ray.scaling.service_model import ServiceModel, load_service_model
+from mars_ray.scaling.simulate.policy import Deciding
+from mars_ray.scaling.simulate.result import Outcome, summarise
+from mars_ray.scaling.simulate.run import Fixture, simulate
+from mars_ray.scaling.traces.trace import Trace
+from mars_ray.serve.build import APP_NAME, start
+from mars_ray.serve.control import Entry, end_control
+
+NAME = "live"
+LOOK_S = 0.5
+PINNED_EVERY = 10  # requests: one of so many pins threshold 1
+NEW_TOKENS = 128
+_AGAIN_S = 1.0  # after a refusal
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, by seconds since the beginning of the run."""
+
+    at_s: float
+    prompt_tokens: int
+    is_pinned: bool
+    first_s: float = 0.0
+    end_s: float = 0.0
+    tokens: int = 0
+    threshold: float | None = None
+    cut: int = 0  # streams that broke off and were asked for again
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class Watched:
+    """The service from outside, every LOOK_S."""
+
+    at_s: list[float] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    starting: list[int] = field(default_factory=list)
+    stopping: list[int] = field(default_factory=list)
+    threshold: list[float] = field(default_factory=list)
+    # Newest sums of each replica, by what it measured of itself when it started.
+    sums: dict[tuple[float, ...], dict[str, float]] = field(default_factory=dict)
+
+
+def main() -> None:
+    """The live run, its simulation, and both figures side by side."""
+    asked = _arguments()
+    model = load_service_model(asked.model)
+    job = _job(asked, model)
+    rows = _arrivals(asked)
+    questions = _questions(asked, len(rows))
+    tokenizer = load_tokenizer(asked.checkpoint)
+    for row, question in zip(rows, questions, strict=True):
+        row.prompt_tokens = len(encode_prompt([Message("user", question)], tokenizer))
+    with _service(job) as url:
+        watched, history = asyncio.run(_live(url, job, asked, rows, questions))
+    live = _figures(rows, watched, job.scaling.slo)
+    slowness, cold_s = _slowness(watched, model), _cold_start(watched)
+    outcome = _simulated(job, model, rows, slowness, cold_s, asked.kill_at)
+    simulated = summarise(outcome, job.scaling.slo, 100.0)
+    result = {
+        "rates": asked.rates,
+        "stage_s": asked.stage_s,
+        "kill_at_s": asked.kill_at,
+        "slowness": slowness,
+        "cold_start_s": cold_s,
+        "live": live,
+        "simulated": simulated,
+        "ratios": {key: simulated[key] / live[key] for key in ("ttft_p90_s", "replica_s")},
+        "timeline": _timeline(watched, rows),
+        "simulated_timeline": _simulated_timeline(outcome),
+        "reasons": _reasons(history),
+        "provenance": provenance(),
+    }
+    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    shown = {key: result[key] for key in ("slowness", "cold_start_s", "live", "ratios")}
+    print(json.dumps(shown, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--model", default="jobs/models/demo-cpu.json", help="its service model")
+    parser.add_argument("--gsm8k", help="test.jsonl; without it, the demo's questions")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/live.json"))
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 2.0, 0.5])
+    parser.add_argument("--stage-s", type=float, nargs="+", default=[60, 90, 90])
+    parser.add_argument("--kill-at", type=float, help="seconds: one replica dies")
+    parser.add_argument("--max-batch", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=3, help="at most")
+    parser.add_argument("--ttft-s", type=float, default=1.0)
+    parser.add_argument("--time-per-token-s", type=float, default=0.05)
+    parser.add_argument("--floor", type=float, default=0.03)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def _job(asked: argparse.Namespace, model: ServiceModel) -> ServeJob:
+    return ServeJob(
+        checkpoint=asked.checkpoint,
+        model_name=NAME,
+        port=free_port(),
+        cpus_per_replica=0.1,
+        default_quality="fast",
+        replicas="auto",
+        service_model=asked.model,
+        engine=EngineConfig(max_batch=asked.max_batch, max_context=512, device="cpu", threads=1),
+        limits=Limits(waiting_requests=256),
+        scaling=ScalingConfig(
+            slo=Slo(ttft_s=asked.ttft_s, time_per_token_s=asked.time_per_token_s, attainment=0.95),
+            max_replicas=asked.replicas,
+            threshold=ThresholdBounds(floor=asked.floor),
+            cold_start_s=15,
+        ),
+    )
+
+
+def _arrivals(asked: argparse.Namespace) -> list[Asked]:
+    """Poisson, stage by stage."""
+    draw = random.Random(asked.seed)
+    rows, begin = [], 0.0
+    for rate, seconds in zip(asked.rates, asked.stage_s, strict=True):
+        at = begin + draw.expovariate(rate)
+        while at < begin + seconds:
+            rows.append(Asked(at, 0, len(rows) % PINNED_EVERY == 0))
+            at += draw.expovariate(rate)
+        begin += seconds
+    return rows
+
+
+def _questions(asked: argparse.Namespace, count: int) -> list[str]:
+    if not asked.gsm8k:
+        return [problem.question for problem in problems("test", count, asked.seed)]
+    task = Gsm8kTask(path=asked.gsm8k, count=count)
+    return [problem.question for problem in gsm8k_problems(task)]
+
+
+@contextmanager
+def _service(job: ServeJob) -> Iterator[str]:
+    ray.init(address="local", num_cpus=8, include_dashboard=True, log_to_driver=False)
+    try:
+        yield start(job)
+    finally:
+        serve.shutdown()
+        end_control(NAME)
+        ray.shutdown()
+
+
+async def _live(
+    url: str, job: ServeJob, asked: argparse.Namespace, rows: list[Asked], questions: list[str]
+) -> tuple[Watched, list[Entry]]:
+    watched = Watched()
+    begin = time.perf_counter()
+    watching = asyncio.create_task(_watch(watched, job, begin))
+    kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
+    pairs = zip(rows, questions, strict=True)
+    await asyncio.gather(*kills, *(_ask(url, row, question, begin) for row, question in pairs))
+    watching.cancel()
+    control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
+    return watched, ray.get(control.history.remote())
+
+
+async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
+    """Until there is a whole answer: what breaks off is asked for again, what is refused later."""
+    await asyncio.sleep(max(0.0, begin + row.at_s - time.perf_counter()))
+    body: dict[str, Any] = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": NEW_TOKENS,
+    }
+    if row.is_pinned:
+        body["threshold"] = 1.0
+    while True:
+        asked_s = time.perf_counter()
+        client = Client(url)
+        try:
+            done: Streamed = await client.chat(body)
+        except (RuntimeError, KeyError, OSError, asyncio.IncompleteReadError) as error:
+            is_refusal = " 429 " in str(error) or " 503 " in str(error)
+            row.refused += is_refusal
+            row.cut += not is_refusal
+            await asyncio.sleep(_AGAIN_S * is_refusal)
+            continue
+        finally:
+            client.close()
+        row.first_s = asked_s + done.first_s - begin
+        row.end_s = asked_s + done.total_s - begin
+        row.tokens, row.threshold = done.tokens, done.threshold
+        return
+
+
+async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
+    handle = serve.get_deployment_handle(job.deployment, APP_NAME)
+    control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
+    while True:
+        status = await asyncio.to_thread(serve.status)
+        states = status.applications[APP_NAME].deployments[job.deployment].replica_states
+        counts = {str(getattr(state, "value", state)): n for state, n in states.items()}
+        watched.at_s.append(time.perf_counter() - begin)
+        watched.ready.append(counts.get("RUNNING", 0))
+        watched.starting.append(counts.get("STARTING", 0))
+        watched.stopping.append(counts.get("STOPPING", 0))
+        watched.threshold.append(ray.get(control.wait.remote(None)).threshold)
+        # One of them at a time, whichever Serve takes.
+        sums = await handle.record_autoscaling_stats.remote()
+        name = tuple(v for key, v in sums.items() if key.startswith(collect.STEP_COST))
+        watched.sums[name] = sums
+        await asyncio.sleep(LOOK_S)
+
+
+async def _kill(job: ServeJob, at: float) -> None:
+    await asyncio.sleep(at - time.perf_counter())
+    actors: list[Any] = list_named_actors(all_namespaces=True)
+    name = next(a["name"] for a in actors if f"#{job.deployment}#" in a["name"])
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
+    ttft = [row.first_s - row.at_s for row in rows]
+    pace = [(row.end_s - row.first_s) / max(1, row.tokens - 1) for row in rows]
+    looks = np.diff([0.0, *watched.at_s])
+    alive = np.array(watched.ready) + np.array(watched.starting) + np.array(watched.stopping)
+    within = [
+        t <= slo.ttft_s and p <= slo.time_per_token_s for t, p in zip(ttft, pace, strict=True)
+    ]
+    return {
+        "requests": len(rows),
+        "answered": sum(row.end_s > 0 for row in rows),
+        "cut": sum(row.cut for row in rows),
+        "refused": sum(row.refused for row in rows),
+        "pinned_below_floor": sum(row.is_pinned and row.threshold != 1 for row in rows),
+        "lowered": sum((row.threshold or 1) < 1 for row in rows),
+        "attainment": statistics.fmean(within),
+        "ttft_p50_s": statistics.median(ttft),
+        "ttft_p90_s": percentile(ttft, 0.9),
+        "ttft_p99_s": percentile(ttft, 0.99),
+        "time_per_token_p90_s": percentile(pace, 0.9),
+        "replica_s": float((looks * alive).sum()),
+        "peak_replicas": max(watched.ready),
+        "below_set_point_s": float(looks[np.array(watched.threshold) < 1].sum()),
+    }
+
+
+def _slowness(watched: Watched, model: ServiceModel) -> float:
+    """Of all replicas' steps together."""
+    measured = expected = 0.0
+    for sums in watched.sums.values():
+        steps = sums[collect.STEPS]
+        rows = sums[collect.DECODE_ROWS] + sums[collect.PROMPT_ROWS]
+        measured += sums[collect.STEP_S]
+        expected += steps * model.step_s(rows / max(1, steps))
+    return measured / expected
+
+
+def _cold_start(watched: Watched) -> float:
+    """Seconds from the first look with a starting replica to the first with one more ready."""
+    starts, since = [], None
+    for at, ready, starting, before in zip(
+        watched.at_s, watched.ready, watched.starting, [0, *watched.ready], strict=False
+    ):
+        if since is not None and ready > before:
+            starts.append(at - since)
+            since = at if starting else None
+        elif since is None and starting:
+            since = at
+    return statistics.median(starts) if starts else 15.0
+
+
+def _simulated(
+    job: ServeJob,
+    model: ServiceModel,
+    rows: list[Asked],
+    slowness: float,
+    cold_s: float,
+    kill_at: float | None,
+) -> Outcome:
+    trace = Trace(
+        "live",
+        np.array([row.at_s for row in rows]),
+        np.array([row.prompt_tokens for row in rows]),
+        np.array([row.tokens for row in rows]),
+        pinned_threshold=np.array([float(row.is_pinned) for row in rows]),
+    )
+    slowed = replace(
+        model,
+        seconds_at=tuple((n, slowness * seconds) for n, seconds in model.seconds_at),
+        max_batch=job.engine.max_batch,
+    )
+    fixture = Fixture(
+        trace,
+        slowed,
+        Cluster(
+            cold_start_s=cold_s,
+            tick_s=LOOK_S,
+            metrics_lag_s=LOOK_S,
+            routing="least-outstanding",
+            kills=(Kill(at_s=kill_at),) if kill_at else (),
+        ),
+        model.levels,
+        set_point=1.0,
+        replicas=1,
+        most=job.scaling.max_replicas,
+        seed=0,
+    )
+    return simulate(fixture, Deciding(job.scaling, model))
+
+
+def _timeline(watched: Watched, rows: list[Asked]) -> dict[str, Any]:
+    edges = [0.0, *watched.at_s]
+    arrived, _ = np.histogram([row.at_s for row in rows], edges)
+    return {
+        "at_s": watched.at_s,
+        "arrivals_per_s": (arrived / np.diff(edges)).tolist(),
+        "ready": watched.ready,
+        "starting": watched.starting,
+        "threshold": watched.threshold,
+        "outstanding": [sum(row.at_s <= at < row.end_s for row in rows) for at in watched.at_s],
+    }
+
+
+def _simulated_timeline(outcome: Outcome) -> dict[str, list[float]]:
+    names = ("at_s", "arrivals_per_s", "ready", "starting", "threshold", "outstanding")
+    return {name: getattr(outcome.timeline, name).tolist() for name in names}
+
+
+def _reasons(history: list[Entry]) -> list[tuple[float, str]]:
+    """Of the decisions that changed something; seconds since the first one."""
+    changed, before = [], None
+    for entry in history:
+        if (entry.replicas, entry.threshold) != before:
+            changed.append((round(entry.at_s - history[0].at_s, 1), entry.reason))
+        before = entry.replicas, entry.threshold
+    return changed
+
+
+if __name__ == "__main__":
+    main()

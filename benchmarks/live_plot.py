@@ -1,0 +1,60 @@
+"""The timeline of a live autoscaled run: `python benchmarks/live_plot.py RESULT.json PLOT.svg`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+_LIVE, _SIMULATED, _GREY = "#D55E00", "#0072B2", "#888888"
+
+
+def plot(result: dict[str, Any]) -> Figure:
+    """Load, replicas and threshold; the simulated run of the same requests beside the live one."""
+    figure = Figure(figsize=(8.5, 6.2), layout="constrained")
+    load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1.2, 1, 1))
+    lines = [("live", _LIVE, "-", result["timeline"])]
+    lines.append(("simulated", _SIMULATED, "--", result["simulated_timeline"]))
+    for name, colour, style, line in lines:
+        look: dict[str, Any] = {"color": colour, "ls": style, "lw": 1.4, "label": name}
+        load.plot(line["at_s"], line["outstanding"], **look)
+        replicas.plot(line["at_s"], line["ready"], drawstyle="steps-post", **look)
+        threshold.plot(line["at_s"], line["threshold"], drawstyle="steps-post", **look)
+    _stages(load, result)
+    load.set_ylabel("requests in the system")
+    load.legend(frameon=False, fontsize=9)
+    replicas.set_ylabel("replicas ready")
+    threshold.set_ylabel("threshold")
+    threshold.set_xlabel("seconds")
+    for axes in (load, replicas, threshold):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if result["kill_at_s"]:
+            axes.axvline(result["kill_at_s"], color=_GREY, lw=1)
+    if result["kill_at_s"]:
+        replicas.annotate("one dies", (result["kill_at_s"], 0.1), fontsize=9, color=_GREY)
+    return figure
+
+
+def _stages(axes: Axes, result: dict[str, Any]) -> None:
+    """The offered rate, written above its stage."""
+    begin = 0.0
+    for rate, seconds in zip(result["rates"], result["stage_s"], strict=True):
+        axes.axvline(begin, color=_GREY, lw=0.5, alpha=0.6)
+        where = (begin + seconds / 2, 0.97)
+        axes.annotate(
+            f"{rate:g}/s", where, xycoords=("data", "axes fraction"), ha="center", va="top"
+        )
+        begin += seconds
+
+
+def main() -> None:
+    """Where to and of what the arguments say."""
+    source, target = sys.argv[1:]
+    plot(json.loads(Path(source).read_text())).savefig(target, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""A Ray cluster of several nodes on this machine, which stays until it is told to end.
+
+Each node is a `ray start --block` with processes of its own. The dashboard listens on loopback, the
+nodes for each other on the machine's address, and all of them ask for a token. What was started is
+kept in a file, and only that is ended.
+
+    <directory>/cluster.json     what runs
+    <directory>/node-<k>.log     what `ray start` of a node says
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.process import Process, end, start
+from mars_ray.errors import ClusterError
+
+_LOOPBACK = "127.0.0.1"
+_STATE = "cluster.json"
+_START_S = 90.0
+_TRIES = 3
+_LOOK_S = 0.2
+_ANSWER_S = 2.0
+# A node gives its own processes as long.
+_PATIENCE_S = 20.0
+_LOG_LINES = 15
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How large, and where it listens."""
+
+    nodes: int
+    cpus_per_node: int
+    object_store_bytes: int  # per node
+    port: int
+    dashboard_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """What runs, or ran: the first node is the head."""
+
+    address: str
+    dashboard: str
+    nodes: tuple[Process, ...]
+
+    @property
+    def alive(self) -> int:
+        """How many of the nodes run."""
+        return sum(node.is_alive for node in self.nodes)
+
+
+def up(plan: Plan, directory: Path) -> LocalCluster:
+    """Starts it and returns when it takes jobs.
+
+    Raises ClusterError if one runs already, a port is taken, or a node does not come up.
+    """
+    before = find(directory)
+    if before is not None and before.alive:
+        raise ClusterError(
+            f"a cluster of {before.alive} nodes runs at {before.address}; end it first with "
+            "`mars-ray cluster down`"
+        )
+    for port in (plan.port, plan.dashboard_port):
+        _check_port(port)
+    directory.mkdir(parents=True, exist_ok=True)
+    token = _token()
+    cluster = LocalCluster(
+        f"{_LOOPBACK}:{plan.port}", f"http://{_LOOPBACK}:{plan.dashboard_port}", ()
+    )
+    try:
+        return _grown(cluster, plan, token, directory)
+    except BaseException:
+        if find(directory) is not None:
+            down(directory)
+        raise
+
+
+def down(directory: Path) -> LocalCluster:
+    """Ends what `up` started there, and nothing else. Raises ClusterError if nothing was."""
+    cluster = find(directory)
+    if cluster is None:
+        raise ClusterError(f"no cluster was started from {directory}")
+    # The head last: a node without one complains.
+    end(cluster.nodes[1:], _PATIENCE_S)
+    end(cluster.nodes[:1], _PATIENCE_S)
+    (directory / _STATE).unlink()
+    return cluster
+
+
+def find(directory: Path) -> LocalCluster | None:
+    """What was started there and not ended since. Raises ClusterError if the file is damaged."""
+    path = directory / _STATE
+    try:
+        kept = json.loads(path.read_text())
+        nodes = tuple(Process(**node) for node in kept.pop("nodes"))
+        return LocalCluster(nodes=nodes, **kept)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ClusterError(f"{path} is damaged ({error}); remove it") from error
+
+
+def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> LocalCluster:
+    """With all nodes, which come one after the other: together they would start dozens of processes
+    on few cores."""
+    agent_port = _free_port()
+    # The dashboard takes jobs, the agent starts them.
+    parts = (
+        f"{cluster.dashboard}/api/gcs_healthz",
+        f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz",
+    )
+    head = _head(plan, agent_port)
+    cluster = _joined(cluster, head, directory, lambda _: all(map(_answers, parts)))
+    while len(cluster.nodes) < plan.nodes:
+        cluster = _joined(
+            cluster,
+            _worker(plan, cluster.address),
+            directory,
+            lambda grown: _registered(grown.dashboard, token) == len(grown.nodes),
+        )
+    return cluster
+
+
+def _joined(
+    cluster: LocalCluster,
+    options: list[str],
+    directory: Path,
+    is_up: Callable[[LocalCluster], bool],
+) -> LocalCluster:
+    """With one node more, which is up. Ray ends a node that takes more than half a minute, and on a
+    busy machine another try helps."""
+    for _ in range(_TRIES):
+        grown = _with_node(cluster, options, directory)
+        if _comes_up(grown, directory, is_up):
+            return grown
+    number = len(cluster.nodes)
+    raise ClusterError(f"node {number} ended:\n{_end_of_log(directory, number)}")
+
+
+def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> LocalCluster:
+    """The cluster with one node more, which is started and written down."""
+    environment = os.environ | NODE_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
+    # A job's `python` is the one that has this package.
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    # It would lead the new node to another cluster.
+    environment.pop("RAY_ADDRESS", None)
+    log = directory / f"node-{len(cluster.nodes)}.log"
+    node = start([*_RAY, "start", "--block", *options], log, environment)
+    grown = LocalCluster(cluster.address, cluster.dashboard, (*cluster.nodes, node))
+    (directory / _STATE).write_text(json.dumps(asdict(grown), indent=1) + "\n")
+    return grown
+
+
+def _head(plan: Plan, agent_port: int) -> list[str]:
+    return [
+        "--head",
+        f"--port={plan.port}",
+        f"--dashboard-host={_LOOPBACK}",
+        f"--dashboard-port={plan.dashboard_port}",
+        f"--dashboard-agent-listen-port={agent_port}",
+        f"--ray-client-server-port={_free_port()}",
+        *_size(plan),
+    ]
+
+
+def _worker(plan: Plan, address: str) -> list[str]:
+    # Ray's default is one port for all nodes of a machine.
+    return [f"--address={address}", f"--dashboard-agent-listen-port={_free_port()}", *_size(plan)]
+
+
+def _size(plan: Plan) -> list[str]:
+    return [
+        f"--num-cpus={plan.cpus_per_node}",
+        f"--object-store-memory={plan.object_store_bytes}",
+        # Any port: nodes of one machine would quarrel about a range.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--disable-usage-stats",
+    ]
+
+
+def _token() -> str:
+    """Ray's commands and clients of this user find it where Ray keeps it."""
+    made = subprocess.run(
+        [*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True, text=True
+    )
+    kept = Path.home() / ".ray" / "auth_token"
+    if kept.exists():
+        # Ray leaves it readable for everybody.
+        kept.chmod(0o600)
+    return made.stdout.strip()
+
+
+def _comes_up(
+    cluster: LocalCluster, directory: Path, is_up: Callable[[LocalCluster], bool]
+) -> bool:
+    """Waits; False if the newest node has ended. Raises ClusterError if it takes too long."""
+    deadline = time.monotonic() + _START_S
+    while not is_up(cluster):
+        if not cluster.nodes[-1].is_alive:
+            return False
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"a node did not come up within {_START_S:.0f} s; see {directory}/node-*.log"
+            )
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _end_of_log(directory: Path, number: int) -> str:
+    text = (directory / f"node-{number}.log").read_text(errors="replace")
+    return "\n".join(text.splitlines()[-_LOG_LINES:])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def _registered(dashboard: str, token: str) -> int:
+    """Nodes that the cluster itself counts as alive."""
+    request = urllib.request.Request(
+        f"{dashboard}/nodes?view=summary", headers={"Authorization": f"Bearer {token}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
+            nodes = json.load(reply)["data"]["summary"]
+    except OSError:
+        return 0
+    return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen on {_LOOPBACK}:{port}: {error.strerror}; set another --port or "
+                "--dashboard-port"
+            ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return probe.getsockname()[1]

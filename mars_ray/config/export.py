@@ -1,0 +1,24 @@
+"""A finished checkpoint on its way to where services load it from."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from mars_ray.config.base import Config
+
+
+class ExportJob(Config):
+    """Copies a checkpoint with its card; a place that holds something already is refused."""
+
+    kind: Literal["export"] = "export"
+    checkpoint: str = Field(
+        description="directory, Hugging Face hub name (org/name), or URI (s3://, gs://, file://)"
+    )
+    revision: str | None = Field(default=None, description="of a hub name; default: its newest")
+    destination: str = Field(
+        description="directory or URI, another one for every version of a model"
+    )
+    model_cache: str = Field(
+        default="~/.cache/mars-ray/models",
+        description="for a copy of a checkpoint that comes from an object store",
+    )

@@ -1,0 +1,25 @@
+"""Answers of a model to the prompts of a data source, as a new data source."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from mars_ray.config.base import Config
+from mars_ray.config.data import Source
+from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling
+
+
+class GenerateJob(Config):
+    """Writes JSON lines that a `files` source reads: each conversation with the model's own answer
+    in the place of its last one."""
+
+    kind: Literal["generate"] = "generate"
+    checkpoint: str
+    prompts: Source
+    output: str = Field(pattern=r"\.jsonl$")
+    # `verified` writes the same text faster, where the checkpoint has been trained with MARS.
+    mode: Mode = ExactMode()
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = Field(default=256, ge=1)
+    save_every: int = Field(default=256, ge=1, description="conversations between two writes")
+    engine: EngineConfig = EngineConfig()

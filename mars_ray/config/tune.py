@@ -1,0 +1,194 @@
+"""A sweep: a training job whose last stage is tried with many settings."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mars_ray.config.base import Config
+from mars_ray.config.decode import EngineConfig, Threshold
+from mars_ray.config.evaluate import Task
+from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
+
+# Length and rhythm of the trials are what early stopping compares them by.
+TUNABLE = ("objective.", "optimizer.")
+
+
+class Uniform(Config):
+    """Any number between `low` and `high`."""
+
+    type: Literal["uniform"] = "uniform"
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ordered(self)
+
+
+class LogUniform(Config):
+    """Any number between `low` and `high`, each order of magnitude as likely."""
+
+    type: Literal["log_uniform"] = "log_uniform"
+    low: float = Field(gt=0)
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ordered(self)
+
+
+class IntRange(Config):
+    """A whole number from `low` to `high`, both included."""
+
+    type: Literal["int_range"] = "int_range"
+    low: int
+    high: int
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        return _ordered(self)
+
+
+class Choice(Config):
+    """One of the values, which may be tables or lists."""
+
+    type: Literal["choice"] = "choice"
+    values: tuple[Any, ...] = Field(min_length=1)
+
+
+Parameter = Annotated[Uniform | LogUniform | IntRange | Choice, Field(discriminator="type")]
+
+
+class NoScheduler(Config):
+    """Every trial runs to its end."""
+
+    type: Literal["none"] = "none"
+
+
+class AshaScheduler(Config):
+    """Asynchronous successive halving (Li et al., 2018, arXiv 1810.05934).
+
+    At `grace_steps`, and at each `reduction` times as many steps, a trial goes on only if its score
+    is among the best 1 / `reduction` of those that came so far.
+    """
+
+    type: Literal["asha"] = "asha"
+    grace_steps: int = Field(ge=1)
+    reduction: float = Field(default=3, gt=1)
+
+
+class MedianScheduler(Config):
+    """A trial ends once its best score is below the median of the others' mean scores (Golovin et
+    al., 2017)."""
+
+    type: Literal["median"] = "median"
+    grace_steps: int = Field(ge=1)
+    min_trials: int = Field(default=3, ge=1, description="others that must have come as far")
+
+
+class PbtScheduler(Config):
+    """Population based training (Jaderberg et al., 2017, arXiv 1711.09846): the worst trials go on
+    from the weights of the best, with settings near theirs."""
+
+    type: Literal["pbt"] = "pbt"
+    interval_steps: int = Field(ge=1, description="between two comparisons")
+    quantile: float = Field(default=0.25, gt=0, le=0.5, description="share that is replaced")
+
+
+Scheduler = Annotated[
+    NoScheduler | AshaScheduler | MedianScheduler | PbtScheduler, Field(discriminator="type")
+]
+
+
+class Objectives(Config):
+    """What a trial is judged by.
+
+    While it trains: its score, expected T/F minus `clean_ce_weight` times the clean stream's loss,
+    both held out and teacher-forced. Afterwards the trials that nothing beats in both generate:
+    accuracy in mode `exact`, and T/F at the lowest threshold that costs at most
+    `max_accuracy_loss`.
+    """
+
+    clean_ce_weight: float = Field(
+        default=10.0, ge=0, description="T/F that one nat of the clean loss is worth"
+    )
+    task: Task
+    max_new_tokens: int = Field(default=256, ge=1)
+    thresholds: tuple[Threshold, ...] = Field(
+        default=(1.0, 0.5, 0.1), min_length=1, description="of mode verified"
+    )
+    max_accuracy_loss: float = Field(
+        default=0.01, ge=0, le=1, description="that a threshold may cost, as a share"
+    )
+    max_survivors: int = Field(
+        default=8, ge=1, description="trials that generate, best score first"
+    )
+    engine: EngineConfig = EngineConfig()
+
+
+class TuneJob(Config):
+    """Trials of the last stage of `train`; the stages before it run once."""
+
+    kind: Literal["tune"] = "tune"
+    output_dir: str = Field(description="shared by all nodes")
+    train: TrainJob = Field(description="a training job, or the path of one's file")
+    space: dict[str, Parameter] = Field(
+        min_length=1, description="by dotted key of the last stage, such as optimizer.learning_rate"
+    )
+    trials: int = Field(ge=1)
+    max_concurrent: int | None = Field(
+        default=None, ge=1, description="trials at once; never more than the cluster has room for"
+    )
+    searcher: Literal["random", "optuna"] = "random"
+    scheduler: Scheduler = NoScheduler()
+    retries: int = Field(default=2, ge=0, description="of a trial whose process or node died")
+    seed: int = 0
+    objectives: Objectives
+
+    @property
+    def stage_name(self) -> str:
+        """The stage that is tried: the last one."""
+        return list(self.train.stages)[-1]
+
+    @property
+    def stage(self) -> StageConfig:
+        """The section of the stage that is tried."""
+        return self.train.stages[self.stage_name]
+
+    @model_validator(mode="after")
+    def _can_be_compared(self) -> Self:
+        where = f"train.stages.{self.stage_name}"
+        if not isinstance(self.stage.objective, MarsObjective):
+            raise ValueError(f"{where}.objective: a sweep wants mars, the mask schedule's")
+        if self.stage.steps is None:
+            raise ValueError(f"{where}: give steps, not epochs: trials are compared by steps")
+        if self.train.data.eval is None:
+            raise ValueError("train.data.eval is missing: trials are compared on held-out data")
+        for key in self.space:
+            if not key.startswith(TUNABLE):
+                raise ValueError(f"space.{key}: a key must begin with {' or '.join(TUNABLE)}")
+        if isinstance(self.scheduler, PbtScheduler) and self.searcher != "random":
+            raise ValueError("scheduler pbt draws its own settings: use searcher random")
+        self._comparisons_are_evaluated(where)
+        return self
+
+    def _comparisons_are_evaluated(self, where: str) -> None:
+        if isinstance(self.scheduler, NoScheduler):
+            return
+        every, each = self.stage.eval_every_steps, self.train.checkpoint.every_steps
+        if every is None:
+            raise ValueError(f"{where}.eval_every_steps is missing: {self.scheduler.type} needs it")
+        if not isinstance(self.scheduler, PbtScheduler):
+            return
+        if every % each or self.scheduler.interval_steps % every:
+            raise ValueError(
+                "scheduler pbt hands weights over by checkpoints: scheduler.interval_steps "
+                f"{self.scheduler.interval_steps} must be a multiple of {where}.eval_every_steps "
+                f"{every}, and that one of train.checkpoint.every_steps {each}"
+            )
+
+
+def _ordered(parameter: Any) -> Any:
+    if parameter.low >= parameter.high:
+        raise ValueError(f"low {parameter.low} is not below high {parameter.high}")
+    return parameter

@@ -1,0 +1,74 @@
+"""Writing a checkpoint to where services load it from: a directory or an object store."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyarrow.fs import FileSystem, FileType, LocalFileSystem
+
+from mars_ray.errors import ModelError
+from mars_ray.model.card import CARD_FILE, read_card
+from mars_ray.model.object_store import WANTED, shown
+from mars_ray.model.source import Source, local_copy
+
+_CHUNK_BYTES = 16 * 1024 * 1024
+# Object stores have no directories, and would keep an empty object instead.
+_WITHOUT_DIRECTORIES = ("s3", "gcs", "abfs")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    files: int
+    bytes: int
+
+
+def export_model(source: Source, destination: str, cache: str) -> Exported:
+    """Copies the files that loading takes, and `frontier.json` if there is one.
+
+    The card comes last: a service reads it first, so a copy that was cut short is not served.
+    Raises ModelError if the checkpoint is not whole, or the destination is taken or not writable.
+    """
+    directory = local_copy(source, cache)
+    read_card(directory, called=shown(source.name))
+    files = sorted(
+        (path for path in directory.iterdir() if path.is_file() and path.name.endswith(WANTED)),
+        key=lambda path: (path.name == CARD_FILE, path.name),
+    )
+    try:
+        filesystem, root = _opened(destination)
+        for path in files:
+            _copy(path, filesystem, f"{root}/{path.name}")
+    except (OSError, ValueError, NotImplementedError) as error:
+        # Its text may have the URI with all its secrets, and so has the chain of exceptions.
+        said = str(error).replace(destination, shown(destination))
+        raise ModelError(f"cannot write to {shown(destination)}: {said}") from None
+    return Exported(len(files), sum(path.stat().st_size for path in files))
+
+
+def _opened(destination: str) -> tuple[FileSystem, str]:
+    """Where to write, which is empty or not there yet."""
+    if "://" in destination:
+        filesystem, root = FileSystem.from_uri(destination)
+    else:
+        filesystem, root = LocalFileSystem(), str(Path(destination).resolve())
+    root = root.rstrip("/")
+    card = filesystem.get_file_info(f"{root}/{CARD_FILE}")
+    place = filesystem.get_file_info(root)
+    if card.type != FileType.NotFound or place.type == FileType.File:
+        raise ModelError(
+            f"{shown(destination)} is there already: give every version of a model a place of its "
+            "own, because services may be loading from this one"
+        )
+    if filesystem.type_name not in _WITHOUT_DIRECTORIES:
+        filesystem.create_dir(root)
+    return filesystem, root
+
+
+def _copy(path: Path, filesystem: FileSystem, target: str) -> None:
+    with path.open("rb") as ours, filesystem.open_output_stream(target) as theirs:
+        shutil.copyfileobj(ours, theirs, _CHUNK_BYTES)
+    written = filesystem.get_file_info(target).size
+    if written != path.stat().st_size:
+        raise ModelError(f"{path.name} arrived with {written} bytes; export again to another place")

@@ -1,0 +1,92 @@
+"""One answer in the making: from an engine's events to pieces of text."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import replace
+
+from mars_ray.decode.request import FinishReason, Request, TokenEvent, as_one
+from mars_ray.errors import DeadlineError
+from mars_ray.serve.messages import Call, Finish, Piece, TokenText, ToolCall, joined
+from mars_ray.serve.text import Decode, Writer
+from mars_ray.serve.tool_calls import ToolCallReader
+
+TokenTextOf = Callable[[int, float], TokenText]
+
+
+class Transcript:
+    """Add events until a piece has a finish."""
+
+    def __init__(
+        self, call: Call, request: Request, choice: int, decode: Decode, token_text: TokenTextOf
+    ) -> None:
+        self._call = call
+        self._request = request
+        self._choice = choice
+        self._token_text = token_text
+        self._writer = Writer(decode, call.stop)
+        self._reader = ToolCallReader(request.id) if call.tools else None
+        self._tokens = 0
+
+    def add(self, events: Several[TokenEvent]) -> tuple[Piece, TokenEvent]:
+        """What some steps add to the text, and the last of them that counts.
+
+        Raises DeadlineError if the answer's time was over.
+        """
+        # Only at a stop string the text may end between two steps.
+        units = events if self._call.stop else [as_one(events)]
+        event, piece = units[0], self._added(units[0])
+        for later in units[1:]:
+            if piece.finish:
+                break
+            event, piece = later, joined(piece, self._added(later))
+        return piece, event
+
+    def _added(self, event: TokenEvent) -> Piece:
+        # Only the last token can be a stop token; it ends the text and is not part of it.
+        shown = [token for token in event.tokens if token not in self._request.stop_ids]
+        written = self._writer.push(shown)
+        text, stopped = written.text, written.stopped
+        self._tokens += written.tokens if stopped else len(event.tokens)
+        reason: FinishReason | None = "stop" if stopped else None
+        if event.completion is not None and not stopped:
+            rest = self._writer.flush()
+            text += rest.text
+            reason = "stop" if rest.stopped else event.completion.finish_reason
+        calls: tuple[ToolCall, ...] = ()
+        if self._reader:
+            text, calls = self._reader.push(text)
+            text += self._reader.flush() if reason else ""
+        piece = Piece(
+            text,
+            choice=self._choice,
+            forward=event.forward,
+            tokens=written.tokens,
+            logprobs=self._logprobs(event, written.tokens),
+            calls=calls,
+        )
+        return replace(piece, finish=self._finish(reason, event)) if reason else piece
+
+    def _finish(self, reason: FinishReason, event: TokenEvent) -> Finish:
+        if reason == "deadline":
+            limit_s = self._call.timeout_s
+            raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
+        has_called = self._reader is not None and self._reader.count > 0
+        calls = reason == "stop" and has_called and not self._call.is_forced
+        return Finish(
+            "tool_calls" if calls else reason,
+            len(self._request.prompt),
+            self._tokens,
+            event.forward,
+            event.disagreed,
+            event.threshold,
+        )
+
+    def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
+        """Of the first tokens of an event, if the request asked for any."""
+        return tuple(
+            replace(
+                self._token_text(token, entry.logprob),
+                top=tuple(self._token_text(other, logprob) for other, logprob in entry.top),
+            )
+            for token, entry in zip(event.tokens[:count], event.logprobs, strict=False)
+        )

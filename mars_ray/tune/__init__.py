@@ -1,0 +1,1 @@
+"""Sweeps: trials of a training stage on Ray Tune, and what is made of their results."""

@@ -1,0 +1,88 @@
+"""The sweep's own record: one line for all that happens to a trial, in the order it happened.
+
+    {"event": "start",  "trial": id, "time": ..., "values": {...}}
+    {"event": "score",  "trial": id, "time": ..., "step": 60, "score": 3.1, "metrics": {...}}
+    {"event": "error",  "trial": id, "time": ..., "error": "..."}
+    {"event": "end",    "trial": id, "time": ..., "status": "finished" | "stopped" | "failed"}
+
+Times are seconds since 1970. Only the driver writes; what a killed driver did not finish writing is
+cut off.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["running", "finished", "stopped", "failed"]
+LEDGER_FILE = "trials.jsonl"
+
+
+@dataclass(slots=True)
+class TrialRecord:
+    """What is known of a trial."""
+
+    trial: str
+    values: dict[str, Any]  # its settings by key of the space; the latest, under PBT
+    scores: list[tuple[int, float]] = field(default_factory=list)  # (step, score)
+    metrics: dict[str, float] = field(default_factory=dict)  # of its last evaluation
+    status: Status = "running"
+    errors: list[str] = field(default_factory=list)
+    model: str | None = None  # relative to the sweep's directory, once finished
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that it was trained for, as far as evaluations tell."""
+        return self.scores[-1][0] if self.scores else 0
+
+    @property
+    def score(self) -> float:
+        """The last one."""
+        return self.scores[-1][1] if self.scores else float("-inf")
+
+
+class Ledger:
+    """Appends events to a file and holds what they add up to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trials: dict[str, TrialRecord] = {}
+        for event in read_events(path):
+            self._take(event)
+
+    def append(self, event: str, trial: str, **fields: Any) -> None:
+        """Write an event; it is on disk when this returns."""
+        record = {"event": event, "trial": trial, "time": round(time.time(), 1), **fields}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        name = record["trial"]
+        trial = self.trials.setdefault(name, TrialRecord(name, {}))
+        match record["event"]:
+            case "start":
+                trial.values = record["values"]
+                trial.status = "running"
+            case "score":
+                # A trial that resumes from its checkpoint may report a step again.
+                trial.scores = [s for s in trial.scores if s[0] < record["step"]]
+                trial.scores.append((record["step"], record["score"]))
+                trial.metrics = record["metrics"]
+            case "error":
+                trial.errors.append(record["error"])
+            case "end":
+                trial.status = record["status"]
+                trial.model = record.get("model")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a file; a last line that is not whole is cut off."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        path.write_bytes(whole)
+    return [json.loads(line) for line in whole.splitlines()]

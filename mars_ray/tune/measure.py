@@ -1,0 +1,107 @@
+"""Generation by the survivors: the trials that nothing beats by the cheap, teacher-forced measures.
+
+Each survivor is evaluated once, by a task of its own on the cluster; a resumed sweep does not do it
+again.
+"""
+
+from pathlib import Path
+
+import ray
+from rich.console import Console
+
+from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
+from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.tune import Objectives, TuneJob
+from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, read_frontier
+from mars_ray.core.pareto import undominated
+from mars_ray.errors import TrainingError
+from mars_ray.evaluate.run import run_evaluation
+from mars_ray.tune.ledger import Ledger, TrialRecord
+
+# The model that all trials started from, measured beside them.
+START = "start"
+
+
+def survivors(ledger: Ledger, objectives: Objectives) -> list[TrialRecord]:
+    """Finished trials that no other beats in both expected T/F and clean loss, best score first."""
+    finished = [trial for trial in ledger.trials.values() if trial.status == "finished"]
+    front = undominated(finished, _cheap_gains)
+    return sorted(front, key=lambda trial: -trial.score)[: objectives.max_survivors]
+
+
+def measure(
+    job: TuneJob, trials: list[TrialRecord], start_model: Path, console: Console
+) -> dict[str, Frontier]:
+    """The frontier of each trial's model, and of the starting model's mode `exact`, by trial id.
+
+    Raises MarsError.
+    """
+    output_dir = Path(job.output_dir)
+    exact, verified = (ExactMode(),), tuple(_modes(job.objectives))
+    jobs = {START: _job(job, START, start_model, exact)}
+    for trial in trials:
+        assert trial.model is not None
+        jobs[trial.trial] = _job(job, trial.trial, output_dir / trial.model, verified)
+    missing = {name: each for name, each in jobs.items() if not _is_measured(each)}
+    console.print(f"generating with {len(missing)} of {len(jobs)} models")
+    evaluate = ray.remote(num_cpus=1, max_retries=job.retries)(_evaluate)
+    ray.get([evaluate.remote(each) for each in missing.values()])
+    return {name: read_frontier(each.output_dir or "") for name, each in jobs.items()}
+
+
+def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:
+    """The point with most T/F of those that cost at most the stated loss against `exact`."""
+    least = frontier.points[0].accuracy - objectives.max_accuracy_loss
+    # At a hair's breadth below: accuracies are shares of a count.
+    kept = [point for point in frontier.points if point.accuracy >= least - 1e-9]
+    return max(kept, key=lambda point: point.tokens_per_forward)
+
+
+def best(
+    frontiers: dict[str, Frontier], objectives: Objectives, trials: list[TrialRecord]
+) -> TrialRecord:
+    """The fastest trial that is, in `exact`, at most the stated loss below the starting model; if
+    none is, the most accurate. Raises TrainingError if no trial has finished."""
+    if not trials:
+        raise TrainingError("no trial has finished, so none is best; see trials.jsonl")
+    least = frontiers[START].points[0].accuracy - objectives.max_accuracy_loss
+    good = [trial for trial in trials if _accuracy(frontiers[trial.trial]) >= least - 1e-9]
+    if not good:
+        return max(trials, key=lambda trial: _accuracy(frontiers[trial.trial]))
+    speeds = {t.trial: fastest(frontiers[t.trial], objectives).tokens_per_forward for t in good}
+    return max(good, key=lambda trial: speeds[trial.trial])
+
+
+def _accuracy(frontier: Frontier) -> float:
+    return frontier.points[0].accuracy
+
+
+def _cheap_gains(trial: TrialRecord) -> tuple[float, ...]:
+    return trial.metrics["tokens_per_forward"], -trial.metrics["clean_ce"]
+
+
+def _modes(objectives: Objectives) -> list[Mode]:
+    return [VerifiedMode(threshold=threshold) for threshold in objectives.thresholds]
+
+
+def _job(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -> EvaluateJob:
+    return EvaluateJob(
+        checkpoint=str(model),
+        output_dir=str(Path(job.output_dir) / "frontiers" / name),
+        task=job.objectives.task,
+        modes=modes,
+        max_new_tokens=job.objectives.max_new_tokens,
+        engine=job.objectives.engine,
+    )
+
+
+def _is_measured(job: EvaluateJob) -> bool:
+    """An evaluation writes after each mode: fewer points than modes are an interrupted one."""
+    assert job.output_dir is not None
+    wanted = 1 + sum(not isinstance(mode, ExactMode) for mode in job.modes)
+    path = Path(job.output_dir) / FRONTIER_FILE
+    return path.exists() and len(read_frontier(job.output_dir).points) == wanted
+
+
+def _evaluate(job: EvaluateJob) -> None:
+    run_evaluation(job, Console(quiet=True))

@@ -1,0 +1,186 @@
+"""What a sweep found, one row a trial: as JSON, as Parquet and as a table."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from rich.console import Console
+from rich.table import Table
+
+from mars_ray.config.tune import TuneJob
+from mars_ray.core.frontier import Frontier, FrontierPoint
+from mars_ray.provenance import provenance
+from mars_ray.train import checkpoint
+from mars_ray.tune.ledger import Ledger, TrialRecord
+from mars_ray.tune.measure import START, fastest
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A trial. What it did not come to is None: generation is for survivors."""
+
+    trial: str
+    status: str
+    best: bool
+    steps: int
+    score: float | None
+    tokens_per_forward_expected: float | None
+    clean_ce: float | None
+    exact_accuracy: float | None
+    exact_accuracy_low: float | None
+    exact_accuracy_high: float | None
+    threshold: float | None  # of mode verified, the lowest that keeps quality
+    threshold_accuracy: float | None
+    tokens_per_forward: float | None  # at that threshold
+    tokens_per_forward_lossless: float | None
+    attempts_failed: int
+    error: str | None  # of the last failed attempt
+    values: dict[str, Any]
+
+
+def rows_of(
+    job: TuneJob, ledger: Ledger, frontiers: dict[str, Frontier], best: TrialRecord
+) -> list[Row]:
+    """All trials: the best first, then survivors, then by steps and score."""
+    rows = [_row(job, t, frontiers.get(t.trial), t.trial == best.trial) for t in _all(ledger)]
+    return sorted(
+        rows,
+        key=lambda row: (row.best, row.tokens_per_forward or 0, row.steps, row.score or -1e9),
+        reverse=True,
+    )
+
+
+def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) -> dict[str, Any]:
+    """The sweep in a few numbers."""
+    assert job.stage.steps is not None
+    trained = sum(_trained_steps(job, row) for row in rows)
+    counts = {status: sum(row.status == status for row in rows) for status in _STATUSES}
+    return {
+        "trials": len(rows),
+        **counts,
+        "attempts_failed": sum(row.attempts_failed for row in rows),
+        "steps_trained": trained,
+        "steps_if_all_ran_to_the_end": job.trials * job.stage.steps,
+        "steps_saved_factor": round(job.trials * job.stage.steps / max(1, trained), 2),
+        "start_exact_accuracy": frontiers[START].points[0].accuracy,
+        "best": asdict(rows[0]),
+    }
+
+
+def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[str, Any]) -> None:
+    """`results.json` and `results.parquet`; in the latter settings are columns."""
+    table = {"summary": summary, "trials": [asdict(row) for row in rows]}
+    table |= {"job": job.model_dump(mode="json"), "provenance": provenance()}
+    (directory / "results.json").write_text(json.dumps(table, indent=1) + "\n")
+    flat = [_flat(row) for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), directory / "results.parquet")
+
+
+def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
+    """One line a trial; settings by the last part of their keys."""
+    table = Table(title=f"{len(rows)} trials of stage {job.stage_name}")
+    for name in ("trial", "status"):
+        table.add_column(name)
+    for name in ("steps", "expected T/F", "clean", "exact", "T/F (threshold)"):
+        table.add_column(name, justify="right")
+    table.add_column("settings", overflow="fold", ratio=1)
+    for row in rows:
+        table.add_row(*_cells(row), style="bold" if row.best else None)
+    console.print(table)
+    for row in rows:
+        if row.error:
+            console.print(
+                f"{row.trial}: {row.attempts_failed} failed, last: {row.error}", markup=False
+            )
+
+
+_STATUSES = ("finished", "stopped", "failed")
+
+
+def _trained_steps(job: TuneJob, row: Row) -> int:
+    """Up to its last checkpoint: a run goes on while it is decided that it ends."""
+    runs = (Path(job.output_dir) / "trials" / row.trial).glob(f"*/stages/{job.stage_name}")
+    found = [checkpoint.newest(run) for run in runs]
+    return max([row.steps, *(checkpoint.step_of(path) for path in found if path)])
+
+
+def _all(ledger: Ledger) -> list[TrialRecord]:
+    return list(ledger.trials.values())
+
+
+def _row(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, best: bool) -> Row:
+    exact = frontier.points[0] if frontier else None
+    speed = fastest(frontier, job.objectives) if frontier else None
+    return Row(
+        trial=trial.trial,
+        status=trial.status,
+        best=best,
+        steps=trial.steps,
+        score=trial.score if trial.scores else None,
+        tokens_per_forward_expected=trial.metrics.get("tokens_per_forward"),
+        clean_ce=trial.metrics.get("clean_ce"),
+        exact_accuracy=exact.accuracy if exact else None,
+        exact_accuracy_low=exact.accuracy_low if exact else None,
+        exact_accuracy_high=exact.accuracy_high if exact else None,
+        threshold=speed.threshold if speed else None,
+        threshold_accuracy=speed.accuracy if speed else None,
+        tokens_per_forward=speed.tokens_per_forward if speed else None,
+        tokens_per_forward_lossless=_lossless(frontier),
+        attempts_failed=len(trial.errors),
+        error=trial.errors[-1] if trial.errors else None,
+        values=trial.values,
+    )
+
+
+def _lossless(frontier: Frontier | None) -> float | None:
+    points: list[FrontierPoint] = list(frontier.points) if frontier else []
+    speeds = [point.tokens_per_forward for point in points if point.threshold == 1]
+    return speeds[0] if speeds else None
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    table = asdict(row)
+    values = table.pop("values")
+    # Of one type in a column: tables, lists and mixed choices as JSON.
+    return table | {key: _column(value) for key, value in values.items()}
+
+
+def _column(value: Any) -> Any:
+    return float(value) if isinstance(value, float) else json.dumps(value)
+
+
+def _cells(row: Row) -> list[str]:
+    speed = "" if row.tokens_per_forward is None else f"{row.tokens_per_forward:.2f}"
+    if row.threshold is not None:
+        speed += f" ({row.threshold:g})"
+    return [
+        row.trial.rpartition("_")[2],
+        row.status,
+        str(row.steps),
+        _number(row.tokens_per_forward_expected, ".2f"),
+        _number(row.clean_ce, ".4f"),
+        _number(row.exact_accuracy, ".1%"),
+        speed,
+        ", ".join(f"{_name(key)} {_short(value)}" for key, value in row.values.items()),
+    ]
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2].replace("_", " ")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        return " ".join(_short(part) for part in value.values())
+    if isinstance(value, list):
+        return "/".join(_short(part) for part in value)
+    return str(value)

@@ -1,0 +1,84 @@
+"""When a trial ends early: pure functions of the scores seen so far.
+
+Ray Tune forgets what its schedulers have seen when a sweep is restored, and a restored sweep would
+compare trials with fewer others. These rules are fed again from the sweep's own record.
+"""
+
+from statistics import median
+from typing import Protocol
+
+from mars_ray.config.tune import AshaScheduler, MedianScheduler, NoScheduler
+
+
+class Rule(Protocol):
+    """Higher scores are better; a trial's steps rise."""
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        """Take a score in, and say whether the trial ends."""
+        ...
+
+
+class RunToEnd:
+    """Nothing ends early."""
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        return False
+
+
+class Asha:
+    """Asynchronous successive halving: each rung asks for the best 1/reduction of those seen."""
+
+    def __init__(self, config: AshaScheduler, total_steps: int) -> None:
+        self._reduction = config.reduction
+        self._rungs: dict[float, dict[str, float]] = {}
+        milestone = float(config.grace_steps)
+        while milestone < total_steps:
+            self._rungs[milestone] = {}
+            milestone *= config.reduction
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        # A trial that jumps over a rung is judged at the highest it has reached.
+        stop = False
+        for milestone, scores in self._rungs.items():
+            if step >= milestone and trial not in scores:
+                scores[trial] = score
+                better = sum(other > score for other in scores.values())
+                # The best so far always goes on: the first has nothing to be compared with.
+                stop = better >= max(1, int(len(scores) / self._reduction))
+        return stop
+
+
+class MedianRule:
+    """A trial ends when its best score is below the median of the others' means up to its step."""
+
+    def __init__(self, config: MedianScheduler) -> None:
+        self._config = config
+        self._scores: dict[str, list[tuple[int, float]]] = {}
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        mine = self._scores.setdefault(trial, [])
+        mine.append((step, score))
+        others = [
+            scores
+            for name, scores in self._scores.items()
+            if name != trial and scores[-1][0] >= step
+        ]
+        if step < self._config.grace_steps or len(others) < self._config.min_trials:
+            return False
+        means = [_mean([s for at, s in scores if at <= step]) for scores in others]
+        return max(s for _, s in mine) < median(means)
+
+
+def rule_of(scheduler: AshaScheduler | MedianScheduler | NoScheduler, total_steps: int) -> Rule:
+    """The rule that a configuration names, before any score."""
+    match scheduler:
+        case AshaScheduler():
+            return Asha(scheduler, total_steps)
+        case MedianScheduler():
+            return MedianRule(scheduler)
+        case NoScheduler():
+            return RunToEnd()
+
+
+def _mean(scores: list[float]) -> float:
+    return sum(scores) / len(scores) if scores else float("-inf")

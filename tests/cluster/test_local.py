@@ -1,0 +1,46 @@
+"""`mars-ray cluster` apart from its nodes: what it refuses, and what it keeps."""
+
+import json
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from mars_ray.cli import app
+from mars_ray.cluster.local import Plan, down, find, up
+from mars_ray.errors import ClusterError
+
+
+def plan(port: int) -> Plan:
+    return Plan(
+        nodes=1, cpus_per_node=1, object_store_bytes=80_000_000, port=port, dashboard_port=1
+    )
+
+
+def test_a_taken_port_is_named(tmp_path):
+    """Guards a head that starts beside somebody else's and is found by nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"cannot listen on 127.0.0.1:{port}"):
+            up(plan(port), tmp_path)
+    assert find(tmp_path) is None
+
+
+def test_nothing_to_end_is_said(tmp_path):
+    """Guards a `down` in the wrong directory that looks as if it had worked."""
+    with pytest.raises(ClusterError, match="no cluster was started from"):
+        down(tmp_path)
+
+
+def test_a_damaged_state_is_not_guessed_at(tmp_path):
+    """Guards processes that are ended because of what is left of a file."""
+    (tmp_path / "cluster.json").write_text('{"address": "x"}')
+    with pytest.raises(ClusterError, match="is damaged"):
+        find(tmp_path)
+
+
+def test_status_without_a_cluster_fails(tmp_path):
+    """For scripts: the exit code tells."""
+    result = CliRunner().invoke(app, ["cluster", "status", "--directory", str(tmp_path)])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["alive"] == 0

@@ -1,0 +1,121 @@
+"""Kubernetes manifests of the repository, and what they are held to."""
+
+import copy
+import functools
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from kubernetes_validate import validate
+
+from mars_ray.cluster.environment import NODE_ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ("cpu", "gpu")
+# KubeRay's schemas are not ours to ship.
+_SCHEMAS = ROOT.parent / "shared" / "schemas" / "kuberay"
+_KUBERNETES = "1.33"
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """What a YAML file of the repository holds."""
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def rendered(directory: str) -> list[dict[str, Any]]:
+    """What `kubectl apply --kustomize` would send; skips where kubectl is missing."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl to render overlays with")
+    command = ["kubectl", "kustomize", str(ROOT / directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def check(document: dict[str, Any]) -> None:
+    """The document by its kind's schema, unknown keys refused; pods by their own."""
+    if document["apiVersion"] != "ray.io/v1":
+        validate(document, _KUBERNETES, strict=True)
+        return
+    errors = [
+        f"{document['kind']} {'/'.join(map(str, error.path))}: {error.message[:300]}"
+        for error in _validator(document["kind"].lower()).iter_errors(document)
+    ]
+    assert not errors, "\n".join(errors)
+    for template in pod_templates(document):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+        metadata = pod["metadata"] | template.get("metadata", {})
+        validate(pod | template | {"metadata": metadata}, _KUBERNETES, strict=True)
+
+
+def cluster_of(document: dict[str, Any]) -> dict[str, Any]:
+    """The part that describes a Ray cluster, of any of KubeRay's kinds."""
+    part = {"RayCluster": None, "RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
+    name = part[document["kind"]]
+    return document["spec"][name] if name else document["spec"]
+
+
+def groups(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The head and the groups of workers."""
+    cluster = cluster_of(document)
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pods of a cluster."""
+    return [group["template"] for group in groups(document)]
+
+
+def check_groups(head_and_workers: list[dict[str, Any]]) -> None:
+    """What no schema says and KubeRay or Ray would only say at work."""
+    head, *workers = head_and_workers
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    for group in (head, *workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        # The autoscaler's second version replaces pods itself.
+        assert pod.get("restartPolicy", "Never") == "Never"
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["resources"]["limits"] == container["resources"]["requests"]
+            names = {entry["name"]: entry["value"] for entry in container["env"]}
+            assert names == dict(NODE_ENVIRONMENT)
+    for group in workers:
+        assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", group["groupName"])
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+@functools.cache
+def _validator(kind: str) -> Draft202012Validator:
+    path = _SCHEMAS / f"{kind}s.v1.schema.json.gz"
+    if not path.exists():
+        pytest.skip(f"no KubeRay schemas at {_SCHEMAS}")
+    schema = json.loads(gzip.decompress(path.read_bytes()))
+    strict = _strict(schema)
+    # Every object has them, whatever its schema says.
+    strict["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"}}
+    strict["properties"]["metadata"] = {"type": "object"}
+    return Draft202012Validator(strict)
+
+
+def _strict(schema: Any) -> Any:
+    """Kubernetes' dialect as JSON Schema that refuses what the API server would drop."""
+    if isinstance(schema, list):
+        return [_strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict(part) for key, part in copy.copy(schema).items() if key != "format"}
+    if strict.get("x-kubernetes-int-or-string"):
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    keeps_unknown = schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and not keeps_unknown:
+        strict.setdefault("additionalProperties", False)
+    return strict

@@ -1,0 +1,70 @@
+"""deploy/Dockerfile, as far as it can be held to account without building it."""
+
+import fnmatch
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy.manifests import ROOT
+
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+TEXT = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
+
+
+def test_hadolint_has_nothing_to_say():
+    """Guards the usual mistakes: unpinned bases, caches in layers, shells as entry points."""
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run(
+        [hadolint, DOCKERFILE, "--failure-threshold", "info"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def copied() -> list[str]:
+    """Sources of COPY lines that come from the checkout."""
+    lines = re.findall(r"^COPY (?!--from)(.+)$", TEXT, re.MULTILINE)
+    assert lines
+    return [source for line in lines for source in line.split()[:-1]]
+
+
+def test_everything_copied_is_there_and_not_ignored():
+    """Guards a build that fails on a file which was renamed, or which .dockerignore hides."""
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = [line[1:] for line in ignore if line.startswith("!")]
+    assert "*" in ignore
+    for source in copied():
+        assert (ROOT / source).exists(), source
+        assert any(fnmatch.fnmatch(source, pattern) for pattern in kept), source
+
+
+def test_what_the_wheel_is_built_from_is_copied():
+    """Guards an image whose build misses a file that pyproject.toml names."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    for name in ("README.md", "LICENSE"):
+        assert name in settings
+        assert name in copied()
+
+
+def test_bases_are_named_by_digest_and_nobody_is_root():
+    """Guards another base next month, and processes that own the machine if they break out."""
+    stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", TEXT, re.MULTILINE)
+    names = {name for _, name in stages}
+    for source, _ in stages:
+        assert source in names or source == "${BASE_IMAGE}@${BASE_DIGEST}"
+    assert "\nARG BASE_DIGEST\n" in TEXT
+    for target in ("cpu", "cuda"):
+        body = TEXT.split(f" AS {target}\n")[1].split("\nFROM ")[0]
+        assert re.findall(r"^USER (.+)$", body, re.MULTILINE)[-1] == "1000"
+
+
+def test_final_images_have_no_compiler_of_the_build_stage():
+    """Guards images that grow: final stages take one directory of what the others made."""
+    for target in ("cpu", "cuda"):
+        body = TEXT.split(f" AS {target}\n")[1].split("\nFROM ")[0]
+        assert re.findall(r"^COPY (.+)$", body, re.MULTILINE) == [
+            f"--from=packages-{target} /opt/mars-ray /opt/mars-ray"
+        ]

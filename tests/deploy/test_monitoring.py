@@ -1,0 +1,138 @@
+"""Dashboard, alert rules and scrape configuration: valid, up to date, of metrics that exist."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import dashboard
+import pytest
+import yaml
+from deploy.manifests import ROOT, check, documents, rendered
+from job_manifests import prometheus_rule
+
+MONITORING = ROOT / "deploy" / "monitoring"
+ALERTS = [
+    rule for group in documents(MONITORING / "alerts.yml")[0]["groups"] for rule in group["rules"]
+]
+
+
+def promtool(*words: str) -> None:
+    """Of Debian's package prometheus."""
+    if shutil.which("promtool") is None:
+        pytest.skip("no promtool: apt-get install prometheus")
+    done = subprocess.run(
+        ["promtool", *words], capture_output=True, text=True, check=False, cwd=MONITORING
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_is_what_its_script_writes():
+    """Guards a dashboard edited by hand, and metrics that were renamed under it."""
+    written = json.loads((MONITORING / "dashboard.json").read_text())
+    assert written == dashboard.dashboard(), "run python tools/dashboard.py"
+
+
+def test_a_metric_that_nobody_declares_is_refused(monkeypatch):
+    """Guards a panel that stays empty for ever because of a typo."""
+    wrong = dashboard.Panel("x", "short", "x", {"x": "rate(ray_mars_forward_total[5m])"})
+    monkeypatch.setattr(dashboard, "PANELS", (*dashboard.PANELS, wrong))
+    with pytest.raises(ValueError, match="ray_mars_forward_total"):
+        dashboard.dashboard()
+
+
+def test_a_metric_that_no_panel_shows_is_noticed(monkeypatch):
+    """Guards a new metric that the dashboard forgets."""
+    fewer = tuple(panel for panel in dashboard.PANELS if panel.title != "Pre-emptions per second")
+    monkeypatch.setattr(dashboard, "PANELS", fewer)
+    with pytest.raises(ValueError, match="ray_mars_num_preemptions_total"):
+        dashboard.dashboard()
+
+
+def test_alerts_name_metrics_that_exist():
+    """Guards an alert that can never fire."""
+    known = dashboard.exported() | dashboard.RAY_METRICS
+    for rule in ALERTS:
+        unknown = dashboard.metrics_of(rule["expr"]) - known
+        assert not unknown, f"{rule['alert']}: {unknown}"
+
+
+def test_every_alert_says_what_to_do():
+    """Guards a page at night that leads to a heading which is not there."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    headings = {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    for rule in ALERTS:
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert page == "docs/operations.md"
+        assert anchor in headings, rule["alert"]
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_rules_and_scrape_configuration_pass_promtool():
+    """Guards a rule that Prometheus does not load, with all the others of its file."""
+    promtool("check", "rules", "alerts.yml")
+    promtool("check", "config", "prometheus.yml")
+
+
+def test_each_alert_fires_on_its_condition_and_is_quiet_otherwise():
+    """A made-up history that fails in every way, one that is well, and one that ends."""
+    promtool("test", "rules", "alerts_test.yml")
+    (cases,) = documents(MONITORING / "alerts_test.yml")
+    fired = {
+        case["alertname"]
+        for test in cases["tests"]
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    assert fired == {rule["alert"] for rule in ALERTS}
+
+
+def test_the_operators_rule_is_the_same():
+    """Guards alerts that differ between a machine and Kubernetes."""
+    (kept,) = documents(MONITORING / "prometheusrule.yaml")
+    assert kept == prometheus_rule()
+
+
+def test_the_monitoring_overlay_renders():
+    """Guards a dashboard that Grafana's sidecar does not find."""
+    by_kind = {document["kind"]: document for document in rendered("deploy/monitoring")}
+    assert set(by_kind) == {"ConfigMap", "PodMonitor", "PrometheusRule"}
+    check(by_kind["ConfigMap"])
+    assert by_kind["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(by_kind["ConfigMap"]["data"]["dashboard.json"])["uid"] == "mars-ray"
+
+
+def test_compose_mounts_files_that_are_there():
+    """Guards a directory that Docker makes where a file was meant."""
+    compose = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
+    mounted = 0
+    for service in compose["services"].values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (ROOT / "deploy" / source).is_file(), source
+                mounted += 1
+    assert mounted == 5
+
+
+def test_compose_understands_its_file():
+    """Guards keys that Docker refuses."""
+    check = [Path(sys.executable).parent / "check-jsonschema"]
+    schema = ["--builtin-schema", "vendor.compose-spec"]
+    path = ROOT / "deploy" / "docker-compose.yaml"
+    done = subprocess.run([*check, *schema, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_scraping_reads_what_ray_writes_down():
+    """Guards a path of Ray's that changed; tests/serve/test_prometheus.py has the real thing."""
+    (config,) = documents(MONITORING / "prometheus.yml")
+    (scrape,) = config["scrape_configs"]
+    (path,) = scrape["file_sd_configs"][0]["files"]
+    assert Path(path).name == "prom_metrics_service_discovery.json"
+    assert scrape["job_name"] == "ray"

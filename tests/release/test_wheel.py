@@ -1,0 +1,93 @@
+"""The wheel, in an environment of its own, far from the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from mars_ray import __version__
+
+ROOT = Path(__file__).parents[2]
+# All in one interpreter: starting it forty times would take a minute.
+SMOKE = """
+import sys
+from pathlib import Path
+import mars_ray
+from mars_ray.cli import app
+from mars_ray.config.load import load_job
+from mars_ray.scaling.service_model import load_service_model
+from typer.main import get_command
+from typer.testing import CliRunner
+
+def commands(command, words=()):
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+everything = list(commands(get_command(app)))
+for words in everything:
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0, (words, result.output)
+shipped = Path(mars_ray.__file__).parent / "jobs"
+for path in sorted(shipped.glob("*.toml")):
+    load_job(f"jobs/{path.name}")
+load_service_model("jobs/models/7b-paper.json")
+print(mars_ray.__file__, len(everything), len(list(shipped.glob("*.toml"))))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin of a new environment with the wheel; dependencies are those of this environment."""
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("mars_ray", "jobs"):
+        ignored = shutil.ignore_patterns("__pycache__", "kuberay")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory, source]
+    run([*pip, *build], directory)
+    (wheel,) = directory.glob("*.whl")
+    assert wheel.name.startswith(f"mars_ray-{__version__}-")
+    environment = directory / "environment"
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], directory)
+    python = environment / "bin" / "python"
+    run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], directory)
+    packages = next((environment / "lib").glob("python*")) / "site-packages"
+    # A path file of a path file is not read, so an editable installation there stays unseen.
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    return environment / "bin"
+
+
+def run(command: list, directory: Path) -> str:
+    """In another directory than the checkout, and without a way back to it."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=directory, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_command_and_job_file_is_there(installed, tmp_path):
+    """Guards files that only a checkout has."""
+    place, commands, jobs = run([installed / "python", "-c", SMOKE], tmp_path).split()
+    assert Path(place).is_relative_to(installed.parent)
+    assert int(commands) >= 15
+    assert int(jobs) == len(list((ROOT / "jobs").glob("*.toml")))
+
+
+@pytest.mark.slow
+def test_the_demo_needs_no_argument(installed, tmp_path):
+    """Guards the first thing that a new user tries."""
+    job = json.loads(run([installed / "mars-ray", "demo", "--dry-run"], tmp_path))
+    assert job["kind"] == "demo"

@@ -1,0 +1,62 @@
+"""What the metrics are told of single answers."""
+
+import asyncio
+
+import pytest
+
+from mars_ray.config.decode import Sampling, VerifiedMode
+from mars_ray.decode.engine import load_engine
+from mars_ray.decode.quality import Budget, Elastic
+from mars_ray.serve.messages import Call
+from mars_ray.serve.observe import AnswerSeen
+from mars_ray.serve.text_engine import TextEngine
+
+
+class Kept:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.answers: list[AnswerSeen] = []
+
+    def answer(self, seen: AnswerSeen) -> None:
+        self.answers.append(seen)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return Kept()
+
+
+@pytest.fixture(scope="module")
+def engine(job, kept):
+    engine = TextEngine(*load_engine(job.checkpoint, job.engine), job, kept)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("quality", "point", "degraded"),
+    [
+        (Elastic(0.1), 1.0, False),
+        (Elastic(0.1), 0.3, True),
+        (Elastic(1.0), 0.3, False),  # has pinned the best
+        (Budget(0.1), 0.3, False),  # gets what it asked for, whatever the set-point
+        (None, 0.3, False),
+    ],
+)
+def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
+    engine, kept, quality, point, degraded
+):
+    """Operators are alerted by it, so neither pinned requests nor quiet times may count."""
+
+    async def ask() -> None:
+        await engine.set_point(point, 0.0)
+        prompt = ("one two three",)
+        call = Call("a", prompt, VerifiedMode(), Sampling(), 12, 100, quality=quality)
+        async for _ in engine.answer(call):
+            pass
+
+    asyncio.run(ask())
+    assert kept.answers[-1].degraded is degraded
+    assert kept.answers[-1].completion_tokens == 12

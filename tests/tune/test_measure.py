@@ -1,0 +1,95 @@
+"""Who generates, and who is best."""
+
+from pathlib import Path
+
+import pytest
+from tune.sweeps import make_sweep
+
+from mars_ray.config.tune import Objectives
+from mars_ray.core.frontier import Frontier, FrontierPoint
+from mars_ray.errors import TrainingError
+from mars_ray.tune.ledger import Ledger
+from mars_ray.tune.measure import START, best, fastest, survivors
+from mars_ray.tune.results import rows_of, summary_of
+
+OBJECTIVES = Objectives.model_validate({"task": {"type": "corpus"}, "max_accuracy_loss": 0.02})
+
+
+def frontier(*points: tuple[float | None, float, float]) -> Frontier:
+    """From (threshold, accuracy, T/F); threshold None is `exact`."""
+    return Frontier("model", {}, tuple(_point(*point) for point in points), {})
+
+
+def _point(threshold: float | None, accuracy: float, speed: float) -> FrontierPoint:
+    mode = {"type": "exact"} if threshold is None else {"type": "verified", "threshold": threshold}
+    forwards, interval = 1000, (accuracy - 0.05, accuracy + 0.05)
+    tokens = round(speed * forwards)
+    return FrontierPoint(mode, 100, accuracy, *interval, tokens, forwards, 1.0, 1.0, 0, 0, 0, 1.0)
+
+
+def ledger_of(tmp_path: Path, **trials: tuple[str, float, float]) -> Ledger:
+    """From (status, expected T/F, clean loss) by trial."""
+    ledger = Ledger(tmp_path / "trials.jsonl")
+    for trial, (status, speed, loss) in trials.items():
+        metrics = {"tokens_per_forward": speed, "clean_ce": loss}
+        ledger.append("start", trial, values={})
+        ledger.append("score", trial, step=12, score=speed - 10 * loss, metrics=metrics)
+        ledger.append("end", trial, status=status, model="nowhere")
+    return ledger
+
+
+def test_only_finished_trials_that_nothing_beats_generate(tmp_path: Path):
+    """Generation is what costs: `b` is slower and worse than `a`, `d` did not finish."""
+    ledger = ledger_of(
+        tmp_path,
+        a=("finished", 3.0, 0.03),
+        b=("finished", 2.9, 0.04),
+        c=("finished", 2.0, 0.01),
+        d=("stopped", 4.0, 0.01),
+    )
+    assert [trial.trial for trial in survivors(ledger, OBJECTIVES)] == ["a", "c"]
+    one = OBJECTIVES.model_copy(update={"max_survivors": 1})
+    assert [trial.trial for trial in survivors(ledger, one)] == ["a"]
+
+
+def test_the_fastest_point_keeps_quality():
+    """A threshold that costs three points is no gain, one that costs two is allowed."""
+    points = (None, 0.9, 1.0), (1.0, 0.9, 3.0), (0.5, 0.88, 3.2), (0.1, 0.87, 3.5)
+    assert fastest(frontier(*points), OBJECTIVES).threshold == 0.5
+
+
+def test_the_best_trial_is_fast_without_being_worse(tmp_path: Path):
+    """`a` is the fastest but lost three points of the starting model's accuracy."""
+    ledger = ledger_of(tmp_path, a=("finished", 3.0, 0.03), b=("finished", 2.0, 0.01))
+    trials = survivors(ledger, OBJECTIVES)
+    frontiers = {
+        START: frontier((None, 0.9, 1.0)),
+        "a": frontier((None, 0.87, 1.0), (1.0, 0.87, 3.5)),
+        "b": frontier((None, 0.89, 1.0), (1.0, 0.89, 3.0)),
+    }
+    assert best(frontiers, OBJECTIVES, trials).trial == "b"
+    frontiers["b"] = frontier((None, 0.8, 1.0), (1.0, 0.8, 3.0))
+    assert best(frontiers, OBJECTIVES, trials).trial == "a", "the most accurate if none is good"
+    with pytest.raises(TrainingError, match="no trial has finished"):
+        best(frontiers, OBJECTIVES, [])
+
+
+def test_failed_trials_stand_in_the_results(tmp_path: Path):
+    """With their errors: dropped ones would make a space look better than it is."""
+    ledger = ledger_of(tmp_path, a=("finished", 3.0, 0.03))
+    ledger.append("start", "b", values={"optimizer.learning_rate": 1.0})
+    ledger.append("error", "b", error="the loss is not finite")
+    ledger.append("end", "b", status="failed")
+    job = make_sweep(tmp_path / "model", tmp_path)
+    frontiers = {
+        START: frontier((None, 0.9, 1.0)),
+        "a": frontier((None, 0.9, 1.0), (1.0, 0.9, 3.0)),
+    }
+    rows = rows_of(job, ledger, frontiers, ledger.trials["a"])
+    assert [(row.trial, row.status, row.error) for row in rows] == [
+        ("a", "finished", None),
+        ("b", "failed", "the loss is not finite"),
+    ]
+    summary = summary_of(job, rows, frontiers)
+    assert (summary["failed"], summary["attempts_failed"], summary["steps_trained"]) == (1, 1, 12)
+    assert summary["steps_saved_factor"] == 4.0

@@ -1,0 +1,114 @@
+"""The search space against the real configuration."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tune.sweeps import make_sweep, make_table
+
+from mars_ray.config.load import parse_job, read_toml
+from mars_ray.config.schedule import MixedBlockSize
+from mars_ray.config.train import MarsObjective
+from mars_ray.config.tune import TuneJob
+from mars_ray.errors import ConfigError
+from mars_ray.tune.space import check_space, draw, trial_job, values_at
+
+NOWHERE = Path("nowhere")
+
+
+def with_space(**space: Any) -> TuneJob:
+    keys = {key.replace("__", "."): value for key, value in space.items()}
+    return make_sweep(NOWHERE, NOWHERE, space=keys)
+
+
+def test_a_point_becomes_the_job_with_its_settings():
+    """Guards a choice of tables: what searchers draw is an index."""
+    job = make_sweep(NOWHERE, NOWHERE)
+    values = values_at(job, {"optimizer.learning_rate": 2e-3, "objective.block_size": 1})
+    stage = trial_job(job, values).stages["mars"]
+    assert stage.optimizer.learning_rate == 2e-3
+    assert isinstance(stage.objective, MarsObjective)
+    assert stage.objective.block_size == MixedBlockSize(sizes=(2, 4), weights=(1.0, 1.0))
+
+
+def test_drawn_points_lie_in_the_space():
+    """Guards off-by-one ends of integer ranges, by 300 draws of three values each."""
+    low_high = {"low": 2, "high": 4}
+    job = with_space(
+        objective__block_size__size={"type": "int_range", **low_high},
+        objective__ar_weight={"type": "uniform", **low_high},
+    )
+    generator = random.Random(0)
+    points = [values_at(job, draw(job, generator)) for _ in range(300)]
+    assert {point["objective.block_size.size"] for point in points} == {2, 3, 4}
+    assert all(2 <= point["objective.ar_weight"] <= 4 for point in points)
+
+
+def test_values_beyond_the_ends_are_brought_back():
+    """Population based training multiplies by 1.2: a share above 1 would end the trial."""
+    job = with_space(objective__noisy_share={"type": "uniform", "low": 0.5, "high": 1.0})
+    assert values_at(job, {"objective.noisy_share": 1.2}) == {"objective.noisy_share": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("space", "names"),
+    [
+        ({"objective__noisy_sahre": {"type": "uniform", "low": 0, "high": 1}}, "noisy_share"),
+        ({"objective__noisy_share": {"type": "uniform", "low": 0.5, "high": 1.5}}, "noisy_share"),
+        ({"objective__grid": {"type": "choice", "values": ["zero", "somewhere"]}}, "grid"),
+        ({"objective__grid__size": {"type": "int_range", "low": 1, "high": 4}}, "grid"),
+    ],
+)
+def test_a_space_beyond_the_configuration_is_refused_before_anything_starts(
+    space: dict[str, Any], names: str
+):
+    """Guards a sweep whose trials fail one by one after an hour."""
+    with pytest.raises(ConfigError, match=names):
+        check_space(with_space(**space))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"space": {"steps": {"type": "int_range", "low": 1, "high": 4}}}, "begin with"),
+        ({"scheduler": {"type": "pbt", "interval_steps": 4}}, "multiple"),
+        (
+            {"scheduler": {"type": "pbt", "interval_steps": 3}, "searcher": "optuna"},
+            "searcher random",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_sweep(NOWHERE, NOWHERE, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": None, "epochs": 1}, "steps"),
+        ({"objective": {"type": "ar"}}, "mars"),
+        ({"eval_every_steps": None}, "eval_every_steps"),
+    ],
+)
+def test_a_stage_that_cannot_be_compared_is_refused(change: dict[str, Any], message: str):
+    """Guards early stopping of trials that never report."""
+    table = copy.deepcopy(make_table(NOWHERE, NOWHERE))
+    stage = table["train"]["stages"]["mars"] | change
+    table["train"]["stages"]["mars"] = {k: v for k, v in stage.items() if v is not None}
+    with pytest.raises(ConfigError, match=message):
+        parse_job(table, source="test")
+
+
+def test_the_training_job_may_be_a_file(tmp_path: Path):
+    """And overrides reach into it."""
+    table = make_table(NOWHERE, NOWHERE)
+    path = Path(__file__).parents[2] / "jobs" / "train-gsm8k.toml"
+    table["train"] = str(path)
+    overrides = ["train.stages.mars.eval_every_steps=50"]
+    job = parse_job(table, source="test", overrides=overrides)
+    assert isinstance(job, TuneJob)
+    assert job.stage.eval_every_steps == 50
+    assert job.train.name == read_toml(path)["name"]

@@ -1,0 +1,121 @@
+"""A small sweep that loses a trial's process and its driver, and one that hands weights over."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet
+import pytest
+import tomli_w
+from rich.console import Console
+from train.small_jobs import make_model
+from tune.sweeps import make_sweep, make_table
+
+from mars_ray.config.load import load_job
+from mars_ray.config.train import TrainJob
+from mars_ray.config.tune import TuneJob
+from mars_ray.core.frontier import read_frontier
+from mars_ray.train import checkpoint
+from mars_ray.tune.ledger import LEDGER_FILE, Ledger, read_events
+from mars_ray.tune.sweep import run_sweep
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tune") / "model")
+
+
+def wait_for(condition: Callable[[], bool], driver: subprocess.Popen, timeout_s: float = 150):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert driver.poll() is None, "the driver ended by itself"
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.1)
+
+
+def events(output_dir: Path, kind: str) -> list[str]:
+    """The trials to which this has happened."""
+    path = output_dir / LEDGER_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    # The last line may be half written.
+    return [r["trial"] for r in map(json.loads, lines[:-1]) if r["event"] == kind]
+
+
+def trial_processes(driver: subprocess.Popen) -> list[psutil.Process]:
+    family = psutil.Process(driver.pid).children(recursive=True)
+    return [p for p in family if p.name().startswith("ray::Resource")]
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_trial_is_tried_again_and_a_killed_sweep_goes_on(
+    model: Path, tmp_path: Path, ray_cluster
+):
+    """kill -9 of a trial's process, then of the driver; then the same job to its end. Guards trials
+    that are lost, begin again, or are dropped without a word."""
+    output_dir = tmp_path / "sweep"
+    job_file = tmp_path / "job.toml"
+    job_file.write_text(tomli_w.dumps(make_table(model, output_dir)))
+    command = [sys.executable, "-m", "mars_ray", "tune", str(job_file)]
+    with (tmp_path / "driver.log").open("w") as log:
+        driver = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_for(lambda: bool(events(output_dir, "score")), driver)
+        trial_processes(driver)[0].kill()
+        wait_for(lambda: bool(events(output_dir, "error")), driver)
+        driver.kill()
+        driver.wait()
+    begun = dict.fromkeys(events(output_dir, "start"))
+    job = load_job(job_file)
+    assert isinstance(job, TuneJob)
+    sweep = run_sweep(job, QUIET)
+    assert {row.status for row in sweep.rows} <= {"finished", "stopped"}
+    assert len(sweep.rows) == 4
+    assert set(begun) <= {row.trial for row in sweep.rows}
+    assert sweep.summary["attempts_failed"] >= 1
+    assert any(row.error for row in sweep.rows)
+    check_files(output_dir, sweep.rows[0].trial)
+
+
+def check_files(output_dir: Path, best: str) -> None:
+    """What a sweep leaves: tables, a picture, the survivors' frontiers and a job for the best."""
+    results = json.loads((output_dir / "results.json").read_text())
+    table = pyarrow.parquet.read_table(output_dir / "results.parquet")
+    assert table.num_rows == len(results["trials"]) == 4
+    assert "optimizer.learning_rate" in table.column_names
+    assert (output_dir / "pareto.png").stat().st_size > 10_000
+    assert len(read_frontier(output_dir / "frontiers" / best).points) == 3
+    job = load_job(output_dir / "best.toml")
+    assert isinstance(job, TrainJob)
+    values = results["summary"]["best"]["values"]
+    assert job.stages["mars"].optimizer.learning_rate == values["optimizer.learning_rate"]
+
+
+@pytest.mark.timeout(300)
+def test_population_based_training_hands_weights_over(model: Path, tmp_path: Path, ray_cluster):
+    """Two trials, one with a learning rate of next to nothing: it must go on from the other's
+    checkpoint, which is the only way for its run to begin at a step above 0."""
+    output_dir = tmp_path / "pbt"
+    space = {"optimizer.learning_rate": {"type": "choice", "values": [1e-7, 1e-2]}}
+    job = make_sweep(
+        model,
+        output_dir,
+        trials=2,
+        space=space,
+        scheduler={"type": "pbt", "interval_steps": 3, "quantile": 0.5},
+        seed=1,
+    )
+    run_sweep(job, QUIET)
+    ledger = Ledger(output_dir / LEDGER_FILE)
+    assert {trial.status for trial in ledger.trials.values()} == {"finished"}
+    starts = [e for e in read_events(ledger.path) if e["event"] == "start"]
+    assert len({json.dumps(e["values"]) for e in starts}) == 2, "the seed must draw both rates"
+    runs = list(output_dir.glob("trials/*/*/stages/mars"))
+    first_steps = [json.loads((r / "metrics.jsonl").read_text().splitlines()[0]) for r in runs]
+    assert any(line["step"] > 0 for line in first_steps)
+    assert all(checkpoint.newest(run) is not None for run in runs)

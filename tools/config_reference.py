@@ -1,0 +1,109 @@
+"""The configuration reference, from the models that job files are checked by.
+
+python tools/config_reference.py      # prints it, as Markdown
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from mars_ray.config.base import Config
+from mars_ray.config.load import JOB_KINDS
+
+_HEAD = """# Configuration
+
+Every field of every job file, written from the code. A job names its `kind`; a key that is not here
+is refused. Overrides on the command line use the same names, with dots: `stages.mars.steps=100`.
+"""
+
+
+def reference() -> str:
+    """The page."""
+    described: list[type[Config]] = []
+    for job in JOB_KINDS.values():
+        described.extend(model for model in _within(job) if model not in described)
+    jobs = list(JOB_KINDS.values())
+    others = sorted(
+        (model for model in described if model not in jobs), key=lambda model: model.__name__
+    )
+    sections = [_section(model, f"kind = {kind!r}") for kind, model in JOB_KINDS.items()]
+    sections += [_section(model) for model in others]
+    return "\n".join([_HEAD, *sections])
+
+
+def _section(model: type[Config], kind: str | None = None) -> str:
+    about = inspect.cleandoc(model.__doc__ or "")
+    fields = [(name, field) for name, field in model.model_fields.items() if name != "kind"]
+    rows = "".join(
+        f"| `{name}` | {_cell(_shown(field))} | {_default(field)} "
+        f"| {_cell(field.description or '')} |\n"
+        for name, field in fields
+    )
+    title = f"## {model.__name__}\n\n" + (f"`{kind}`\n\n" if kind else "")
+    return f"{title}{about}\n\n| field | type | default | |\n|---|---|---|---|\n{rows}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, Config):
+        return f"see [{type(value).__name__}](#{type(value).__name__.lower()})"
+    return f"`{_cell(repr(value))}`" if len(repr(value)) < 60 else "see the code"
+
+
+def _within(kind: Any) -> Iterator[type[Config]]:
+    """The models that an annotation names, and theirs."""
+    if isinstance(kind, type) and issubclass(kind, Config):
+        yield kind
+        for field in kind.model_fields.values():
+            yield from _within(field.annotation)
+    else:
+        for part in get_args(kind):
+            yield from _within(part)
+
+
+def _shown(field: FieldInfo) -> str:
+    limits = [
+        f"{sign} {value}"
+        for entry in field.metadata
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if (value := _attributes(entry).get(name)) is not None
+    ]
+    return ", ".join([_type(field.annotation), *limits])
+
+
+def _attributes(entry: Any) -> dict[str, Any]:
+    """The attributes of a constraint, which may keep them in slots."""
+    names = getattr(type(entry), "__slots__", None) or getattr(entry, "__dict__", {})
+    return {name: getattr(entry, name) for name in names if hasattr(entry, name)}
+
+
+def _type(kind: Any) -> str:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type(parts[0])
+    if origin in (Union, UnionType):
+        return " or ".join("nothing" if part is NoneType else _type(part) for part in parts)
+    if origin is Literal:
+        return " or ".join(f"`{part!r}`" for part in parts)
+    if origin is tuple:
+        return f"list of {_type(parts[0])}"
+    if origin is dict:
+        return f"table of {_type(parts[1])}"
+    if isinstance(kind, type) and issubclass(kind, Config):
+        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    return names.get(kind, str(kind))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

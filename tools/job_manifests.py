@@ -1,0 +1,293 @@
+"""Writes what follows from one table of submissions: the lines of jobs/README.md, the RayJobs of
+jobs/kuberay/, and the PrometheusRule of the alerts.
+
+    python tools/job_manifests.py            # writes them
+    python tools/job_manifests.py --check    # exit code 1 if they are not what would be written
+
+A RayJob's cluster is that of clusters/kuberay/.
+"""
+
+import argparse
+import copy
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+_README = ROOT / "jobs" / "README.md"
+_BEGIN, _END = "<!-- submissions -->\n", "<!-- /submissions -->"
+_GENERATED = "# Written by tools/job_manifests.py.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job file as it is submitted.
+
+    Training asks the cluster for its workers itself; what computes in the driver (`cpus`, `gpus`)
+    has to ask for the driver's place.
+    """
+
+    job: str
+    command: str
+    about: str
+    pool: Literal["cpu", "gpu"] = "cpu"
+    options: str = ""  # after the job file; /shared is storage that all nodes see
+    cpus: int = 0
+    gpus: int = 0
+    hours: int = 4
+
+    @property
+    def name(self) -> str:
+        """As Kubernetes takes it."""
+        return self.job.replace(".", "-").replace("_", "-")
+
+    @property
+    def line(self) -> str:
+        """For `ray job submit`, from a checkout."""
+        place = "".join(
+            f" --entrypoint-num-{kind} {count}"
+            for kind, count in (("cpus", self.cpus), ("gpus", self.gpus))
+            if count
+        )
+        return f"ray job submit --working-dir .{place} -- {self.entrypoint}"
+
+    @property
+    def entrypoint(self) -> str:
+        """The command that runs on the cluster."""
+        return f"python -m mars_ray {self.command} jobs/{self.job}.toml {self.options}"
+
+
+def _runs(name: str) -> str:
+    return f"output_dir=/shared/runs/{name}"
+
+
+SUBMISSIONS = (
+    Submission(
+        "train-gsm8k",
+        "train",
+        "both stages from scratch on GSM8K, two workers without GPUs",
+        options=f"{_runs('gsm8k')} "
+        "data.train.paths='[\"/shared/data/gsm8k/train.jsonl.gz\"]' "
+        "data.eval.paths='[\"/shared/data/gsm8k/test.jsonl\"]'",
+    ),
+    Submission(
+        "train-qwen2.5-0.5b",
+        "train",
+        "Qwen2.5-0.5B, both stages, eight GPUs",
+        "gpu",
+        options=_runs("qwen2.5-0.5b"),
+        hours=96,
+    ),
+    Submission(
+        "train-qwen2.5-7b",
+        "train",
+        "Qwen2.5-7B, both stages, eight GPUs",
+        "gpu",
+        options=_runs("qwen2.5-7b"),
+        hours=240,
+    ),
+    Submission(
+        "train-qwen2.5-32b",
+        "train",
+        "Qwen2.5-32B, both stages, sixteen GPUs on two machines",
+        "gpu",
+        options=_runs("qwen2.5-32b"),
+        hours=480,
+    ),
+    Submission(
+        "tune-demo",
+        "tune",
+        "a sweep over mask schedules, from the demo's first stage",
+        options=f"{_runs('tune-demo')} train.output_dir=/shared/runs/tune-demo/best "
+        "train.model.path=/shared/runs/demo/models/ar",
+    ),
+    Submission(
+        "generate-demo",
+        "generate",
+        "a model's own answers, as text for its second stage",
+        options="checkpoint=/shared/runs/demo/models/ar output=/shared/runs/own-answers/demo.jsonl",
+        cpus=2,
+    ),
+    Submission(
+        "evaluate-gsm8k",
+        "evaluate",
+        "the frontier of the model that `train-gsm8k` made",
+        options="checkpoint=/shared/runs/gsm8k/models/mars task.path=/shared/data/gsm8k/test.jsonl",
+        cpus=2,
+    ),
+    Submission(
+        "bench-decode-demo",
+        "bench decode",
+        "our modes beside other decoders, on the demo's model",
+        options="--output /shared/runs/bench-decode-demo.json "
+        "checkpoint=/shared/runs/demo/models/mars",
+        cpus=2,
+    ),
+    Submission(
+        "bench-decode-0.5b",
+        "bench decode",
+        "the cost of a step at the shape of Qwen2.5-0.5B",
+        options="--output /shared/runs/bench-decode-0.5b.json",
+        cpus=2,
+    ),
+    Submission(
+        "bench-decode-gpu",
+        "bench decode",
+        "the cost of a step, and other decoders, on a GPU",
+        "gpu",
+        options="--output /shared/runs/bench-decode-gpu.json",
+        cpus=8,
+        gpus=1,
+    ),
+    Submission(
+        "simulate-usual",
+        "simulate",
+        "scaling policies on published traces",
+        options="--output /shared/runs/simulate-usual "
+        "traces.azure-code.path=/shared/data/AzureLLMInferenceTrace_code.csv "
+        "traces.mooncake.path=/shared/data/conversation_trace.jsonl.gz "
+        "traces.servegen.rates_path=/shared/data/deepseek-r1_clients_trace.csv.gz "
+        "traces.servegen.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
+        cpus=2,
+    ),
+    Submission(
+        "simulate-fast",
+        "simulate",
+        "the same, where answers have to be fast",
+        options="--output /shared/runs/simulate-fast "
+        "traces.servegen.rates_path=/shared/data/deepseek-r1_clients_trace.csv.gz "
+        "traces.servegen.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
+        cpus=2,
+    ),
+    Submission(
+        "simulate-cold-starts",
+        "simulate",
+        "what the time that a replica takes to start is worth",
+        options="--output /shared/runs/simulate-cold-starts",
+        cpus=2,
+    ),
+    Submission(
+        "simulate-kills",
+        "simulate",
+        "replicas that die in a burst",
+        options="--output /shared/runs/simulate-kills",
+        cpus=2,
+    ),
+    Submission(
+        "export-demo",
+        "export",
+        "a model to where services load it from",
+        options="checkpoint=/shared/runs/demo/models/mars destination=/shared/models/mars-demo-1",
+        cpus=1,
+    ),
+)
+# Those that are no jobs of a cluster, and why.
+OTHERS = {
+    "demo": "everything on one machine: `make demo`",
+    "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
+    "serve-models": "a service: `mars-ray serve`, or deploy/kustomize",
+}
+
+
+def ray_job(submission: Submission) -> dict[str, Any]:
+    """The manifest; the image has the job files, so nothing is uploaded."""
+    cluster = yaml.safe_load((ROOT / f"clusters/kuberay/{submission.pool}.yaml").read_text())
+    labels = {"app.kubernetes.io/name": "mars-ray", "app.kubernetes.io/component": "job"}
+    place = {
+        key: value
+        for key, value in (
+            ("entrypointNumCpus", submission.cpus),
+            ("entrypointNumGpus", submission.gpus),
+        )
+        if value
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": submission.name, "labels": labels},
+        "spec": {
+            "entrypoint": submission.entrypoint,
+            **place,
+            # Sent to a cluster of its own, which goes with it; training resumes where it was.
+            "submissionMode": "K8sJobMode",
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 600,
+            "backoffLimit": 2,
+            "activeDeadlineSeconds": submission.hours * 3600,
+            "rayClusterSpec": cluster["spec"],
+        },
+    }
+
+
+def prometheus_rule() -> dict[str, Any]:
+    """The alerts as the Prometheus operator takes them."""
+    alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "mars-ray", "labels": {"app.kubernetes.io/name": "mars-ray"}},
+        "spec": alerts,
+    }
+
+
+def files() -> dict[Path, str]:
+    """All that is written, by where."""
+    written = {
+        ROOT / "jobs" / "kuberay" / f"{submission.name}.yaml": _yaml(ray_job(submission))
+        for submission in SUBMISSIONS
+    }
+    written[ROOT / "deploy/monitoring/prometheusrule.yaml"] = _yaml(prometheus_rule())
+    before, _, rest = _README.read_text().partition(_BEGIN)
+    written[_README] = before + _BEGIN + _lines() + _END + rest.partition(_END)[2]
+    return written
+
+
+def _lines() -> str:
+    shown = "\n".join(f"    # {entry.about}\n{_broken(entry.line)}" for entry in SUBMISSIONS)
+    others = "".join(f"- `{name}.toml` is {why}\n" for name, why in OTHERS.items())
+    return f"\n{shown}\n{others}\n"
+
+
+def _broken(line: str) -> str:
+    """A long line over several, as a shell takes it."""
+    words = textwrap.wrap(line, 90, break_long_words=False, break_on_hyphens=False)
+    return (
+        " \\\n".join(
+            "    " + ("    " if number else "") + part for number, part in enumerate(words)
+        )
+        + "\n"
+    )
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    # Without anchors: each place can be edited by itself.
+    whole = copy.deepcopy(document)
+    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
+    return _GENERATED + yaml.dump(whole, Dumper=dumper, sort_keys=False, width=100)
+
+
+def main() -> int:
+    """Writes the files, or says which are not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check_only = parser.parse_args().check
+    stale = [path for path, text in files().items() if _current(path) != text]
+    for path in stale:
+        if check_only:
+            print(f"{path.relative_to(ROOT)} is not up to date", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files()[path])
+    return int(check_only and bool(stale))
+
+
+def _current(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
