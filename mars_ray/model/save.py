@@ -58,8 +58,13 @@ def _save_weights(
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
     tied = {_HEAD} if config.tie_word_embeddings else set()
-    own = {name: value for name, value in weights.items() if name not in tied}
+    own = {name: _alone(value) for name, value in weights.items() if name not in tied}
     save_torch_state_dict(own, directory)
+
+
+def _alone(value: Tensor) -> Tensor:
+    """The tensor without what lies beside it: ZeRO's parameters are pieces of a large one."""
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 @contextmanager

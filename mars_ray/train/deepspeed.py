@@ -113,9 +113,10 @@ class DeepSpeedEngine:
     def optimizer_state(self) -> OptimizerShare:
         """Gathered parameter by parameter; each rank keeps every world-size-th."""
         share: OptimizerShare = {}
-        step = next(iter(self._flat_states().values()), {}).get(_STEP)
+        step = next((s[_STEP] for s in self._flat_states().values() if _STEP in s), None)
         if step is None:
             return share
+        self._link_states()
         for index, (name, parameter) in enumerate(self._named()):
             values = {
                 key: self._fragments.safe_get_full_optimizer_state(parameter, key)
@@ -177,8 +178,18 @@ class DeepSpeedEngine:
         for flat in self._flat_partitions():
             states[flat] = {key: torch.zeros_like(flat) for key in _MOMENTS}
             states[flat][_STEP] = step.to(flat.device, copy=True)
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """Have parameters point into the flat moments.
+
+        Stages 1 and 2 do it once, after the first step of the first group of parameters, when
+        the others have no moments yet.
+        """
         if self._zero_stage < 3:
-            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+            optimizer = self._engine.optimizer
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _zero_section(zero: ZeroConfig) -> dict[str, Any]:

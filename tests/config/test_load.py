@@ -92,6 +92,21 @@ def test_other_errors_name_the_key():
     assert "'nonsense'" in refusal(kind="nonsense")
 
 
+def test_settings_of_a_cluster_that_contradict_each_other():
+    """Guards settings without an effect, and a bucket taken for a directory of that name."""
+    elastic = parse_job(
+        train_table(), source="x", overrides=["cluster.workers=3", "cluster.min_workers=1"]
+    )
+    assert isinstance(elastic, TrainJob)
+    assert "must be below workers 1" in refusal("cluster.min_workers=1")
+    assert "no effect without min_workers" in refusal("cluster.resize_check_s=5")
+    assert "goes to checkpoint.storage_path" in refusal("output_dir=s3://bucket/run")
+    assert "checkpoint.storage_path: " in refusal("checkpoint.storage_path=/mnt/runs")
+    assert "checkpoint.best needs data.eval" in refusal("checkpoint.best={}")
+    zero_2 = "engine={type='deepspeed', zero_stage=2, offload='all'}"
+    assert "needs zero_stage 3" in refusal(zero_2)
+
+
 def test_unusable_files_and_overrides(tmp_path):
     """Each says what is wrong instead of a traceback."""
     with pytest.raises(ConfigError, match="no such job file"):

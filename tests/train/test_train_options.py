@@ -70,7 +70,7 @@ def test_a_compiled_model_has_the_same_curve(model, tmp_path):
     """Guards `compile`: names in checkpoints, batches of changing width, and the loss."""
     job = make_job(model, tmp_path / "a").model_dump()
     job["data"]["eval"] = None
-    job["stages"]["mars"]["steps"] = 4
+    job["stages"]["mars"]["steps"] = 3
     plan = make_plan(TrainJob.model_validate(job), model)
     other = job | {"output_dir": str(tmp_path / "b"), "compile": True}
     compiled = make_plan(TrainJob.model_validate(other), model)

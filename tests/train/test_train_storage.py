@@ -2,22 +2,33 @@
 
 import resource
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from model.small_s3 import bucket
-from train.small_jobs import losses, make_job, make_model, make_plan, records, run_alone, try_alone
+from train.small_jobs import (
+    ignore_report,
+    losses,
+    make_job,
+    make_model,
+    make_plan,
+    records,
+    run_alone,
+    try_alone,
+)
 
 from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError, TrainingError
 from mars_ray.train import checkpoint
 from mars_ray.train.keeping import best_checkpoint, fetch_newest, kept
+from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.run import run_training
 from mars_ray.train.store import CheckpointStore
-from mars_ray.train.worker import train_stage
+from mars_ray.train.worker import resume_stage, train_stage
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +168,20 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(model, tmp_path):
     first = losses(plan)
     run_alone(plan, checkpoint.newest(plan.run_dir))
     assert losses(plan)[:15] == first
+
+
+def test_a_node_that_does_not_see_the_run_directory_is_named(model, tmp_path):
+    """Guards nodes that each write to a disk of their own; and what a worker resumes by itself."""
+    plan, alone = plan_of(model, tmp_path), Ranks.current(torch.device("cpu"))
+    error = resume_stage(plan, alone, ignore_report)
+    assert isinstance(error, TrainingError)
+    assert f"{socket.gethostname()} does not see {plan.run_dir}" in str(error)
+    plan.run_dir.mkdir(parents=True)
+    for _ in range(2):
+        outcome = resume_stage(plan, alone, ignore_report)
+        assert isinstance(outcome, StageOutcome)
+        assert outcome.finished
+    assert [record["step"] for record in records(plan, "start")] == [0, 20]
 
 
 def test_a_run_directory_that_cannot_be_made_is_an_error_of_ours(model, tmp_path):
