@@ -95,6 +95,7 @@ def test_a_killed_trial_is_tried_again_and_a_killed_sweep_goes_on(
     assert sweep.summary["attempts_failed"] >= 1
     assert any(row.error for row in sweep.rows)
     check_files(output_dir, sweep.rows[0].trial)
+    assert run_sweep(job, QUIET).rows == sweep.rows, "a finished sweep has nothing left to do"
 
 
 def check_files(output_dir: Path, best: str) -> None:
