@@ -61,9 +61,10 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     # It misses the result files that it has been told not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    ledger = Ledger(Path(job.output_dir) / LEDGER_FILE)
-    _tuner(plan, _Watch(job, ledger.path, console), console).fit()
-    ledger = Ledger(ledger.path)
+    path = Path(job.output_dir) / LEDGER_FILE
+    grid = _tuner(plan, _Watch(job, path, console), console).fit()
+    ledger = Ledger(path)
+    _close_lost(ledger, {Path(result.path).name for result in grid})
     unfinished = [trial.trial for trial in ledger.trials.values() if trial.status == "running"]
     if unfinished or len(ledger.trials) < job.trials:
         raise TrainingError("the sweep was stopped; run the same command again to resume")
@@ -211,6 +212,15 @@ def start_model(job: TuneJob) -> Path:
         return initial_model(train)
     trained = run_training(train.model_copy(update={"stages": before}))
     return list(trained.models.values())[-1]
+
+
+def _close_lost(ledger: Ledger, known: set[str]) -> None:
+    """Trials that began within the seconds before a driver was killed, of which Tune kept nothing:
+    others have taken their places."""
+    for trial in ledger.trials.values():
+        if trial.status == "running" and trial.trial not in known:
+            ledger.append("error", trial.trial, error="lost with the driver, soon after its start")
+            ledger.append("end", trial.trial, status="failed")
 
 
 def _claim(job: TuneJob) -> None:

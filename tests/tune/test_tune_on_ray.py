@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet
@@ -42,10 +43,24 @@ def wait_for(condition: Callable[[], bool], driver: subprocess.Popen, timeout_s:
 
 def events(output_dir: Path, kind: str) -> list[str]:
     """The trials to which this has happened."""
+    return [r["trial"] for r in _records(output_dir) if r["event"] == kind]
+
+
+def came_back(output_dir: Path) -> bool:
+    """Whether a trial has gone on after its process was killed."""
+    records = _records(output_dir)
+    failed = next((i for i, r in enumerate(records) if r["event"] == "error"), len(records))
+    return any(
+        r["trial"] == records[failed]["trial"] and r["event"] in ("score", "end")
+        for r in records[failed + 1 :]
+    )
+
+
+def _records(output_dir: Path) -> list[dict[str, Any]]:
     path = output_dir / LEDGER_FILE
     lines = path.read_text().splitlines() if path.exists() else []
     # The last line may be half written.
-    return [r["trial"] for r in map(json.loads, lines[:-1]) if r["event"] == kind]
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def trial_processes(driver: subprocess.Popen) -> list[psutil.Process]:
@@ -67,7 +82,7 @@ def test_a_killed_trial_is_tried_again_and_a_killed_sweep_goes_on(
         driver = subprocess.Popen(command, stdout=log, stderr=log)
         wait_for(lambda: bool(events(output_dir, "score")), driver)
         trial_processes(driver)[0].kill()
-        wait_for(lambda: bool(events(output_dir, "error")), driver)
+        wait_for(lambda: came_back(output_dir), driver)
         driver.kill()
         driver.wait()
     begun = dict.fromkeys(events(output_dir, "start"))
@@ -80,6 +95,7 @@ def test_a_killed_trial_is_tried_again_and_a_killed_sweep_goes_on(
     assert sweep.summary["attempts_failed"] >= 1
     assert any(row.error for row in sweep.rows)
     check_files(output_dir, sweep.rows[0].trial)
+    assert run_sweep(job, QUIET).rows == sweep.rows, "a finished sweep has nothing left to do"
 
 
 def check_files(output_dir: Path, best: str) -> None:
