@@ -83,6 +83,22 @@ SUBMISSIONS = (
         hours=96,
     ),
     Submission(
+        "train-qwen2.5-0.5b-control",
+        "train",
+        "the paper's control: AR fine-tuning for as long as both stages take",
+        "gpu",
+        options=_runs("qwen2.5-0.5b-control"),
+        hours=96,
+    ),
+    Submission(
+        "train-qwen2.5-0.5b-no-sft-loss",
+        "train",
+        "the paper's ablation: no loss on the clean stream",
+        "gpu",
+        options=_runs("qwen2.5-0.5b-no-sft-loss"),
+        hours=96,
+    ),
+    Submission(
         "train-qwen2.5-7b",
         "train",
         "Qwen2.5-7B, both stages, eight GPUs",
@@ -93,7 +109,7 @@ SUBMISSIONS = (
     Submission(
         "train-qwen2.5-32b",
         "train",
-        "Qwen2.5-32B, both stages, sixteen GPUs on two machines",
+        "Qwen2.5-32B, both stages, thirty-two GPUs on four machines",
         "gpu",
         options=_runs("qwen2.5-32b"),
         hours=480,

@@ -84,9 +84,11 @@ def test_rays_commands_are_understood(line, monkeypatch):
     _, context = understood(words)
     if words[1:3] == ["job", "submit"]:
         entrypoint = list(context.params["entrypoint"])
-        assert entrypoint[:3] == ["python", "-m", "mars_ray"]
+        if entrypoint[:3] == ["python", "-m", "mars_ray"]:
+            entrypoint[:3] = ["mars-ray"]
+        assert entrypoint[0] == "mars-ray"
         if "..." not in entrypoint:
-            understood(["mars-ray", *entrypoint[3:]])
+            understood(entrypoint)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
