@@ -2,8 +2,9 @@
 
 Load from outside, with a rate that rises and falls, against Ray Serve on this machine; then the
 same requests and the same policy in the simulator. What the simulator is told of this machine is
-how many times slower than the service model the replicas' steps were, and how long they took to
-start; the rest it has to find by itself.
+how many times longer than by the service model a token took at the median (two cores run replicas,
+proxy, ingress, controller and clients), and how long a replica took to start; when requests wait,
+and how many replicas there are when, it has to find by itself.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from mars_ray.data.corpus import problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
-from mars_ray.scaling import collect
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.simulate.result import Outcome, summarise
@@ -75,8 +75,6 @@ class Watched:
     starting: list[int] = field(default_factory=list)
     stopping: list[int] = field(default_factory=list)
     threshold: list[float] = field(default_factory=list)
-    # Newest sums of each replica, by what it measured of itself when it started.
-    sums: dict[tuple[float, ...], dict[str, float]] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -92,7 +90,9 @@ def main() -> None:
     with _service(job) as url:
         watched, history = asyncio.run(_live(url, job, asked, rows, questions))
     live = _figures(rows, watched, job.scaling.slo)
-    slowness, cold_s = _slowness(watched, model), _cold_start(watched)
+    cold_s = _cold_start(watched)
+    as_told = _simulated(job, model, rows, 1.0, cold_s, asked.kill_at)
+    slowness = live["time_per_token_p50_s"] / _pace_p50(as_told)
     outcome = _simulated(job, model, rows, slowness, cold_s, asked.kill_at)
     simulated = summarise(outcome, job.scaling.slo, 100.0)
     result = {
@@ -104,6 +104,8 @@ def main() -> None:
         "live": live,
         "simulated": simulated,
         "ratios": {key: simulated[key] / live[key] for key in ("ttft_p90_s", "replica_s")},
+        # at, prompt tokens, tokens, first token, end, threshold
+        "requests": [_kept(row) for row in rows],
         "timeline": _timeline(watched, rows),
         "simulated_timeline": _simulated_timeline(outcome),
         "reasons": _reasons(history),
@@ -228,7 +230,6 @@ async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
 
 
 async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
-    handle = serve.get_deployment_handle(job.deployment, APP_NAME)
     control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
     while True:
         status = await asyncio.to_thread(serve.status)
@@ -240,10 +241,6 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         watched.stopping.append(counts.get("STOPPING", 0))
         point: Any = ray.get(control.wait.remote(None))
         watched.threshold.append(point.threshold)
-        # One of them at a time, whichever Serve takes.
-        sums = await handle.record_autoscaling_stats.remote()
-        name = tuple(v for key, v in sums.items() if key.startswith(collect.STEP_COST))
-        watched.sums[name] = sums
         await asyncio.sleep(LOOK_S)
 
 
@@ -273,6 +270,7 @@ def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
         "ttft_p50_s": statistics.median(ttft),
         "ttft_p90_s": percentile(ttft, 0.9),
         "ttft_p99_s": percentile(ttft, 0.99),
+        "time_per_token_p50_s": statistics.median(pace),
         "time_per_token_p90_s": percentile(pace, 0.9),
         "replica_s": float((looks * alive).sum()),
         "peak_replicas": max(watched.ready),
@@ -280,15 +278,15 @@ def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
     }
 
 
-def _slowness(watched: Watched, model: ServiceModel) -> float:
-    """Of all replicas' steps together."""
-    measured = expected = 0.0
-    for sums in watched.sums.values():
-        steps = sums[collect.STEPS]
-        rows = sums[collect.DECODE_ROWS] + sums[collect.PROMPT_ROWS]
-        measured += sums[collect.STEP_S]
-        expected += steps * model.step_s(rows / max(1, steps))
-    return measured / expected
+def _pace_p50(outcome: Outcome) -> float:
+    """Seconds a token after the first."""
+    rows = outcome.requests
+    return float(np.median((rows["end_s"] - rows["first_s"]) / np.maximum(1, rows["output"] - 1)))
+
+
+def _kept(row: Asked) -> list[float | None]:
+    times = (round(second, 4) for second in (row.first_s, row.end_s))
+    return [round(row.at_s, 4), row.prompt_tokens, row.tokens, *times, row.threshold]
 
 
 def _cold_start(watched: Watched) -> float:

@@ -282,7 +282,7 @@ def live(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{lowered} Steps took {result['slowness']:.2f} times what the service model says, "
+        f"{lowered} A token took {result['slowness']:.2f} times what the service model says, "
         f"a replica {result['cold_start_s']:.0f} s to start. {_machine(result['provenance'])}.",
     ]
 
