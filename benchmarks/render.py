@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from render_sweeps import machine, schedules, sweep
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,7 +34,7 @@ def demo(result: dict[str, Any]) -> list[str]:
             f"{point['identical']:.1%} | {point['tokens_per_forward']:.2f} |"
         )
     facts = result["provenance"]
-    return [*lines, "", f"{result['points'][0]['problems']} held-out problems, {_machine(facts)}."]
+    return [*lines, "", f"{result['points'][0]['problems']} held-out problems, {machine(facts)}."]
 
 
 def gsm8k(result: dict[str, Any]) -> list[str]:
@@ -49,7 +51,7 @@ def gsm8k(result: dict[str, Any]) -> list[str]:
             f"{metrics['eval_clean_ce']:.3f} | {f'{noisy:.3f}' if noisy else '-'} | "
             f"{', '.join(f'{share:.3f}' for share in depths) or '-'} | {expected:.2f} |"
         )
-    return [*lines, "", f"Held-out: the 1,319 test problems. {_machine(result['provenance'])}."]
+    return [*lines, "", f"Held-out: the 1,319 test problems. {machine(result['provenance'])}."]
 
 
 def train_step(result: dict[str, Any]) -> list[str]:
@@ -67,7 +69,7 @@ def train_step(result: dict[str, Any]) -> list[str]:
                 f"{row['memory_ratio']:.2f} |"
             )
     steps = " and ".join(str(case["sft"]["steps"]) for case in result["cases"].values())
-    facts = _machine(result["provenance"])
+    facts = machine(result["provenance"])
     return [
         *lines,
         "",
@@ -108,7 +110,7 @@ def decode(result: dict[str, Any]) -> list[str]:
         "",
         f"Tokens/s, and times {base} (median of {job['repeats']} interleaved rounds); T/F and "
         f"positions at batch {sizes[-1]}; {job['dtype']}, {job['threads']} thread(s), "
-        f"{_machine(result['provenance'])}.",
+        f"{machine(result['provenance'])}.",
     ]
 
 
@@ -142,7 +144,7 @@ def steps(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"Medians of {job['repeats']} interleaved rounds, {job['dtype']}, {job['threads']} "
-        f"thread(s), {_machine(result['provenance'])}.",
+        f"thread(s), {machine(result['provenance'])}.",
     ]
 
 
@@ -150,7 +152,7 @@ def measures_overhead(result: dict[str, Any]) -> list[str]:
     """Time with the live measures over time without."""
     lines = ["| mode | time with / without |", "|---|---|"]
     lines += [f"| {name} | {ratio:.3f} |" for name, ratio in result["time_ratio"].items()]
-    facts = _machine(result["provenance"])
+    facts = machine(result["provenance"])
     return [*lines, "", f"Medians of {result['rounds']} pairs, {facts}."]
 
 
@@ -194,7 +196,7 @@ def serve_load(result: dict[str, Any]) -> list[str]:
         lines += _beside_vllm(result["vllm"])
     if "rates" in result:
         lines += _rates(result["rates"])
-    facts = _machine(result["provenance"])
+    facts = machine(result["provenance"])
     return [*lines, f"Medians of {result['rounds']} interleaved rounds, {facts}."]
 
 
@@ -283,7 +285,7 @@ def live(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{lowered} A token took {result['slowness']:.2f} times what the service model says, "
-        f"a replica {result['cold_start_s']:.0f} s to start. {_machine(result['provenance'])}.",
+        f"a replica {result['cold_start_s']:.0f} s to start. {machine(result['provenance'])}.",
     ]
 
 
@@ -300,81 +302,7 @@ def simulator_speed(result: dict[str, Any]) -> list[str]:
         f"{case['requests_per_cpu_s']:,.0f} |"
         for case in result["cases"]
     ]
-    return [*lines, "", f"One core, {_machine(result['provenance'])}."]
-
-
-def sweep(result: dict[str, Any]) -> list[str]:
-    """What became of the trials, and the survivors' settings and measures."""
-    summary = result["summary"]
-    lines = [
-        "| trial | settings | expected T/F | clean loss | `exact` (95%) | T/F (threshold) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in result["trials"]:
-        if row["exact_accuracy"] is None:
-            continue
-        mark = "**" if row["best"] else ""
-        low, high = row["exact_accuracy_low"], row["exact_accuracy_high"]
-        lines.append(
-            f"| {mark}{row['trial'].rpartition('_')[2]}{mark} | {_settings(row['values'])} | "
-            f"{row['tokens_per_forward_expected']:.2f} | {row['clean_ce']:.4f} | "
-            f"{row['exact_accuracy']:.1%} ({low:.1%} to {high:.1%}) | "
-            f"{row['tokens_per_forward']:.2f} ({row['threshold']:g}) |"
-        )
-    return [
-        *lines,
-        "",
-        f"The survivors of {summary['trials']} trials ({summary['stopped']} ended early, "
-        f"{summary['failed']} failed), the best in bold. Trained: {summary['steps_trained']:,} "
-        f"steps, {summary['steps_saved_factor']:.1f} times fewer than all trials to the end. "
-        f"`exact` before the stage: {summary['start_exact_accuracy']:.1%}. "
-        f"{_machine(result['provenance'])}.",
-    ]
-
-
-def _settings(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {_setting(v)}" for key, v in values.items())
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(_setting(part) for part in value.values())
-    if isinstance(value, list):
-        return "/".join(_setting(part) for part in value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def schedules(result: dict[str, Any]) -> list[str]:
-    """Variants at equal steps, as differences to the first one."""
-    rows, plan = result["comparison"], result["plan"]
-    lines = [
-        "| variant | seeds | T/F of `verified` | difference | `exact` | difference | clean loss |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['variant']} | {len(row['seeds'])} | {row['tokens_per_forward']:.3f} | "
-        f"{_difference(row, 'tokens_per_forward', '+.3f')} | {row['exact_accuracy']:.1%} | "
-        f"{_difference(row, 'exact_accuracy', '+.1%')} | {row['clean_ce']:.4f} |"
-        for row in rows
-    ]
-    return [
-        *lines,
-        "",
-        f"{result['runs'][0]['steps']} steps, {plan['problems']} held-out problems; differences to "
-        f"{rows[0]['variant']} with 95% intervals over seeds, where there are several. "
-        f"{_machine(result['provenance'])}.",
-    ]
-
-
-def _difference(row: dict[str, Any], measure: str, form: str) -> str:
-    half = row[f"{measure}_half_width"]
-    text = format(row[f"{measure}_difference"], form)
-    return text if half is None else f"{text} ± {format(half, form).lstrip('+')}"
-
-
-def _machine(facts: dict[str, Any]) -> str:
-    device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
-    return f"{device}, commit {facts['commit']}"
+    return [*lines, "", f"One core, {machine(result['provenance'])}."]
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
