@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup setup-run demo check format test test-ray test-gpu fuzz bench bench-serve generate docs \
+.PHONY: setup setup-run demo check format test test-long test-ray test-gpu fuzz bench bench-serve generate docs \
 	wheel image sbom licences clean
 
 $(VENV)/bin/python:
@@ -43,8 +43,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: check                    ## everything that runs on a CPU
-	$(TESTS) -m "not gpu" $(ARGS)
+test: check                    ## what runs on a CPU, but for test-long
+	$(TESTS) -m "not gpu and not long" $(ARGS)
+
+test-long: setup               ## clusters that lose nodes, submitted jobs, sweeps, Prometheus: half an hour
+	$(TESTS) -m long $(ARGS)
 
 test-ray: setup                ## only what starts a Ray cluster
 	$(TESTS) -m ray $(ARGS)

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,7 @@ class DeepSpeedEngine:
         to = self._fragments
         if self._zero_stage == 3:
             # The last rank's part is padded, which the functions for whole values do not allow for.
-            size = parameter.partition_numel()
+            size = cast(Any, parameter).partition_numel()
             padded = torch.zeros(size * self._ranks.world_size, device=value.device)
             padded[: value.numel()] = value.flatten()
             part = padded[size * self._ranks.rank :][:size]

@@ -135,7 +135,7 @@ def _best(scores: Mapping[int, float | None], config: CheckpointConfig) -> list[
 def _local_scores(run_dir: Path, config: CheckpointConfig) -> dict[int, float | None]:
     scores: dict[int, float | None] = {}
     for path in checkpoint.complete(run_dir):
-        metrics = checkpoint.read_state(path).metrics if config.best else {}
-        known = config.best is not None and config.best.metric in metrics
-        scores[checkpoint.step_of(path)] = metrics[config.best.metric] if known else None
+        step = checkpoint.step_of(path)
+        best = config.best
+        scores[step] = checkpoint.read_state(path).metrics.get(best.metric) if best else None
     return scores

@@ -163,10 +163,15 @@ def _states(shape: ModelShape, trained: int, job: TrainJob, workers: int) -> dic
     size = 2 if job.precision == "bfloat16" else 4
     if not isinstance(job.engine, ZeroConfig):
         copies = 2 * shape.parameters if size == 2 else 0
-        states = {"weights": 4 * shape.parameters + copies, "gradients": 4 * trained}
-        return states | {"optimizer": 8 * trained, "offloaded": 0}
+        weights = 4.0 * shape.parameters + copies
+        return {
+            "weights": weights,
+            "gradients": 4.0 * trained,
+            "optimizer": 8.0 * trained,
+            "offloaded": 0.0,
+        }
     zero = job.engine
-    weights: float = size * shape.parameters
+    weights = float(size * shape.parameters)
     gradients: float = size * trained / (workers if zero.zero_stage >= 2 else 1)
     optimizer: float = 16 * trained / workers
     offloaded = 0.0

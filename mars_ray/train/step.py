@@ -45,7 +45,7 @@ class TrainStep(nn.Module):
         super().__init__()
         self.model = model
         # In a tuple: no part of what is trained, wrapped, sharded or saved.
-        self._anchor = (anchor,) if anchor else ()
+        self._anchor: tuple[PreTrainedModel, ...] = (anchor,) if anchor else ()
         self.model.set_output_embeddings(_LossHead(output_head(model)))
         self.chunk_rows = chunk_rows(model.config.vocab_size)
         self._acceptance_weight = acceptance_weight
@@ -98,7 +98,7 @@ class TrainStep(nn.Module):
 
     def _divergence(self, layout: Layout, hidden_BRH: Tensor) -> Tensor:
         """KL(starting model || model) of each anchored row, float32 (A,)."""
-        (anchor,) = self._anchor
+        anchor = self._anchor[0]
         anchored_BR = layout.is_anchored_BR
         # Clean rows see no noisy ones, so those behind the last anchored row are left out.
         width = int(anchored_BR.any(dim=0).nonzero().max()) + 1

@@ -114,7 +114,7 @@ def prometheus(short_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 @needs_prometheus
 def test_a_live_service_fills_the_dashboard_and_an_alert_fires(service, prometheus):
     """Guards names, labels and units that only look right, and alerts that cannot fire."""

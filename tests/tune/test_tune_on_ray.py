@@ -24,7 +24,7 @@ from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger, read_events
 from mars_ray.tune.sweep import run_sweep
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 QUIET = Console(quiet=True)
 
 
