@@ -44,7 +44,8 @@ format: setup
 	$(BIN)/ruff format .
 
 test: check                    ## what runs on a CPU, but for test-long
-	$(TESTS) -m "not gpu and not long" $(ARGS)
+	$(TESTS) --numprocesses 2 --dist loadfile -m "not gpu and not long and not ray" $(ARGS)
+	$(TESTS) -m "ray and not gpu and not long" $(ARGS)
 
 test-long: setup               ## clusters that lose nodes, submitted jobs, sweeps, Prometheus: half an hour
 	$(TESTS) -m long $(ARGS)

@@ -125,12 +125,16 @@ def serve(
 ) -> None:
     """Serve a checkpoint behind an OpenAI-compatible API until stopped."""
     job = _serve_job(target, overrides, dry_run)
+    import ray
+
     from mars_ray.serve.build import start
     from mars_ray.serve.stop import wait_until_stopped
 
     with _Cluster():
         url = start(job)
-        print(f"serving on {url}, Ctrl-C stops", file=sys.stderr)
+        # For the commands that change a running service, where there are several clusters.
+        cluster = ray.get_runtime_context().gcs_address
+        print(f"serving on {url}, RAY_ADDRESS={cluster}, Ctrl-C stops", file=sys.stderr)
         wait_until_stopped(job)
 
 
@@ -309,7 +313,13 @@ class _Cluster:
         import ray
 
         address = os.environ.get("RAY_ADDRESS", self._otherwise)
-        ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
+        try:
+            ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address!r}: {error}. Name the one you mean with "
+                "RAY_ADDRESS=HOST:PORT; `mars-ray serve` says which is its own"
+            ) from error
 
     def __exit__(self, *_: Any) -> None:
         import ray

@@ -28,18 +28,16 @@ class Transcript:
         self._tokens = 0
 
     def add(self, events: Several[TokenEvent]) -> tuple[Piece, TokenEvent]:
-        """What some steps add to the text, and the last of them that counts.
+        """What some steps add to the text, and those of them that count as one.
 
         Raises DeadlineError if the answer's time was over.
         """
         # Only at a stop string the text may end between two steps.
         units = events if self._call.stop else [as_one(events)]
-        event, piece = units[0], self._added(units[0])
-        for later in units[1:]:
-            if piece.finish:
-                break
-            event, piece = later, joined(piece, self._added(later))
-        return piece, event
+        piece, used = self._added(units[0]), 1
+        while used < len(units) and not piece.finish:
+            piece, used = joined(piece, self._added(units[used])), used + 1
+        return piece, as_one(units[:used])
 
     def _added(self, event: TokenEvent) -> Piece:
         # Only the last token can be a stop token; it ends the text and is not part of it.

@@ -48,7 +48,7 @@ def test_invoke_tells_usage_and_reason(chat, expected):
 def test_stream_adds_up(chat, expected):
     """Chunks of LangChain's own are added to each other."""
     chunks = list(chat.stream(TURNS))
-    assert len(chunks) > 10
+    assert len(chunks) > 3
     whole = chunks[0]
     for chunk in chunks[1:]:
         whole += chunk

@@ -60,3 +60,17 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
     asyncio.run(ask())
     assert kept.answers[-1].degraded is degraded
     assert kept.answers[-1].completion_tokens == 12
+
+
+def test_all_tokens_of_an_interval_are_counted(engine, kept):
+    """Guards steps that are read one by one, as text may end between them, and counted once."""
+
+    async def ask() -> None:
+        call = Call("b", ("one two three",), VerifiedMode(), Sampling(), 40, 100, stop=("\0",))
+        async for _ in engine.answer(call):
+            pass
+
+    asyncio.run(ask())
+    seen = kept.answers[-1]
+    assert (seen.completion_tokens, seen.ending) == (40, "length")
+    assert seen.forwards <= 40
