@@ -185,7 +185,8 @@ def serve_load(result: dict[str, Any]) -> list[str]:
     ]
     lines += [
         "",
-        f"Tokens/s at batch {result['batch']}, {result['clients']} clients. A first token takes "
+        f"Tokens/s at batch {result['batch']}, {result['clients']} clients, at most "
+        f"{result['new_tokens']} tokens an answer. A first token takes "
         f"{first['engine_ms']:.1f} ms in the process and {first['service_ms']:.1f} ms over HTTP: "
         f"{first['added_ms_p50']:.1f} ms more at the median.",
         "",
@@ -312,6 +313,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "measures_overhead": measures_overhead,
     "decode_0_5b": decode,
     "serve_load": serve_load,
+    "serve_load_0_5b": serve_load,
     "simulate_fast": simulation,
     "simulate_usual": simulation,
     "simulate_kills": simulation,

@@ -1,5 +1,7 @@
 """The live service under load: `python benchmarks/serve_load.py CHECKPOINT`, at most ten minutes.
 
+Without a checkpoint, `--random-weights qwen2.5-0.5b` serves one of that shape.
+
 One run, side by side: the service and the bare engine at the same batch, a first token with and
 without HTTP and Serve, the service and `vllm serve` on the same checkpoint, all in turn; then
 AIPerf (benchmarks/install_load_tool.sh) at rising rates against one and two replicas.
@@ -26,6 +28,7 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.decode.engine import Engine, generate_all, load_engine
 from mars_ray.decode.request import Request
+from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
 from mars_ray.serve.messages import Call, Turn
@@ -34,7 +37,6 @@ from mars_ray.serve.text_engine import TextEngine
 BATCH = 8
 # Enough clients that the batch is always full.
 CLIENTS = 2 * BATCH
-NEW_TOKENS = 128
 # Another seed than training's, evaluation's and the demo question's.
 PROMPT_SEED = 77
 MODES: dict[str, Mode] = {"exact": ExactMode(), "verified": VerifiedMode()}
@@ -43,6 +45,15 @@ MODES: dict[str, Mode] = {"exact": ExactMode(), "verified": VerifiedMode()}
 def main() -> None:
     """Everything, in the order in which the servers are needed."""
     asked = _arguments()
+    with ExitStack() as stack:
+        if asked.random_weights:
+            asked.checkpoint = stack.enter_context(random_checkpoint(asked.random_weights))
+        result = _measured(asked)
+    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def _measured(asked: argparse.Namespace) -> dict[str, Any]:
     questions = [problem.question for problem in problems("test", asked.prompts, PROMPT_SEED)]
     engine = EngineConfig(max_batch=BATCH, max_context=256, threads=1, device="cpu")
     result: dict[str, Any] = {
@@ -50,7 +61,9 @@ def main() -> None:
         "clients": CLIENTS,
         "rounds": asked.rounds,
         "prompts": asked.prompts,
+        "new_tokens": asked.new_tokens,
         "rate_s": asked.rate_s,
+        "model": asked.random_weights or "the demo's",
     }
     with ExitStack() as stack:
         peer = None
@@ -64,26 +77,27 @@ def main() -> None:
         result["first_token"] = _first_tokens(url, asked.checkpoint, engine, questions)
         result["engine"] = _beside_engine(url, asked, engine, questions)
         if peer_url:
-            result["vllm"] = asyncio.run(_beside_vllm(url, peer_url, asked.rounds, questions))
+            result["vllm"] = asyncio.run(_beside_vllm(url, peer_url, asked, questions))
         if asked.aiperf:
             result["rates"] = [{"replicas": 1} | row for row in _rates(url, asked, questions)]
     if asked.aiperf:
         with started(mars_command(asked.checkpoint, BATCH, replicas=2)) as server:
             url = server.wait()
             result["rates"] += [{"replicas": 2} | row for row in _rates(url, asked, questions)]
-    result["provenance"] = provenance()
-    asked.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    return result | {"provenance": provenance()}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("checkpoint", nargs="?")
+    model.add_argument("--random-weights", help="a preset's name: its shape is served")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serve_load.json"))
     parser.add_argument("--aiperf", help="the program; without it no rising rates")
     parser.add_argument("--vllm", help="the Python of vLLM's environment; without it no vLLM")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 12, 24])
     parser.add_argument("--rate-s", type=float, default=8, help="seconds at each rate")
     return parser.parse_args()
@@ -95,7 +109,6 @@ def _body(question: str, **fields: Any) -> dict[str, Any]:
         "model": "mars",
         "messages": messages,
         "temperature": 0,
-        "max_tokens": NEW_TOKENS,
     } | fields
 
 
@@ -109,7 +122,7 @@ def _first_tokens(
 
     async def inside(number: int, question: str) -> float:
         prompt = ((Turn("user", question),),)
-        call = Call(f"first-{number}", prompt, ExactMode(), Sampling(), 4, NEW_TOKENS)
+        call = Call(f"first-{number}", prompt, ExactMode(), Sampling(), 4, 4)
         begin = time.perf_counter()
         first = None
         async for _ in text_engine.answer(call):
@@ -147,12 +160,12 @@ def _beside_engine(
     prompts = [tuple(encode_prompt([Message("user", text)], tokenizer)) for text in questions]
     rows = {}
     for name, mode in MODES.items():
-        bodies = [_body(question, mode=name) for question in questions]
-        _bare(engine, prompts, mode)
+        bodies = [_body(question, mode=name, max_tokens=asked.new_tokens) for question in questions]
+        _bare(engine, prompts, mode, asked.new_tokens)
         asyncio.run(load(url, bodies, CLIENTS))
         bare, served = [], []
         for _ in range(asked.rounds):
-            bare.append(_bare(engine, prompts, mode))
+            bare.append(_bare(engine, prompts, mode, asked.new_tokens))
             served.append(asyncio.run(load(url, bodies, CLIENTS)))
         rates = [one.tokens / one.seconds for one in served]
         rows[name] = {
@@ -164,11 +177,11 @@ def _beside_engine(
     return rows
 
 
-def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode) -> float:
+def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode, new_tokens: int) -> float:
     """Tokens per second."""
     stops = frozenset(stop_ids(engine.model))
     requests = [
-        Request(str(number), prompt, mode, Sampling(), NEW_TOKENS, stops)
+        Request(str(number), prompt, mode, Sampling(), new_tokens, stops)
         for number, prompt in enumerate(prompts)
     ]
     begin = time.perf_counter()
@@ -177,16 +190,18 @@ def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode) -> float:
 
 
 async def _beside_vllm(
-    url: str, peer: str, rounds: int, questions: list[str]
+    url: str, peer: str, asked: argparse.Namespace, questions: list[str]
 ) -> list[dict[str, Any]]:
     """Figures of both services at several numbers of clients, and the ratios of each round."""
-    asks: dict[str, Callable[[int], Any]] = {"vllm": lambda n: _load(peer, questions, n)}
+    most = {"max_tokens": asked.new_tokens}
+    asks: dict[str, Callable[[int], Any]] = {"vllm": lambda n: _load(peer, questions, n, **most)}
     for name in MODES:
-        asks[f"mars-ray {name}"] = lambda n, name=name: _load(url, questions, n, mode=name)
+        fields = most | {"mode": name}
+        asks[f"mars-ray {name}"] = lambda n, fields=fields: _load(url, questions, n, **fields)
     rows = []
     for clients in (1, BATCH, CLIENTS):
         figures: dict[str, list[dict[str, float]]] = {name: [] for name in asks}
-        for round_ in range(1 + rounds):
+        for round_ in range(1 + asked.rounds):
             for name, ask in asks.items():
                 got = (await ask(clients)).figures()
                 figures[name] += [got] * bool(round_)
@@ -217,7 +232,7 @@ def _rates(url: str, asked: argparse.Namespace, questions: list[str]) -> list[di
             command += ["--endpoint-type", "chat", "--streaming", "--request-rate", f"{rate:g}"]
             command += ["--request-count", str(count), "--input-file", str(prompts)]
             command += ["--custom-dataset-type", "single_turn", "--use-server-token-count"]
-            command += ["--extra-inputs", "temperature:0", f"max_tokens:{NEW_TOKENS}"]
+            command += ["--extra-inputs", "temperature:0", f"max_tokens:{asked.new_tokens}"]
             command += ["--tokenizer", asked.checkpoint, "--artifact-dir", str(out)]
             command += ["--ui", "none", "--workers-max", "2", "--record-processors", "1"]
             command += ["--no-server-metrics", "--no-gpu-telemetry"]

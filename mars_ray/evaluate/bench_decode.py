@@ -22,7 +22,7 @@ from rich.table import Table
 
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.decode import Mode
-from mars_ray.config.model import PresetModel
+from mars_ray.config.model import PresetModel, PresetName
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.errors import MarsError
@@ -127,15 +127,22 @@ class _Peer:
 
 @contextmanager
 def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
-    """The job's, or one with random weights that claims to be trained, for as long as it takes."""
+    """The job's, or one with random weights for as long as it takes."""
     if job.checkpoint:
         yield job.checkpoint
         return
     assert job.random_weights
+    with random_checkpoint(job.random_weights) as directory:
+        yield directory
+
+
+@contextmanager
+def random_checkpoint(preset: PresetName) -> Iterator[str]:
+    """A checkpoint with random weights that claims to be trained, for as long as it is needed."""
     solved = problems("train", 500, 0)
     with TemporaryDirectory() as directory:
         create_model(
-            PresetModel(preset=job.random_weights),
+            PresetModel(preset=preset),
             lambda: (text for item in solved for text in (item.question, item.solution)),
             directory,
             seed=0,
