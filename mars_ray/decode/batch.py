@@ -118,6 +118,8 @@ def _step(work: Several[Work], tables: _Tables, cache: PagedCache, runner: Runne
 
 def _members(width_S: np.ndarray) -> list[np.ndarray]:
     """Which sequences attend together."""
+    if width_S.max() <= _NARROW:
+        return [np.arange(len(width_S))]
     size_S = np.ceil(np.log2(width_S.clip(min=_NARROW)))
     return [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
 
@@ -149,13 +151,13 @@ def _bias(
     runner: Runner,
 ) -> Tensor:
     """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
-    index_BQ = start_B[:, None] + np.arange(width)
-    hidden_BQC = np.arange(places) > index_BQ[:, :, None]
-    for hidden_QC, item, start in zip(hidden_BQC, work, start_B, strict=True):
+    shared = cache.shared_heads
+    index_BR = start_B[:, None] + np.arange(width).repeat(shared)
+    hidden_BRC = np.arange(places) > index_BR[:, :, None]
+    for hidden_RC, item, start in zip(hidden_BRC, work, start_B, strict=True):
         if item.plan and not item.plan.is_causal:
-            _separate(hidden_QC, item, int(start))
-    bias_BQC = torch.from_numpy(np.where(hidden_BQC, np.float32(-np.inf), np.float32(0)))
-    bias_BRC = bias_BQC.repeat_interleave(cache.shared_heads, dim=1)
+            _separate(hidden_RC, item, int(start), shared)
+    bias_BRC = torch.from_numpy(np.where(hidden_BRC, np.float32(-np.inf), np.float32(0)))
     return bias_BRC[:, None].to(runner.device, runner.dtype)
 
 
@@ -163,11 +165,11 @@ def _tensor(array: np.ndarray, runner: Runner) -> Tensor:
     return torch.from_numpy(array).to(runner.device)
 
 
-def _separate(hidden_QC: np.ndarray, item: Work, start: int) -> None:
+def _separate(hidden_RC: np.ndarray, item: Work, start: int, shared: int) -> None:
     """Hide from each group of masks the drafts behind it and the groups before it."""
     assert item.plan
     row = item.count + len(item.plan.drafts)
     for group in item.plan.groups:
         seen = start + item.count + group.after
-        hidden_QC[row : row + group.masks, seen : start + row] = True
+        hidden_RC[row * shared : (row + group.masks) * shared, seen : start + row] = True
         row += group.masks

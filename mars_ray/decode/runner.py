@@ -54,15 +54,14 @@ class Runner:
         index_1N = torch.arange(positions, device=model.device)[None]
         cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
         half = cos_1ND.shape[-1] // 2
-        self._cos, self._sin = cos_1ND[0].clone(), sin_1ND[0].clone()
-        self._sin[:, :half].neg_()
+        self._cos_sin = torch.stack([cos_1ND[0], sin_1ND[0]], dim=1)
+        self._cos_sin[:, 1, :half].neg_()
 
     def hidden_states(self, ids_N: Tensor, position_N: Tensor, step: PagedStep) -> Tensor:
         """Last hidden states, (N, H); keys and values go into the step's cache."""
         started = time.perf_counter()
         x_NH = embedding(ids_N, self._embedding)
-        cos_N1D = self._cos[position_N].unsqueeze(1)
-        sin_N1D = self._sin[position_N].unsqueeze(1)
+        cos_N1D, sin_N1D = self._cos_sin.index_select(0, position_N).split(1, dim=1)
         for index, layer in enumerate(self._layers):
             x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, index, step)
         x_NH = self._norm(x_NH)
