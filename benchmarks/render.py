@@ -258,6 +258,32 @@ def simulation(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def cold_starts(result: dict[str, Any]) -> list[str]:
+    """The same comparison by how long a replica takes to start."""
+    job, colds = result["job"], result["cold_starts"]
+    wanted = job["scaling"]["slo"]["attainment"]
+    ordered = sorted(colds, key=float)
+    lines = [
+        "| trace | policy | " + " | ".join(f"{cold} s" for cold in ordered) + " |",
+        "|---|---|" + "---|" * len(ordered),
+    ]
+    for trace in job["traces"]:
+        for policy in job["policies"]:
+            means = [colds[cold][trace][policy]["mean"] for cold in ordered]
+            cells = [
+                f"{mean['mean_replicas']:.2f} ({mean['attainment']:.1%}"
+                f"{'' if mean['attainment'] >= wanted else ' *'})"
+                for mean in means
+            ]
+            lines.append(f"| {trace} | `{policy}` | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        f"Mean replicas (in time), {len(job['seeds'])} seeds; * misses {wanted:.0%}. "
+        f"{result['model']['name']}. Commit {result['provenance']['commit']}.",
+    ]
+
+
 def live(result: dict[str, Any]) -> list[str]:
     """A live autoscaled run beside the simulation of the same requests."""
     rows = (
@@ -310,17 +336,21 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "train_step": train_step,
     "decode_demo": decode,
     "decode_demo_large": decode,
+    "decode_demo_xeon": decode,
     "measures_overhead": measures_overhead,
     "decode_0_5b": decode,
+    "decode_0_5b_xeon": decode,
     "serve_load": serve_load,
     "serve_load_0_5b": serve_load,
     "simulate_fast": simulation,
     "simulate_usual": simulation,
     "simulate_kills": simulation,
+    "simulate_cold_starts": cold_starts,
     "live": live,
     "live_kill": live,
     "simulator_speed": simulator_speed,
     "steps_0_5b": steps,
+    "steps_0_5b_xeon": steps,
     "capacity": capacity,
     "sweep_demo": sweep,
     "schedules_demo": schedules,

@@ -1,6 +1,7 @@
 """The HTTP side of the service as a Serve deployment: it holds no model and imports none."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import FastAPI
@@ -22,6 +23,8 @@ _READY_S = 5.0
 # However many pages are open, replicas are not asked more often.
 _STATUS_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
+# Above Ray's own for workers: where cores are few, a step of the engine must not wait for text.
+_NICENESS = 4
 
 
 # Without an app: FastAPI resolves the routes of one given here only after Serve has pickled it, and
@@ -31,6 +34,7 @@ class Ingress:
     """Checks requests, forwards them to a replica, and writes the replies."""
 
     def __init__(self, job: ServeJob, replicas: dict[str, DeploymentHandle]) -> None:
+        os.nice(_NICENESS)
         self._job = job
         self._replicas = replicas
         self._gate = Gate()
