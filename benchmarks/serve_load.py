@@ -31,7 +31,7 @@ from mars_ray.decode.request import Request
 from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
-from mars_ray.serve.messages import Call, Turn
+from mars_ray.serve.messages import Call, Piece, Turn
 from mars_ray.serve.text_engine import TextEngine
 
 BATCH = 8
@@ -125,8 +125,10 @@ def _first_tokens(
         call = Call(f"first-{number}", prompt, ExactMode(), Sampling(), 4, 4)
         begin = time.perf_counter()
         first = None
-        async for _ in text_engine.answer(call):
-            first = first or time.perf_counter() - begin
+        async for piece in text_engine.answer(call):
+            # Bytes that are no character yet are no text.
+            if isinstance(piece, Piece) and piece.text:
+                first = first or time.perf_counter() - begin
         assert first
         return first
 
