@@ -176,7 +176,6 @@ def capacity(result: dict[str, Any]) -> list[str]:
 
 def serve_load(result: dict[str, Any]) -> list[str]:
     """The live service beside the bare engine and vLLM, and at rising rates."""
-    first = result["first_token"]
     lines = ["| mode | bare engine | service | share | tokens per chunk |", "|---|---|---|---|---|"]
     lines += [
         f"| `{mode}` | {row['engine_tokens_per_s']:,.0f} | {row['service_tokens_per_s']:,.0f} | "
@@ -186,11 +185,16 @@ def serve_load(result: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"Tokens/s at batch {result['batch']}, {result['clients']} clients, at most "
-        f"{result['new_tokens']} tokens an answer. A first token takes "
-        f"{first['engine_ms']:.1f} ms in the process and {first['service_ms']:.1f} ms over HTTP: "
-        f"{first['added_ms_p50']:.1f} ms more at the median.",
+        f"{result['new_tokens']} tokens an answer.",
         "",
     ]
+    if first := result.get("first_token"):
+        lines += [
+            f"A first token takes {first['engine_ms']:.1f} ms in the process and "
+            f"{first['service_ms']:.1f} ms over HTTP: {first['added_ms_p50']:.1f} ms more at the "
+            "median.",
+            "",
+        ]
     if "vllm" in result:
         lines += _beside_vllm(result["vllm"])
     if "rates" in result:

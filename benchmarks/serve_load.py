@@ -74,7 +74,9 @@ def _measured(asked: argparse.Namespace) -> dict[str, Any]:
         server = stack.enter_context(started(mars_command(asked.checkpoint, BATCH, replicas=1)))
         url = server.wait()
         peer_url = peer and peer.wait()
-        result["first_token"] = _first_tokens(url, asked.checkpoint, engine, questions)
+        # Random weights write bytes that are no text: there is no first one to wait for.
+        if not asked.random_weights:
+            result["first_token"] = _first_tokens(url, asked.checkpoint, engine, questions)
         result["engine"] = _beside_engine(url, asked, engine, questions)
         if peer_url:
             result["vllm"] = asyncio.run(_beside_vllm(url, peer_url, asked, questions))
