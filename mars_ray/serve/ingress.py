@@ -6,7 +6,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import TaskCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
@@ -54,7 +57,28 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         backends = {name: _Replicas(handle) for name, handle in self._replicas.items()}
-        return build_api(self._job, backends, self._gate, of_all_nodes)
+        api = build_api(self._job, backends, self._gate, of_all_nodes)
+        api.add_middleware(_hung_up)
+        return api
+
+
+def _hung_up(app: ASGIApp) -> ASGIApp:
+    """The app, told in ASGI's words that the client is gone.
+
+    Serve's `receive` raises when the proxy gives up a request, which nobody above it expects: every
+    client that left would be an unretrieved exception in the log.
+    """
+
+    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+        async def heard() -> AsgiMessage:
+            try:
+                return await receive()
+            except TaskCancelledError:
+                return {"type": "http.disconnect"}
+
+        await app(scope, heard, send)
+
+    return told
 
 
 class _Replicas:

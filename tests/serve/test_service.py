@@ -3,7 +3,9 @@
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import ray
@@ -173,6 +175,23 @@ def test_a_client_that_goes_away_frees_its_place(client, stream):
         with pytest.raises(openai.APITimeoutError):
             long.chat.completions.create(**fields)
         wait_for(lambda: open_answers() == 0, 1.0)
+
+
+def test_clients_that_leave_are_no_errors(client, job):
+    """Guards a traceback in the ingress's log for each of them."""
+    fields = {"model": "mars", "messages": CHAT, "max_tokens": 200, "stream": True}
+    url = f"http://127.0.0.1:{job.port}/v1/chat/completions"
+    for lines in range(1, 21):
+        with httpx.stream("POST", url, json=fields) as reply:
+            for _ in zip(range(lines), reply.iter_lines(), strict=False):
+                pass
+    wait_for(lambda: open_answers() == 0, 30)
+    # A task's exception is written once the task is collected.
+    time.sleep(2)
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    written = [log.read_text(errors="replace") for log in logs.glob("worker-*.err")]
+    assert written
+    assert not [text for text in written if "never retrieved" in text]
 
 
 def metrics() -> str:
