@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,8 @@ def _service(checkpoint: str) -> Iterator[tuple[psutil.Process, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["serve", checkpoint, f"port={port}", "model_name=soak", "cpus_per_replica=0.5"]
-    words += ["engine.dtype=float32", "engine.threads=1", "engine.max_context=512"]
+    # One replica that stays: memory is judged process by process.
+    words += ["replicas=1", "engine.dtype=float32", "engine.threads=1", "engine.max_context=512"]
     words += ["engine.max_batch=8", "limits.waiting_requests=24", f"request_log={os.devnull}"]
     process = subprocess.Popen([sys.executable, "-m", "mars_ray", *words], stdout=sys.stderr)
     url = f"http://127.0.0.1:{port}"
@@ -260,10 +261,12 @@ async def _watch(process: psutil.Process, until: float) -> dict[str, list[float]
     looks: dict[str, list[float]] = collections.defaultdict(list)
     while time.monotonic() < until:
         for child in process.children(recursive=True):
-            name = " ".join(child.cmdline()[:1])
-            for part in ("Replica-soak", "Ingress", "ProxyActor"):
-                if part in name:
-                    looks[part].append(child.memory_info().rss / 2**20)
+            # One that has just ended has neither name nor memory.
+            with suppress(psutil.Error):
+                name = " ".join(child.cmdline()[:1])
+                for part in ("Replica-soak", "Ingress", "ProxyActor"):
+                    if part in name:
+                        looks[part].append(child.memory_info().rss / 2**20)
         await asyncio.sleep(_LOOK_S)
     return looks
 

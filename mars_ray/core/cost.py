@@ -29,13 +29,17 @@ class StepCost:
         return max(self._seconds[0], from_s + (to_s - from_s) * share)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step has taken so long: what was measured beside it moves towards that, slowly."""
+        """A step has taken so long: what was measured beside it moves towards that, slowly.
+
+        In proportion, so that no cost becomes zero. Steps beyond what was measured say nothing:
+        there the line is a guess, and what is wrong with it is not the points'.
+        """
+        if not self._rows[0] <= rows <= self._rows[-1]:
+            return
         right, share = self._place(rows)
-        expected = self.seconds(rows)
-        moved = _RATE * min(seconds - expected, expected)
-        share = min(1.0, max(0.0, share))
-        self._measured[right - 1] = self._seconds[right - 1] + moved * (1 - share)
-        self._measured[right] = self._seconds[right] + moved * share
+        moved = _RATE * min(seconds / self.seconds(rows) - 1, 1)
+        self._measured[right - 1] = self._seconds[right - 1] * (1 + moved * (1 - share))
+        self._measured[right] = self._seconds[right] * (1 + moved * share)
         self._seconds = _monotone(self._measured)
 
     def _place(self, rows: float) -> tuple[int, float]:

@@ -4,6 +4,8 @@ import random
 
 import pytest
 from decode.models import CARD, pattern, request
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mars_ray.config.decode import (
     ConfidenceMode,
@@ -52,6 +54,27 @@ def test_cost_follows_the_steps_that_are_made():
         cost.observe(32, 0.5)
     assert cost.table()[32] == pytest.approx(0.5, rel=0.02)
     assert list(cost.table().values()) == sorted(cost.table().values())
+
+
+@given(
+    table=st.lists(st.floats(1e-4, 10), min_size=2, max_size=6),
+    steps=st.lists(st.tuples(st.integers(1, 3000), st.floats(1e-5, 100)), max_size=60),
+)
+def test_no_cost_becomes_zero(table, steps):
+    """Guards a division by it: prompts are far larger steps than any that were measured."""
+    cost = StepCost({4**n: seconds for n, seconds in enumerate(table)})
+    for rows, seconds in steps:
+        cost.observe(rows, seconds)
+    assert min(cost.table().values()) > 0
+    assert list(cost.table().values()) == sorted(cost.table().values())
+
+
+def test_steps_beyond_what_was_measured_change_nothing():
+    """The line is a guess there, and a prompt's step must not be what decoding costs."""
+    cost = StepCost({1: 1.0, 8: 4.0})
+    for _ in range(100):
+        cost.observe(800, 5.0)
+    assert cost.table() == {1: 1.0, 8: 4.0}
 
 
 def test_row_counts_reach_the_largest_step():
