@@ -79,8 +79,9 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
 
     with _Cluster():
         result = run_training(job)
-    models = {stage: os.path.relpath(path) for stage, path in result.models.items()}
-    _print_result(asdict(result) | {"models": models, "provenance": provenance()})
+        # Of a submitted job nothing is left in its working directory once the cluster is left.
+        models = {stage: os.path.relpath(path) for stage, path in result.models.items()}
+        _print_result(asdict(result) | {"models": models, "provenance": provenance()})
 
 
 @app.command()
@@ -92,8 +93,8 @@ def tune(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
 
     with _Cluster(log_to_driver=False):
         sweep = run_sweep(job, _console())
-    print_rows(job, sweep.rows, _console())
-    _print_result(sweep.summary)
+        print_rows(job, sweep.rows, _console())
+        _print_result(sweep.summary)
 
 
 @app.command()

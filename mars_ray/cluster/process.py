@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOOK_S = 0.1
+# What is killed is gone within moments, also on a busy machine.
+_KILLED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,17 @@ def end(processes: Iterable[Process], patience_s: float) -> None:
     asked = [process for process in processes if process.is_alive]
     for process in asked:
         os.kill(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + patience_s
-    while any(process.is_alive for process in asked) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+    _wait(asked, patience_s)
     for process in asked:
         if process.is_alive:
             os.killpg(process.pid, signal.SIGKILL)
+    _wait(asked, _KILLED_S)
+
+
+def _wait(processes: Sequence[Process], patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while any(process.is_alive for process in processes) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -117,7 +117,7 @@ def _life(job: ServeJob) -> dict[str, Any]:
     """How Serve treats the processes of a deployment."""
     return {
         # The ingress has a log of its own (serve/request_log.py).
-        "logging_config": {"enable_access_log": False},
+        "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
         "graceful_shutdown_timeout_s": job.drain_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,
         "health_check_period_s": _HEALTH_CHECK_S,
