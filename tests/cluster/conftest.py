@@ -25,7 +25,7 @@ class Cluster:
     directory: Path
     environment: dict[str, str]
 
-    def ray(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def ray(self, *words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """A command of Ray's, in a checkout."""
         return subprocess.run(
             self.command(*words),

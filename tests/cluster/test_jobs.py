@@ -12,7 +12,7 @@ import pytest
 from cluster.conftest import Cluster
 from job_manifests import SUBMISSIONS
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 
 TRAIN = [
     "model.preset=tiny",

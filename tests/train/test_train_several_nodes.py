@@ -30,7 +30,7 @@ def starts(plan: StagePlan) -> list[int]:
 
 @pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_nodes_and_drivers_may_be_lost(tmp_path):
     """Guards recovery, and the loss curve against where and on how many workers it was computed.
 
