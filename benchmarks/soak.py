@@ -140,7 +140,8 @@ class Client:
         """What has to be refused, and said why."""
         body, _ = self._asked()
         reply = await self._post(body | self.draw.choice(_WRONG))
-        self.seen.reply("wrong", reply.status_code, 400, 404)
+        # A full queue comes before some of what is wrong.
+        self.seen.reply("wrong", reply.status_code, 400, 404, 429)
 
     async def late(self) -> None:
         """More than its time allows."""
