@@ -77,11 +77,12 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
     from mars_ray.provenance import provenance
     from mars_ray.train.run import run_training
 
+    # Asked before: what Ray unpacked for a submitted job may be gone once its training has ended.
+    here, facts = os.getcwd(), provenance()
     with _Cluster():
         result = run_training(job)
-        # Of a submitted job nothing is left in its working directory once the cluster is left.
-        models = {stage: os.path.relpath(path) for stage, path in result.models.items()}
-        _print_result(asdict(result) | {"models": models, "provenance": provenance()})
+    models = {stage: os.path.relpath(path, here) for stage, path in result.models.items()}
+    _print_result(asdict(result) | {"models": models, "provenance": facts})
 
 
 @app.command()
@@ -93,8 +94,8 @@ def tune(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
 
     with _Cluster(log_to_driver=False):
         sweep = run_sweep(job, _console())
-        print_rows(job, sweep.rows, _console())
-        _print_result(sweep.summary)
+    print_rows(job, sweep.rows, _console())
+    _print_result(sweep.summary)
 
 
 @app.command()
