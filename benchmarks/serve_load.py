@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from load_client import Client, Load, load
 from load_servers import mars_command, started, vllm_command
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.model import PresetName
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
@@ -93,7 +94,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("checkpoint", nargs="?")
-    model.add_argument("--random-weights", help="a preset's name: its shape is served")
+    model.add_argument(
+        "--random-weights",
+        choices=get_args(PresetName),
+        help="a preset's name: its shape is served",
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/serve_load.json"))
     parser.add_argument("--aiperf", help="the program; without it no rising rates")
     parser.add_argument("--vllm", help="the Python of vLLM's environment; without it no vLLM")
