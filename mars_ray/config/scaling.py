@@ -45,6 +45,13 @@ class ScalingConfig(Config):
     """Replicas and threshold of one fleet (docs/autoscaling.md)."""
 
     slo: Slo = Slo()
+    aim: float = Field(
+        default=0.98,
+        gt=0,
+        le=2,
+        description="capacity is counted at this share of slo.time_per_token_s: less leaves room "
+        "for unequal replicas, above 1 counts on answers that see busy and quiet times",
+    )
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=4, ge=1)
     scale_to_zero: bool = Field(default=False, description="after idle_to_zero_s")

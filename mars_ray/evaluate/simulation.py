@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
 
@@ -13,7 +13,8 @@ from rich.table import Table
 
 from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
 from mars_ray.provenance import provenance
-from mars_ray.scaling.baselines.contenders import Setting, contender, run, tuned
+from mars_ray.scaling.baselines.contenders import Setting, contender, run
+from mars_ray.scaling.baselines.tuning import tuned
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.scaling.simulate.result import Outcome, Timeline, summarise
 from mars_ray.scaling.traces.load import load_trace
@@ -76,7 +77,7 @@ def _compared(name: PolicyName, settings: list[Setting], job: SimulateJob) -> di
         first = first or outcome
     assert first is not None
     return {
-        "knob": knob,
+        "knob": asdict(knob),
         "runs": runs,
         "mean": {key: statistics.fmean(r[key] for r in runs) for key in runs[0]},
         "half_width": {key: _half_width([r[key] for r in runs]) for key in runs[0]},

@@ -49,8 +49,9 @@ def pareto(policies: dict[str, Part], attainment: float) -> str:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    low = min(row["mean"]["effective_accuracy"] for row in policies.values() if _near(row))
-    high = max(row["mean"]["effective_accuracy"] for row in policies.values())
+    shown = [row for row in policies.values() if _near(row)] or policies.values()
+    accuracies = [row["mean"]["effective_accuracy"] for row in shown]
+    low, high = min(accuracies), max(accuracies)
     axes.set_ylim(low - 0.15 * (high - low + 0.1), high + 0.15 * (high - low + 0.1))
     axes.set_xlabel("replica-hours (log scale)")
     axes.set_ylabel("effective accuracy, %")

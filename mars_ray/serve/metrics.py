@@ -48,7 +48,7 @@ class ReplicaMetrics:
         self._running = Gauge("mars_num_requests_running", "Sequences in the batch.")
         self._waiting = Gauge("mars_num_requests_waiting", "Sequences that wait for room.")
         self._cache = Gauge("mars_kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
-        self._window = Gauge("mars_window", "Masks per forward, mean over the batch.")
+        self._window = Gauge("mars_window", "Masks per forward, mean over the batch, 0 when idle.")
         self._preemptions = Counter("mars_num_preemptions", "Sequences sent back to wait.")
         self._prefix_queries = Counter("mars_prefix_cache_queries", "Tokens of admitted sequences.")
         self._prefix_hits = Counter(
@@ -98,8 +98,7 @@ class ReplicaMetrics:
         self._waiting.set(seen.waiting)
         self._cache.set(seen.cache_share)
         self._threshold.set(seen.set_point)
-        if seen.windows:
-            self._window.set(sum(seen.windows) / len(seen.windows))
+        self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
         self._since("preemptions", seen.preemptions, self._preemptions)
         self._since("prefix queries", seen.prefix_queries, self._prefix_queries)
         self._since("prefix hits", seen.prefix_hits, self._prefix_hits)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     # It misses the result files that it has been told not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     path = Path(job.output_dir) / LEDGER_FILE
-    grid = _tuner(plan, _Watch(job, path, console), console).fit()
+    with warnings.catch_warnings():
+        # A trial that takes another's place is a Train run of its own: there is nothing to reuse.
+        warnings.filterwarnings("ignore", "Consider boosting PBT performance")
+        grid = _tuner(plan, _Watch(job, path, console), console).fit()
     ledger = Ledger(path)
     _close_lost(ledger, {Path(result.path).name for result in grid})
     unfinished = [trial.trial for trial in ledger.trials.values() if trial.status == "running"]

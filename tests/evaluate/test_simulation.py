@@ -57,6 +57,15 @@ def test_the_page_needs_nothing_else(folder):
     assert len(result["cold_starts"]["100"]["flash"]["policies"]["ray"]["runs"]) == 2
 
 
+def test_a_page_of_none_but_late_policies(folder):
+    """Guards a run of minutes that is lost when its picture is drawn."""
+    result = json.loads((folder / "result.json").read_text())
+    for part in result["cold_starts"].values():
+        for row in part["flash"]["policies"].values():
+            row["mean"]["attainment"] = 0.5
+    assert page(result).count("<svg") == 3
+
+
 def test_verdicts_by_hand():
     """Ratios against the right rivals, and dominance."""
 

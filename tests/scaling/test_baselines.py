@@ -14,11 +14,12 @@ from scaling.simulated import MODEL, poisson
 
 from mars_ray.config.scaling import Slo
 from mars_ray.config.simulate import ALL_POLICIES, SimulateJob
-from mars_ray.scaling.baselines.contenders import Setting, contender, run, tuned
+from mars_ray.scaling.baselines.contenders import Knob, Setting, contender, run
 from mars_ray.scaling.baselines.fixed import Clairvoyant
 from mars_ray.scaling.baselines.knative import Knative
 from mars_ray.scaling.baselines.llm_d import LlmD
 from mars_ray.scaling.baselines.ray_serve import Delays, RayDefault, RayTtft
+from mars_ray.scaling.baselines.tuning import tuned
 from mars_ray.scaling.sample import ReplicaLoad
 from mars_ray.scaling.simulate.observe import Observed
 from mars_ray.scaling.simulate.policy import Policy
@@ -123,13 +124,13 @@ def setting(**changes) -> Setting:
     return Setting(job, MODEL, poisson(40, 3000, 30, 20), job.cluster)
 
 
-@pytest.mark.parametrize("knob", [0, -1])
+@pytest.mark.parametrize("end", [0, -1])
 @pytest.mark.parametrize("name", ALL_POLICIES)
-def test_every_policy_runs_within_its_bounds(name, knob):
+def test_every_policy_runs_within_its_bounds(name, end):
     """Guards a policy that the simulator cannot run, and one that forgets requests."""
     given = setting()
     who = contender(name, given)
-    outcome = run(given, who, who.knobs[knob], seed=0)
+    outcome = run(given, who, Knob(who.values[end], who.aims[end]), seed=0)
     assert outcome.timeline.target.min() >= 1
     assert outcome.timeline.target.max() <= 6
     assert (outcome.requests["outcome"] > 0).all()
@@ -141,9 +142,9 @@ def test_tuning_finds_the_smallest_fleet():
     """By bisection what trying every size finds."""
     given = setting()
     slo = given.job.scaling.slo
-    size = tuned([given], "static-peak")
+    size = tuned([given], "static-peak").value
 
     def attained(replicas: float) -> float:
-        return run(given, contender("static-peak", given), replicas, 0).within(slo).mean()
+        return run(given, contender("static-peak", given), Knob(replicas), 0).within(slo).mean()
 
     assert attained(size) >= slo.attainment > attained(size - 1)

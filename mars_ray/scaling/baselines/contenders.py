@@ -1,10 +1,4 @@
-"""Each policy by its name, set up fairly.
-
-Every one but the mean gets one knob (the load per replica that it aims at, the latency that it aims
-at, its number of replicas; ours, the fewest replicas) and is tuned: the cheapest setting that
-reaches the attainment on the tuning seeds, else the dearest one. So nobody loses for a default that
-suits another service, and nobody wins for missing the objective.
-"""
+"""Each policy by its name, and the settings that it may be given (`tuning.py`)."""
 
 import math
 from collections.abc import Callable
@@ -26,6 +20,10 @@ from mars_ray.scaling.traces.trace import Trace
 
 # Knob settings from cheap to safe: how much of a replica's capacity is to be used.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+_KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
+# What capacity is counted at, over the time per token that is owed. Well below these, the time that
+# even one sequence takes is too long for some service models, and nothing can be counted.
+_AIMS = (1.06, 1.04, 1.02, 1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88)
 # A fleet that is warm when a run begins is made for this much of its beginning, and has this much
 # to spare.
 _BEGINNING_S, _SPARE = 120.0, 1.25
@@ -69,13 +67,22 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Knob:
+    """How one policy is set: by its own measure, and by ScalingConfig.aim if it has that."""
+
+    value: float = 1.0
+    aim: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Contender:
-    """`make` a fresh policy at a knob's setting; `knobs` from cheap to safe."""
+    """`make` a fresh policy; `values` of its knob from cheap to safe, to be tried at each aim."""
 
     levels: tuple[Level, ...]
-    make: Callable[[Setting, float], Policy]
-    knobs: tuple[float, ...] = (1.0,)
-    fixed: Callable[[Setting, float], int] | None = None  # replicas, if they never change
+    make: Callable[[Setting, Knob], Policy]
+    values: tuple[float, ...] = (1.0,)
+    aims: tuple[float, ...] = (1.0,)
+    fixed: Callable[[Setting, Knob], int] | None = None  # replicas, if they never change
     set_point: float = 1.0
 
 
@@ -89,15 +96,15 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
     def decides(**changes: object) -> Contender:
         changed = config.model_copy(update=changes)
 
-        def make(_: Setting, least: float) -> Policy:
-            config = changed.model_copy(update={"min_replicas": int(least)})
-            return Deciding(config, setting.model)
+        def make(_: Setting, knob: Knob) -> Policy:
+            update = {"min_replicas": int(knob.value), "aim": knob.aim}
+            return Deciding(changed.model_copy(update=update), setting.model)
 
-        return Contender(levels, make, sizes, set_point=changed.threshold.set_point)
+        return Contender(levels, make, sizes, _AIMS, set_point=changed.threshold.set_point)
 
     def ray(levels: tuple[Level, ...]) -> Contender:
         aim = setting.load(levels[0])
-        return Contender(levels, lambda _, knob: RayDefault(knob * aim, low, high), _SHARES)
+        return Contender(levels, lambda _, k: RayDefault(k.value * aim, low, high), _SHARES)
 
     match name:
         case "mars":
@@ -107,9 +114,9 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
         case "fixed-threshold":
             return decides(threshold=_only(config, job.fixed_threshold))
         case "threshold-only":
-            return Contender(levels, _steered, sizes, lambda _, knob: int(knob))
+            return Contender(levels, _steered, sizes, _AIMS, fixed=_size)
         case "static-peak":
-            return Contender(EXACT, lambda _, n: Fixed(int(n)), sizes, lambda _, n: int(n))
+            return Contender(EXACT, lambda _, k: Fixed(int(k.value)), sizes, fixed=_size)
         case "static-mean":
             return Contender(EXACT, lambda s, _: Fixed(_mean(s)), fixed=lambda s, _: _mean(s))
         case "ray":
@@ -118,15 +125,15 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
             return ray(levels[:1])
         case "ray-ttft":
             slo_s = config.slo.ttft_s
-            return Contender(EXACT, lambda _, k: RayTtft(k * slo_s, low, high), _SHARES)
+            return Contender(EXACT, lambda _, k: RayTtft(k.value * slo_s, low, high), _SHARES)
         case "knative":
             aim = setting.load(EXACT[0])
-            return Contender(EXACT, lambda _, k: Knative(k * aim, low, high), _SHARES)
+            return Contender(EXACT, lambda _, k: Knative(k.value * aim, low, high), _SHARES)
         case "llm-d":
             slo = config.slo
-            return Contender(EXACT, lambda _, k: LlmD(slo, k, low, high), _SHARES)
+            return Contender(EXACT, lambda _, k: LlmD(slo, k.value, low, high), _SHARES)
         case "clairvoyant":
-            return Contender(levels[:1], _Knowing().policy, (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0))
+            return Contender(levels[:1], _Knowing().policy, _KNOWN)
 
 
 def _only(config: ScalingConfig, threshold: float) -> object:
@@ -135,9 +142,14 @@ def _only(config: ScalingConfig, threshold: float) -> object:
     )
 
 
-def _steered(setting: Setting, replicas: float) -> Policy:
+def _size(_: Setting, knob: Knob) -> int:
+    return int(knob.value)
+
+
+def _steered(setting: Setting, knob: Knob) -> Policy:
     """Our fast loop on a fleet that stays as it is."""
-    changes = {"min_replicas": int(replicas), "max_replicas": int(replicas)}
+    size = int(knob.value)
+    changes = {"min_replicas": size, "max_replicas": size, "aim": knob.aim}
     return Deciding(setting.config.model_copy(update=changes), setting.model)
 
 
@@ -156,11 +168,11 @@ class _Knowing:
     def __init__(self) -> None:
         self._attained: np.ndarray | None = None
 
-    def policy(self, setting: Setting, share: float) -> Policy:
-        """`share` is wanted in every window."""
+    def policy(self, setting: Setting, share: Knob) -> Policy:
+        """Its value is wanted in every window."""
         if self._attained is None:
             self._attained = _attained(setting)
-        reached = np.logical_and.accumulate((self._attained >= share)[::-1])[::-1]
+        reached = np.logical_and.accumulate((self._attained >= share.value)[::-1])[::-1]
         needs = setting.config.min_replicas + (~reached).sum(0)
         return Clairvoyant(needs.tolist(), _WINDOW_S, setting.cluster.cold_start_s)
 
@@ -184,7 +196,7 @@ def _attained(setting: Setting) -> np.ndarray:
 
 
 def run(
-    setting: Setting, who: Contender, knob: float, seed: int, progress: Progress | None = None
+    setting: Setting, who: Contender, knob: Knob, seed: int, progress: Progress | None = None
 ) -> Outcome:
     """One run. A fleet that changes begins with what its first minutes need."""
     config = setting.config
@@ -212,22 +224,3 @@ def _fixture(
         most=max(setting.config.max_replicas, replicas),
         seed=seed,
     )
-
-
-def tuned(settings: list[Setting], name: PolicyName) -> float:
-    """The cheapest knob that reaches the attainment on every one of these; else the safest.
-
-    Bisection: a safer setting is taken to attain no less.
-    """
-    others = [contender(name, setting) for setting in settings]
-    who = others[0]
-    slo = settings[0].job.scaling.slo
-    low, high = 0, len(who.knobs) - 1
-    while low < high:
-        middle = (low + high) // 2
-        reached = all(
-            run(setting, other, who.knobs[middle], seed).within(slo).mean() >= slo.attainment
-            for seed, (setting, other) in enumerate(zip(settings, others, strict=True))
-        )
-        low, high = (low, middle) if reached else (middle + 1, high)
-    return who.knobs[low]
