@@ -18,13 +18,11 @@ ARRIVED, REFUSED, FINISHED = "arrived", "refused", "finished"
 OUTPUT_TOKENS, PROMPT_ROWS = "output_tokens", "prompt_rows"
 STEPS, STEP_S, SEQUENCES, DECODE_ROWS = "steps", "step_s", "sequences", "decode_rows"
 RUNNING, WAITING = "running", "waiting"
-VERIFIED_FORWARDS, CHECKED, DISAGREED = "verified_forwards", "checked", "disagreed"
+VERIFIED_FORWARDS = "verified_forwards"
 # With a threshold or the name of a class behind it.
 TOKENS_AT, OF_CLASS = "tokens_at:", "class:"
 # No sum: seconds of a step as measured at the start, with its rows behind it.
 STEP_COST = "step_cost:"
-# Fewer checks tell nothing about a share.
-_ENOUGH = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,6 @@ def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
 def _flows(pairs: _Pairs) -> dict[str, Any]:
     """Rates are sums over replicas of their own rates; means are ratios of sums."""
     arrived, finished = _sum(pairs, ARRIVED), _sum(pairs, FINISHED)
-    checked = _sum(pairs, CHECKED)
     return {
         "arrivals_per_s": _rate(pairs, ARRIVED),
         "refused_per_s": _rate(pairs, REFUSED),
@@ -109,7 +106,6 @@ def _flows(pairs: _Pairs) -> dict[str, Any]:
             float(threshold): mean
             for threshold, mean in _shares(pairs, TOKENS_AT, VERIFIED_FORWARDS).items()
         },
-        "disagreement": _sum(pairs, DISAGREED) / checked if checked >= _ENOUGH else None,
         "class_shares": _shares(pairs, OF_CLASS, ARRIVED),
     }
 

@@ -38,13 +38,11 @@ class Sample:
     prompt_tokens: float | None = None  # of a request, mean; without what the prefix cache had
     output_tokens: float | None = None  # of a request, mean
     waiting: int | None = None  # requests that have no token yet and are in no batch
-    backlog_tokens: float | None = None  # output tokens still to come of all requests, estimated
     loads: tuple[ReplicaLoad, ...] = ()
     ttft_p90_s: float | None = None  # newest
     time_per_token_p90_s: float | None = None  # newest
     # Threshold -> T/F that it would have given on the same steps (decode/measures.py).
     tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
-    disagreement: float | None = None  # share of the checked tokens
     # Share of the requests by quality class, and of those that pin their own (`PINNED`); the rest
     # follows the set-point.
     class_shares: Mapping[str, float] = field(default_factory=dict)
@@ -63,12 +61,10 @@ class Sample:
             prompt_tokens=_number(self.prompt_tokens),
             output_tokens=_number(self.output_tokens),
             waiting=_count(self.waiting),
-            backlog_tokens=_number(self.backlog_tokens),
             loads=tuple(map(_checked_load, self.loads)),
             ttft_p90_s=_number(self.ttft_p90_s),
             time_per_token_p90_s=_number(self.time_per_token_p90_s),
             tokens_per_forward=_checked_table(self.tokens_per_forward),
-            disagreement=_share(self.disagreement),
             class_shares=_checked_shares(self.class_shares),
             cold_start_s=_number(self.cold_start_s),
             age_s=_number(self.age_s),

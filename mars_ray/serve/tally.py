@@ -53,7 +53,6 @@ class Tally:
             sums |= {f"{collect.STEP_COST}{rows}": seconds for rows, seconds in table.items()}
         if measures and measures.forwards:
             sums |= {collect.VERIFIED_FORWARDS: measures.forwards}
-            sums |= {collect.CHECKED: measures.checked, collect.DISAGREED: measures.disagreed}
             curve = measures.tokens_per_forward()
             sums |= {
                 f"{collect.TOKENS_AT}{threshold:g}": mean * measures.forwards

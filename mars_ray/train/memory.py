@@ -14,7 +14,8 @@ A row of a forward (a token of the clean stream, or a mask) keeps for the backwa
 8 hidden and 2 key sizes in float32 and 4 intermediate ones, as autograd's saved tensors of Qwen2
 show; with gradient checkpointing one hidden size, and one layer in full, with its gradients. The
 dense attention mask (CPU) costs 4 bytes a pair of rows and layer. The head works in chunks: three
-times a chunk's float32 logits, and the gradient of its weight.
+times a chunk's float32 logits, and the gradient of its weight. A starting model that answers are
+held to (anchor_weight) is a whole copy eP on each worker, with its own chunk's logits.
 """
 
 import math
@@ -52,12 +53,14 @@ class MemoryEstimate:
     optimizer: float
     activations: float
     head: float
+    anchor: float
     offloaded: float
 
     @property
     def device(self) -> float:
         """All that is on the device at the peak."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+        training = self.weights + self.gradients + self.optimizer + self.activations
+        return training + self.head + self.anchor
 
     def text(self) -> str:
         """For people."""
@@ -67,8 +70,9 @@ class MemoryEstimate:
             "optimizer": self.optimizer,
             "activations": self.activations,
             "output head": self.head,
+            "starting model": self.anchor,
         }
-        listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items() if size)
         return f"{self.device / _GIB:.2f} GiB a worker ({listed})"
 
 
@@ -110,6 +114,7 @@ def estimate(
         **states,
         activations=_activations(shape, job, batch, row.tokens + masks, on_cuda=on_cuda),
         head=_head(shape, job, batch * targets, frozen=stage.lora is not None),
+        anchor=_anchor(shape, job, stage, batch * row.tokens),
     )
 
 
@@ -220,6 +225,14 @@ def _head(shape: ModelShape, job: TrainJob, targets: int, *, frozen: bool) -> fl
     logits = 4 * shape.vocabulary * min(targets, chunk_rows(shape.vocabulary))
     gradient = 0 if frozen else size * shape.vocabulary * shape.hidden
     return _LOGITS_COPIES * logits + gradient
+
+
+def _anchor(shape: ModelShape, job: TrainJob, stage: StageConfig, rows: int) -> float:
+    if isinstance(stage.objective, ArObjective) or not stage.objective.anchor_weight:
+        return 0.0
+    size = 2 if job.precision == "bfloat16" else 4
+    logits = 4 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))
+    return size * shape.parameters + _LOGITS_COPIES * logits
 
 
 def _free_on_node() -> float:

@@ -130,8 +130,10 @@ def _memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_estimate_is_near_the_measured_peak(gradient_checkpointing, model, tmp_path):
+@pytest.mark.parametrize(
+    ("gradient_checkpointing", "anchored"), [(False, False), (True, False), (True, True)]
+)
+def test_the_estimate_is_near_the_measured_peak(gradient_checkpointing, anchored, model, tmp_path):
     """Guards the arithmetic: at most 1.7 times what a process really took, and not below 0.8."""
     small = plan_of(model, tmp_path / "small")
     model = make_model(tmp_path / "model", hidden_size=256, intermediate_size=1024, layers=8)
@@ -140,6 +142,9 @@ def test_the_estimate_is_near_the_measured_peak(gradient_checkpointing, model, t
     job["data"] |= {"packing": True, "max_length": 256, "eval": None}
     job["data"]["train"]["count"] = 200
     job["stages"]["mars"] |= {"steps": 2, "global_batch_size": 8}
+    if anchored:
+        job["data"]["own"] = job["data"]["train"]
+        job["stages"]["mars"]["objective"]["anchor_weight"] = 1.0
     plan = make_plan(TrainJob.model_validate(job), model)
     spawn(measure_peak, 1, plan, small, tmp_path / "peak")
     measured = int((tmp_path / "peak").read_text())

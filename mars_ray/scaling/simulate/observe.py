@@ -95,7 +95,6 @@ class Observer:
         refused = here.refused - before.refused
         arrived = here.arrivals - before.arrivals
         prompt, output = self._token_means(before, here)
-        waiting, backlog = self._backlog(output)
         waits, paces = self._latencies(here)
         return Observed(
             running=0,
@@ -104,8 +103,7 @@ class Observer:
             refused_per_s=refused / span,
             prompt_tokens=prompt,
             output_tokens=output,
-            waiting=waiting,
-            backlog_tokens=backlog,
+            waiting=self._waiting(),
             loads=self._loads(now),
             class_shares=_pinned_share(here.pinned - before.pinned, arrived),
             ttft_p90_s=_percentile(waits, 0.9),
@@ -128,16 +126,12 @@ class Observer:
         )
         return self._means
 
-    def _backlog(self, output: float | None) -> tuple[int, float | None]:
-        """Requests without a token and in no batch; output tokens still to come, by the mean."""
+    def _waiting(self) -> int:
+        """Requests without a token and in no batch."""
         alive = (self.world.replicas["status"] == READY) | (
             self.world.replicas["status"] == DRAINING
         )
-        held = int(self.world.counts[HELD])
-        waiting = held + int(self.world.replicas["waiting"][alive].sum())
-        running = int(self.world.replicas["running"][alive].sum())
-        # A running sequence is half way through, in the mean.
-        return waiting, None if output is None else (waiting + running / 2) * output
+        return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
 
     def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
         """Of a step's seconds the mean since the tick before, as an engine's counters give it."""
