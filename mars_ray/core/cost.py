@@ -9,12 +9,18 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+# Between the last two numbers of rows that are measured.
+_LEAST_STEP = 1.25
 # How far one step moves what is known; an outlier counts as twice what was expected.
 _RATE = 0.05
 
 
 class StepCost:
-    """Seconds of a forward: measured at some numbers of rows, linear between them and beyond."""
+    """Seconds of a forward: measured at some numbers of rows, linear between them.
+
+    Beyond, it rises as over the last doubling: between two neighbours noise would decide, and what
+    looks free there would be taken for free at any size.
+    """
 
     def __init__(self, seconds_at: Mapping[int, float]) -> None:
         """At least two numbers of rows."""
@@ -24,6 +30,10 @@ class StepCost:
 
     def seconds(self, rows: float) -> float:
         """Of a step of so many rows; a mean of several steps may have a fraction."""
+        last = self._rows[-1]
+        if rows > last:
+            doubling_s = self._seconds[-1] - self.seconds(last / 2)
+            return self._seconds[-1] + doubling_s * (rows - last) / (last / 2)
         right, share = self._place(rows)
         from_s, to_s = self._seconds[right - 1], self._seconds[right]
         return max(self._seconds[0], from_s + (to_s - from_s) * share)
@@ -58,9 +68,10 @@ def _monotone(seconds: Sequence[float]) -> list[float]:
 
 
 def row_counts(most: int) -> list[int]:
-    """Where to measure: powers of two and the steps half way between, up to `most`."""
+    """Where to measure: powers of two and the steps half way between, and `most`."""
     powers = [1]
     while powers[-1] < most:
         powers.append(2 * powers[-1])
     between = [(low + high) // 2 for low, high in pairwise(powers) if high - low > 1]
-    return sorted({min(rows, most) for rows in powers + between} | {2})
+    spread = [rows for rows in powers + between if _LEAST_STEP * rows <= most]
+    return sorted({*spread, most, 1, 2})

@@ -17,19 +17,22 @@ from mars_ray.decode.strategies.base import Plan
 from mars_ray.model.card import ModelCard
 
 _CONTEXT = 128  # tokens before the rows
-# Long steps vary less; of two, one may have been disturbed.
-_TIMES, _LEAST = 3, 2
-_ENOUGH_S = 0.2
+# Short steps vary most; of two long ones, one may have been disturbed.
+_TIMES, _LEAST = 10, 2
+_ENOUGH_S = 0.1
 
 
 def measure_steps(
     runner: Runner, cache: PagedCache, card: ModelCard, config: EngineConfig
 ) -> StepCost:
-    """Steps of as many rows as the largest batch can have in `verified` with one group.
+    """Steps of as many rows as the largest batch can have in `verified` with one group, and one
+    sequence with a group for every outcome.
 
     Overwrites the first pages of the cache.
     """
-    most = min(config.max_step_tokens, config.max_batch * (1 + 2 * max(1, card.block_size)))
+    depth = max(1, card.block_size)
+    most = max(config.max_batch * (1 + 2 * depth), 1 + depth + (depth + 1) * depth)
+    most = min(config.max_step_tokens, most)
     seconds = {}
     for rows in row_counts(most):
         sequences = min(rows, config.max_batch)

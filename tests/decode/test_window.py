@@ -37,7 +37,13 @@ def test_cost_is_linear_between_measurements_and_monotone():
     """A step that was disturbed must not make those of more rows look free."""
     cost = StepCost({1: 1.0, 4: 9.0, 8: 2.0, 12: 6.0})
     assert cost.table() == {1: 1.0, 4: 2.0, 8: 2.0, 12: 6.0}
-    assert [cost.seconds(n) for n in (1, 2.5, 6, 8, 10, 14)] == [1.0, 1.5, 2.0, 2.0, 4.0, 8.0]
+    assert [cost.seconds(n) for n in (1, 2.5, 6, 8, 10)] == [1.0, 1.5, 2.0, 2.0, 4.0]
+
+
+def test_beyond_the_measurements_noise_does_not_decide():
+    """Guards groups for every outcome because 9 rows once took no longer than 8."""
+    assert StepCost({1: 1.0, 8: 8.0, 9: 8.0}).seconds(18) == 15.0
+    assert StepCost({1: 1.0, 4: 1.0, 8: 3.0}).seconds(12) == 5.0
 
 
 def test_cost_follows_the_steps_that_are_made():
@@ -80,6 +86,7 @@ def test_steps_beyond_what_was_measured_change_nothing():
 def test_row_counts_reach_the_largest_step():
     """Powers of two and half way between."""
     assert row_counts(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    assert row_counts(9) == [1, 2, 3, 4, 6, 9]
     assert row_counts(1) == [1, 2]
 
 
