@@ -48,20 +48,25 @@ def schedules(result: dict[str, Any]) -> list[str]:
     """Variants at equal steps, as differences to the first one."""
     rows, plan = result["comparison"], result["plan"]
     lines = [
-        "| variant | seeds | T/F of `verified` | difference | `exact` | difference | clean loss |",
-        "|---|---|---|---|---|---|---|",
+        "| variant | T/F, one group | difference | T/F, all outcomes | difference | `exact` | "
+        "difference | clean loss |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['variant']} | {len(row['seeds'])} | {row['tokens_per_forward']:.3f} | "
-        f"{_difference(row, 'tokens_per_forward', '+.3f')} | {row['exact_accuracy']:.1%} | "
+        f"| {row['variant']} | {row['tokens_per_forward']:.3f} | "
+        f"{_difference(row, 'tokens_per_forward', '+.3f')} | "
+        f"{row['tokens_per_forward_all_outcomes']:.3f} | "
+        f"{_difference(row, 'tokens_per_forward_all_outcomes', '+.3f')} | "
+        f"{row['exact_accuracy']:.1%} | "
         f"{_difference(row, 'exact_accuracy', '+.1%')} | {row['clean_ce']:.4f} |"
         for row in rows
     ]
     return [
         *lines,
         "",
-        f"{result['runs'][0]['steps']} steps, {plan['problems']} held-out problems; differences to "
-        f"{rows[0]['variant']} with 95% intervals over seeds, where there are several. "
+        f"{result['runs'][0]['steps']} steps, {plan['problems']} held-out problems; T/F of "
+        f"`verified` at its whole window, masks behind all drafts or behind each; differences to "
+        f"{rows[0]['variant']} with 95% intervals over {len(rows[0]['seeds'])} seeds. "
         f"{machine(result['provenance'])}.",
     ]
 

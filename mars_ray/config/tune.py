@@ -117,6 +117,13 @@ class Objectives(Config):
     thresholds: tuple[Threshold, ...] = Field(
         default=(1.0, 0.5, 0.1), min_length=1, description="of mode verified"
     )
+    groups: int = Field(
+        default=65,
+        ge=1,
+        le=65,
+        description="outcomes of a step that get masks in generation; the default, all of them, "
+        "is what the expected T/F assumes, and right where rows are free",
+    )
     max_accuracy_loss: float = Field(
         default=0.01, ge=0, le=1, description="that a threshold may cost, as a share"
     )

@@ -52,6 +52,8 @@ class FrontierPoint:
             parts.append(self.mode["measure"])
         if "window" in self.mode and self.mode["window"] is not None:
             parts.append(f"W={self.mode['window']}")
+        if "groups" in self.mode and self.mode["groups"] is not None:
+            parts.append(f"G={self.mode['groups']}")
         return " ".join(parts)
 
 

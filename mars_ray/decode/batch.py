@@ -153,23 +153,25 @@ def _bias(
     """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
     shared = cache.shared_heads
     index_BR = start_B[:, None] + np.arange(width).repeat(shared)
-    hidden_BRC = np.arange(places) > index_BR[:, :, None]
-    for hidden_RC, item, start in zip(hidden_BRC, work, start_B, strict=True):
+    # Padding may lie behind all places.
+    index_BR = index_BR.clip(max=places - 1)
+    bias_XC = cache.causal(_tensor(index_BR.ravel(), runner), places)
+    bias_BRC = bias_XC.view(len(work), -1, places)
+    for index, (item, start) in enumerate(zip(work, start_B.tolist(), strict=True)):
         if item.plan and not item.plan.is_causal:
-            _separate(hidden_RC, item, int(start), shared)
-    bias_BRC = torch.from_numpy(np.where(hidden_BRC, np.float32(-np.inf), np.float32(0)))
-    return bias_BRC[:, None].to(runner.device, runner.dtype)
+            _separate(bias_BRC[index], item, start, shared)
+    return bias_BRC[:, None]
 
 
 def _tensor(array: np.ndarray, runner: Runner) -> Tensor:
     return torch.from_numpy(array).to(runner.device)
 
 
-def _separate(hidden_RC: np.ndarray, item: Work, start: int, shared: int) -> None:
+def _separate(bias_RC: Tensor, item: Work, start: int, shared: int) -> None:
     """Hide from each group of masks the drafts behind it and the groups before it."""
     assert item.plan
     row = item.count + len(item.plan.drafts)
     for group in item.plan.groups:
         seen = start + item.count + group.after
-        hidden_RC[row * shared : (row + group.masks) * shared, seen : start + row] = True
+        bias_RC[row * shared : (row + group.masks) * shared, seen : start + row] = -torch.inf
         row += group.masks

@@ -46,6 +46,16 @@ class PagedCache:
         # The same memory, a row for each page.
         self.pages = [layer.view(pages, -1) for layer in self.layers]
 
+        # Row r of the windows over this line hides what lies behind place (places - 1 - r).
+        hidden = torch.full((len(self.layers[0]),), -torch.inf, device=device, dtype=dtype)
+        self._line = torch.cat([torch.zeros_like(hidden), hidden])
+
+    def causal(self, index_X: Tensor, places: int) -> Tensor:
+        """What attention adds to the scores of rows at these places: (X, places)."""
+        most = len(self.layers[0])
+        window_PC = self._line.as_strided((most, places), (1, 1))
+        return window_PC.index_select(0, most - 1 - index_X)
+
     @property
     def bytes(self) -> int:
         """Memory held."""

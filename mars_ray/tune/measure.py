@@ -81,7 +81,8 @@ def _cheap_gains(trial: TrialRecord) -> tuple[float, ...]:
 
 
 def _modes(objectives: Objectives) -> list[Mode]:
-    return [VerifiedMode(threshold=threshold) for threshold in objectives.thresholds]
+    groups = objectives.groups
+    return [VerifiedMode(threshold=value, groups=groups) for value in objectives.thresholds]
 
 
 def _job(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -> EvaluateJob:
