@@ -78,6 +78,9 @@ class SimulateJob(Config):
         default=0.9, ge=0, le=1, description="of the policy fixed-threshold"
     )
     seeds: tuple[int, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    tuning_seeds: int = Field(
+        default=2, ge=1, description="policies are tuned on so many of the seeds, the first ones"
+    )
     cold_starts_s: tuple[float, ...] = Field(
         default=(), description="other cold starts, for the sensitivity; all policies again"
     )

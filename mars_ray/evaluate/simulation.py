@@ -22,7 +22,6 @@ from mars_ray.scaling.traces.load import load_trace
 # 97.5% quantiles of Student's t by degrees of freedom; beyond, the normal one.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _NORMAL = 1.96
-_TUNING_SEEDS = 2
 # Points of a timeline in the result: its file stays small.
 _TICKS = 150
 
@@ -69,7 +68,7 @@ def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Settin
 
 
 def _compared(name: PolicyName, settings: list[Setting], job: SimulateJob) -> dict[str, Any]:
-    knob = tuned(settings[:_TUNING_SEEDS], name)
+    knob = tuned(settings[: job.tuning_seeds], name)
     runs, first = [], None
     for seed, setting in zip(job.seeds, settings, strict=True):
         outcome = run(setting, contender(name, setting), knob, seed)

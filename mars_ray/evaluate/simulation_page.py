@@ -74,7 +74,7 @@ def _head(result: dict[str, Any], cold: str) -> str:
         f"requests. Cold start {cold} s, {len(job['seeds'])} seeds; intervals are 95% of the mean. "
         f"A replica costs {prices['replica_hour']:g} an hour, a point of accuracy "
         f"{prices['point_hour']:g}. All but static-mean are "
-        "tuned: the cheapest setting that reaches the objective on two seeds.</p>"
+        f"tuned: the cheapest setting that reaches the objective on {job['tuning_seeds']} seeds.</p>"
     )
 
 
