@@ -73,8 +73,8 @@ def _head(result: dict[str, Any], cold: str) -> str:
         f"{1e3 * slo['time_per_token_s']:g} ms a token for {slo['attainment']:.1%} of the "
         f"requests. Cold start {cold} s, {len(job['seeds'])} seeds; intervals are 95% of the mean. "
         f"A replica costs {prices['replica_hour']:g} an hour, a point of accuracy "
-        f"{prices['point_hour']:g}. All but static-mean are "
-        f"tuned: the cheapest setting that reaches the objective on {job['tuning_seeds']} seeds.</p>"
+        f"{prices['point_hour']:g}. All but static-mean are tuned: the cheapest setting that "
+        f"reaches the objective on {job['tuning_seeds']} seeds.</p>"
     )
 
 
