@@ -281,7 +281,9 @@ def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
 def _pace_p50(outcome: Outcome) -> float:
     """Seconds a token after the first; a killed replica's requests may have none."""
     rows = outcome.requests
-    return float(np.nanmedian((rows["end_s"] - rows["first_s"]) / np.maximum(1, rows["output"] - 1)))
+    return float(
+        np.nanmedian((rows["end_s"] - rows["first_s"]) / np.maximum(1, rows["output"] - 1))
+    )
 
 
 def _kept(row: Asked) -> list[float | None]:

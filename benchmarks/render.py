@@ -314,7 +314,7 @@ def live(result: dict[str, Any]) -> list[str]:
     lowered = (
         f"{told['lowered']} answers had a lower threshold, {told['pinned_below_floor']} of those "
         f"that pin one; {told['cut']} streams broke off and were asked for again, "
-        f"{told['refused']} were refused at first, none was lost."
+        f"{told['refused']} were refused at first, {told['requests'] - told['answered']} lost."
     )
     return [
         *lines,
