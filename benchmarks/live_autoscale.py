@@ -49,6 +49,7 @@ LOOK_S = 0.5
 PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 NEW_TOKENS = 128
 _AGAIN_S = 1.0  # after a refusal
+_SETTLED_S = 15.0  # a replica that was there so long ago serves
 
 
 @dataclass(slots=True)
@@ -245,10 +246,17 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
 
 
 async def _kill(job: ServeJob, at: float) -> None:
+    """One that has been there for a while, not one that has just been ordered."""
+    await asyncio.sleep(at - _SETTLED_S - time.perf_counter())
+    old = _replicas(job)
     await asyncio.sleep(at - time.perf_counter())
-    actors: list[Any] = list_named_actors(all_namespaces=True)
-    name = next(a["name"] for a in actors if f"#{job.deployment}#" in a["name"])
+    name = next(name for name in _replicas(job) if name in old)
     ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+def _replicas(job: ServeJob) -> list[str]:
+    actors: list[Any] = list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if f"#{job.deployment}#" in actor["name"]]
 
 
 def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
