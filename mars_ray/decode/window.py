@@ -7,7 +7,7 @@ drafts of each depth were accepted lately. Under load rows cost more, and the wi
 nothing before it would make decoding slower than `exact`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
@@ -22,6 +22,8 @@ _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 _DECAY = 0.99
 # With the window at 0 nothing is learnt: every so many steps one sequence tries a single mask.
 _PROBE_EVERY = 128
+# Masks must promise so much more than none: less is within what a step's cost is wrong by.
+_WORTH = 1.03
 # Rates change slowly: what was chosen for a load holds for so many steps.
 _KEEP = 32
 
@@ -55,11 +57,11 @@ def best_choice(
     other_rows: int,
     rates: Several[float],
     cost: StepCost,
-    choices: Iterable[Choice],
+    choices: Several[Choice],
 ) -> Choice:
     """That with the most tokens per second, the rows of others counting as a token each.
 
-    Of equals the first one.
+    Of equals the first one; and the first of all, which is no masks, unless another is worth it.
     """
 
     def tokens_per_second(choice: Choice) -> float:
@@ -67,7 +69,8 @@ def best_choice(
         tokens = other_rows + sequences * each.tokens
         return tokens / cost.seconds(other_rows + sequences * each.rows)
 
-    return max(choices, key=tokens_per_second)
+    none, best = choices[0], max(choices, key=tokens_per_second)
+    return best if tokens_per_second(best) > _WORTH * tokens_per_second(none) else none
 
 
 class WindowControl:

@@ -124,6 +124,8 @@ def test_free_rows_are_used_and_costly_ones_are_not():
     assert best_choice(1, 0, RATES, FREE, choices) == Choice(4, 5)
     assert best_choice(1, 0, RATES, BY_ROW, choices) == Choice(0, 1)
     assert best_choice(1, 0, [0.0] * 4, BY_ROW, choices) == Choice(0, 1)
+    # Rows are never quite free: for a token in a hundred steps they are not worth having.
+    assert best_choice(1, 0, [0.01] * 4, FREE, choices) == Choice(0, 1)
     # Weights are read for 8 rows as for one.
     bandwidth = StepCost({1: 1.0, 8: 1.0, 800: 100.0})
     windows = [best_choice(n, 0, RATES, bandwidth, choices).window for n in (1, 2, 4, 64)]
