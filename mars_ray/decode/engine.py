@@ -213,7 +213,7 @@ class Engine:
             if quality := sequence.request.quality:
                 sequence.threshold = self.thresholds.of(quality)
         if self.control:
-            self.control.set_windows(running)
+            self.control.set_windows(self._scheduler.next_sequences())
         if self._drafter:
             wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
             self._drafter.extend((s, count) for s, count in wanting if count)

@@ -66,6 +66,12 @@ class Scheduler:
         """Those that hold pages."""
         return list(self._running.values())
 
+    def next_sequences(self) -> list[Sequence]:
+        """Those of the next step, if there is room for all: who runs, and who comes in."""
+        room = self._config.max_batch - self.running
+        coming = heapq.nsmallest(room, self._waiting) if room and self._waiting else []
+        return [*self._running.values(), *(sequence for _, sequence in coming)]
+
     def add(self, sequence: Sequence) -> None:
         """A new sequence, behind those of its priority."""
         self._arrivals += 1

@@ -214,6 +214,16 @@ def test_warming_up_measures_steps(model):
     assert generate_all(engine, [item])[0].tokens == reference.generate(model, CARD, item).tokens
 
 
+def test_a_sequence_that_comes_in_has_no_more_masks_than_pay(model):
+    """Guards a first step with all masks, and a second one with all their drafts."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=2, max_context=64, prefix_cache=False))
+    engine.control = WindowControl(BY_ROW, CARD.block_size, 100)
+    for name in ("a", "b", "c"):
+        engine.submit(request(name, [1, 2, 3], VerifiedMode()))
+    engine.step()
+    assert engine.last_rows == 6
+
+
 def test_control_can_be_switched_off(model):
     """Then every step has all masks, and one group."""
     engine = Engine(model, CARD, EngineConfig(max_batch=2, max_context=32, window_control=False))
