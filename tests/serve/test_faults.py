@@ -170,7 +170,7 @@ def test_the_set_point_changes_while_the_service_runs(url):
     publish("mars", 0.25)
 
     async def followed(threshold: float) -> None:
-        await eventually(lambda: thresholds(url) == {threshold}, 10)
+        await eventually(lambda: thresholds(url) == {threshold}, 60)
 
     asyncio.run(followed(0.25))
     assert {actor["name"] for actor in replicas()} == before
