@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 from rich.console import Console
 from train.small_jobs import make_model
-from tune.sweeps import make_sweep, make_table
+from tune.sweeps import make_table
 
-from mars_ray.config.load import load_job
+from mars_ray.config.load import load_job, parse_job
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import read_frontier
@@ -118,7 +118,7 @@ def test_population_based_training_hands_weights_over(model: Path, tmp_path: Pat
     checkpoint, which is the only way for its run to begin at a step above 0."""
     output_dir = tmp_path / "pbt"
     space = {"optimizer.learning_rate": {"type": "choice", "values": [1e-7, 1e-2]}}
-    job = make_sweep(
+    table = make_table(
         model,
         output_dir,
         trials=2,
@@ -126,6 +126,10 @@ def test_population_based_training_hands_weights_over(model: Path, tmp_path: Pat
         scheduler={"type": "pbt", "interval_steps": 3, "quantile": 0.5},
         seed=1,
     )
+    # Slow steps: a run that ends before it is compared has nothing to take over.
+    table["train"]["stages"]["mars"] |= {"steps": 36, "global_batch_size": 64}
+    job = parse_job(table, source="test")
+    assert isinstance(job, TuneJob)
     run_sweep(job, QUIET)
     ledger = Ledger(output_dir / LEDGER_FILE)
     assert {trial.status for trial in ledger.trials.values()} == {"finished"}
