@@ -66,7 +66,8 @@ def schedules(result: dict[str, Any]) -> list[str]:
         "",
         f"{result['runs'][0]['steps']} steps, {plan['problems']} held-out problems; T/F of "
         f"`verified` at its whole window, masks behind all drafts or behind each; differences to "
-        f"{rows[0]['variant']} with 95% intervals over {len(rows[0]['seeds'])} seeds. "
+        f"{rows[0]['variant']} with 95% intervals over {len(rows[0]['seeds'])} seeds, without one "
+        "of the first seed. "
         f"{machine(result['provenance'])}.",
     ]
 
