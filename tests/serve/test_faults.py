@@ -40,7 +40,10 @@ def job(checkpoint) -> ServeJob:
         replicas=2,
         cpus_per_replica=0.5,
         default_mode=ExactMode(),
-        engine=EngineConfig(max_batch=4, max_context=300, device="cpu", threads=1),
+        # Without drafts no threshold is ever used, and those of random weights do not pay.
+        engine=EngineConfig(
+            max_batch=4, max_context=300, device="cpu", threads=1, window_control=False
+        ),
         limits=Limits(new_tokens=200, waiting_requests=40),
     )
 
@@ -170,7 +173,7 @@ def test_the_set_point_changes_while_the_service_runs(url):
     publish("mars", 0.25)
 
     async def followed(threshold: float) -> None:
-        await eventually(lambda: thresholds(url) == {threshold}, 60)
+        await eventually(lambda: thresholds(url) == {threshold}, 30)
 
     asyncio.run(followed(0.25))
     assert {actor["name"] for actor in replicas()} == before
