@@ -20,6 +20,7 @@ from mars_ray.scaling.traces.trace import Trace
 
 # Knob settings from cheap to safe: how much of a replica's capacity is to be used.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+# Of a window's requests, those that the clairvoyant one wants in time.
 _KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
 # What capacity is counted at, over the time per token that is owed. Well below these, the time that
 # even one sequence takes is too long for some service models, and nothing can be counted.
