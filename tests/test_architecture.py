@@ -9,6 +9,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = {
     "__init__": 0,
     "errors": 0,
+    "memory": 0,
     "provenance": 0,
     "config": 0,
     "cluster": 1,
@@ -47,6 +48,7 @@ ONLY_IN = {
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
     "llguidance": {"decode/grammar.py"},
+    "triton": {"decode/attention/kernels.py"},
     "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
 }
 
@@ -91,12 +93,14 @@ def test_heavy_packages_stay_in_their_shells():
 
 
 def test_first_party_imports_stand_at_the_top():
-    """Only the command line imports late, and says why."""
+    """Only two import late: the command line, which parses first, and what may lack Triton."""
     for path in FILES:
         tree = ast.parse(path.read_text())
         for name, node in imports(tree):
             if name.startswith("mars_ray") and node not in tree.body:
-                assert path.name == "cli.py", f"{path}: {name} is imported inside a function"
+                assert path.name in ("cli.py", "paged.py"), (
+                    f"{path}: {name} is imported inside a function"
+                )
 
 
 def test_files_and_functions_stay_short():

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 
@@ -118,6 +118,13 @@ class EngineConfig(Config):
     cache_bytes: int | None = Field(
         default=None, ge=1, description="KV cache; default: max_batch sequences of max_context"
     )
+    cache_memory_share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="KV cache instead of cache_bytes: share of the device's memory that is free "
+        "when the model is loaded",
+    )
     prefix_cache: bool = Field(default=True, description="prompts share pages of equal beginnings")
     draft_model: str | None = Field(
         default=None, description="checkpoint with the same tokenizer, for mode speculative"
@@ -128,6 +135,15 @@ class EngineConfig(Config):
     )
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention_backend: Literal["auto", "dense", "triton"] = Field(
+        default="auto", description="auto: on a GPU triton with CUDA graphs, else dense"
+    )
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads; default: torch's choice"
     )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> "EngineConfig":
+        if self.cache_bytes is not None and self.cache_memory_share is not None:
+            raise ValueError("cache_bytes and cache_memory_share: set one of them")
+        return self

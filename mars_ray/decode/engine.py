@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
+from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.batch import forward
 from mars_ray.decode.drafter import Drafter
 from mars_ray.decode.kv_cache import PagedCache, page_bytes
@@ -34,6 +35,7 @@ from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
+from mars_ray.memory import free_on_node
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.load import load_model, load_tokenizer
 
@@ -58,10 +60,10 @@ class Engine:
         # The last step's rows may lie beyond the limit.
         spare = most_rows(VerifiedMode(groups=65), card.block_size)
         positions = config.max_context + (config.max_step_tokens if draft_engine else spare)
-        self._runner = Runner(model, positions)
         pages = _page_count(model, positions, config)
         self.pool = PagePool(pages)
-        self._cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
+        cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
+        self._backend = backend_of(config, Runner(model, positions), cache, positions)
         self._scheduler = Scheduler(config, self.pool)
         self._sequences: dict[str, Sequence] = {}
         self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
@@ -109,18 +111,19 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Memory of the KV cache."""
-        return self._cache.bytes
+        return self._backend.cache.bytes
 
     @property
     def model_seconds(self) -> float:
         """Time spent in the model's forward so far; the rest of a step is our own."""
-        return self._runner.seconds
+        return self._backend.runner.seconds
 
     def warm_up(self) -> None:
         """Run steps of every size and measure them; before the first request."""
         assert not self.has_work, "the engine is at work"
         assert not self.pool.kept, "warming up would overwrite what is kept"
-        cost = measure_steps(self._runner, self._cache, self.card, self.config)
+        self._backend.warm_up()
+        cost = measure_steps(self._backend, self.card, self.config)
         if self.config.window_control:
             depth = max(1, self.card.block_size)
             self.control = WindowControl(cost, depth, self.config.max_step_tokens)
@@ -129,7 +132,7 @@ class Engine:
         """Seconds of a step of so many sequences with so many positions each, when idle."""
         assert not self.has_work, "the engine is at work"
         rows = sequences * positions
-        return step_seconds(self._runner, self._cache, self.card, self.config, rows, sequences)
+        return step_seconds(self._backend, self.card, self.config, rows, sequences)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError or PromptTooLongError."""
@@ -184,7 +187,7 @@ class Engine:
         if not work:
             return []
         forward_s = time.monotonic()
-        rows = forward(self._runner, self._cache, work, self.card.mask_token_id)
+        rows = forward(self._backend, work, self.card.mask_token_id)
         end_s = time.monotonic()
         self.totals.add(work, end_s - begin_s)
         if self.control:
@@ -280,15 +283,22 @@ def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[To
 def _page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
     """Pages of the cache. Raises ConfigError if they cannot hold a single sequence."""
     longest = -(-positions // config.page_size)
-    if config.cache_bytes is None:
+    cache_bytes = config.cache_bytes
+    if config.cache_memory_share is not None:
+        cache_bytes = int(config.cache_memory_share * _free_bytes(model.device))
+    if cache_bytes is None:
         return longest * config.max_batch
     each = page_bytes(model.config, config.page_size, model.dtype)
-    if config.cache_bytes < longest * each:
+    if cache_bytes < longest * each:
         raise ConfigError(
-            f"cache_bytes={config.cache_bytes} is too small: one sequence of "
+            f"cache_bytes={cache_bytes} is too small: one sequence of "
             f"max_context={config.max_context} needs {longest * each}"
         )
-    return config.cache_bytes // each
+    return cache_bytes // each
+
+
+def _free_bytes(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_on_node()
 
 
 def load_engine(
@@ -310,6 +320,7 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
         "max_context": config.max_context + config.max_step_tokens,
         "page_size": 4,
         "cache_bytes": None,
+        "cache_memory_share": None,
         "prefix_cache": True,
         "window_control": False,
     }

@@ -4,6 +4,7 @@ Shape suffixes: N rows of a forward or of a sequence, P rows that are read, H hi
 vocabulary.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence as Several
 from itertools import chain
@@ -46,11 +47,11 @@ def read(
     logits_PV.select(1, mask_token_id).fill_(-torch.inf)
     planned = [item for item in work if item.plan]
     # A row at position t predicts the token of position t + 1.
-    return _to_host(logits_PV, planned, owns, position_N + 1)
+    return _to_host(runner, logits_PV, planned, owns, position_N + 1)
 
 
 def _to_host(
-    logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
+    runner: Runner, logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
 ) -> list[Rows]:
     """Tokens and numbers of all rows in one copy."""
     plans = [cast(Plan, item.plan) for item in work]
@@ -65,7 +66,7 @@ def _to_host(
     _adjust(logits_PV, work, owns)
     _sample(logits_PV, work, owns, position_P)
     best_P, measured["ratio"] = _best(logits_PV, _drafts(plans, len(logits_PV)))
-    best, *values = _lists([best_P, *(measured[name] for name in wanted)])
+    best, *values = _lists(runner, [best_P, *(measured[name] for name in wanted)])
     best = [int(token) for token in best]
     numbers = dict(zip(wanted, values, strict=True))
     return [
@@ -90,11 +91,14 @@ def _best(logits_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
     return best_P, (score_P2[:, 0] - score_P2[:, 1]).exp()
 
 
-def _lists(columns: Several[Tensor]) -> list[list[float]]:
+def _lists(runner: Runner, columns: Several[Tensor]) -> list[list[float]]:
     """On the host, from a GPU in one copy. Token ids are exact in float32 up to 2^24."""
-    if columns[0].device.type == "cpu":
+    if runner.device.type == "cpu":
         return [column.tolist() for column in columns]
-    return torch.stack([column.float() for column in columns]).tolist()
+    started = time.perf_counter()
+    lists = torch.stack([column.float() for column in columns]).tolist()
+    runner.seconds += time.perf_counter() - started
+    return lists
 
 
 def _rows(

@@ -4,26 +4,33 @@ A decoding step has few rows, so calling a Hugging Face model costs more than it
 layer is a dozen operations. What is computed is what transformers computes, and tests hold it to
 that for each architecture (`tests/decode/test_runner.py`).
 
-Shape suffixes: N rows of a forward, P rows that are read, H hidden size, T heads of queries, keys
-and values together, D head size, V vocabulary.
+Shape suffixes: N rows of a forward, P rows that are read, H hidden size (key-value heads where D
+follows), T heads of queries, keys and values together, D head size, V vocabulary.
 """
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
-from mars_ray.decode.kv_cache import PagedStep, attend
 from mars_ray.errors import ModelError
 from mars_ray.model.forward import output_head
 
 # Rotary embeddings whose angles depend on nothing but the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Attention(Protocol):
+    """Of one forward's rows, over what the cache holds and over each other."""
+
+    def attend(self, layer: int, query_NTD: Tensor, kv_N2HD: Tensor, scale: float) -> Tensor:
+        """Store the rows' keys and values, then attend: (N, T * D)."""
+        ...
 
 
 class Runner:
@@ -45,7 +52,8 @@ class Runner:
         if model.config.hidden_act != "silu":
             raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
         self.device, self.dtype = model.device, model.dtype
-        self.seconds = 0.0  # spent in the model so far; on a GPU, in launching it
+        # Spent in the model so far; on a GPU, in launching it and in waiting for what it says.
+        self.seconds = 0.0
         self._embedding: Tensor = base.embed_tokens.weight
         self._layers = [_Layer.of(layer) for layer in base.layers]
         self._norm = _Norm.of(base.norm)
@@ -57,13 +65,13 @@ class Runner:
         self._cos_sin = torch.stack([cos_1ND[0], sin_1ND[0]], dim=1)
         self._cos_sin[:, 1, :half].neg_()
 
-    def hidden_states(self, ids_N: Tensor, position_N: Tensor, step: PagedStep) -> Tensor:
-        """Last hidden states, (N, H); keys and values go into the step's cache."""
+    def hidden_states(self, ids_N: Tensor, position_N: Tensor, attention: Attention) -> Tensor:
+        """Last hidden states, (N, H); keys and values go into the cache."""
         started = time.perf_counter()
         x_NH = embedding(ids_N, self._embedding)
         cos_N1D, sin_N1D = self._cos_sin.index_select(0, position_N).split(1, dim=1)
         for index, layer in enumerate(self._layers):
-            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, index, step)
+            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, index, attention)
         x_NH = self._norm(x_NH)
         self.seconds += time.perf_counter() - started
         return x_NH
@@ -169,7 +177,7 @@ class _Layer:
         )
 
     def forward(
-        self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, step: PagedStep
+        self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, attention: Attention
     ) -> Tensor:
         rows = x_NH.shape[0]
         qkv_NTD = self.qkv(self.input_norm(x_NH)).view(rows, -1, self.head_size)
@@ -179,7 +187,7 @@ class _Layer:
         _turn(qk_NTD, cos_N1D, sin_N1D)
         query_NTD = qkv_NTD[:, : self.query_heads]
         kv_N2TD = qkv_NTD[:, self.query_heads :].view(rows, 2, self.key_heads, self.head_size)
-        attended_NH = attend(step, index, query_NTD, kv_N2TD, self.scale)
+        attended_NH = attention.attend(index, query_NTD, kv_N2TD, self.scale)
         x_NH = self.attention_out.add_to(x_NH, attended_NH)
         gate_NI, up_NI = self.gate_up(self.mlp_norm(x_NH)).chunk(2, dim=-1)
         return self.down.add_to(x_NH, silu(gate_NI) * up_NI)

@@ -7,10 +7,9 @@ import torch
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.core.cost import StepCost, row_counts
+from mars_ray.decode.attention.base import Backend
 from mars_ray.decode.batch import forward
-from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.request import Request
-from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan
@@ -22,9 +21,7 @@ _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
 
 
-def measure_steps(
-    runner: Runner, cache: PagedCache, card: ModelCard, config: EngineConfig
-) -> StepCost:
+def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> StepCost:
     """Steps of as many rows as the largest batch can have in `verified` with one group, and one
     sequence with a group for every outcome.
 
@@ -36,28 +33,23 @@ def measure_steps(
     seconds = {}
     for rows in row_counts(most):
         sequences = min(rows, config.max_batch)
-        step_seconds(runner, cache, card, config, rows, sequences)
+        step_seconds(backend, card, config, rows, sequences)
         times: list[float] = []
         while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
-            times.append(step_seconds(runner, cache, card, config, rows, sequences))
+            times.append(step_seconds(backend, card, config, rows, sequences))
         seconds[rows] = min(times)
     return StepCost(seconds)
 
 
 def step_seconds(
-    runner: Runner,
-    cache: PagedCache,
-    card: ModelCard,
-    config: EngineConfig,
-    rows: int,
-    sequences: int,
+    backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
 ) -> float:
     """One step of so many rows, spread evenly over the sequences; all of them on the same pages."""
     work = list(_work(rows, sequences, config))
-    if runner.device.type == "cuda":
+    if backend.runner.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    forward(runner, cache, work, card.mask_token_id)  # ends with a copy to the host
+    forward(backend, work, card.mask_token_id)  # ends with a copy to the host
     return time.perf_counter() - started
 
 

@@ -21,7 +21,6 @@ held to (anchor_weight) is a whole copy eP on each worker, with its own chunk's 
 import math
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -30,6 +29,7 @@ from mars_ray.config.train import ArObjective, StageConfig, TrainJob
 from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import MemoryShortError
+from mars_ray.memory import free_on_node
 from mars_ray.model.shape import ModelShape
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.step import chunk_rows
@@ -129,7 +129,7 @@ def check_memory(
     needs = estimate(shape, job, stage, row, ranks.world_size, on_cuda=on_cuda)
     host = socket.gethostname()
     hosts = ranks.gather(host)
-    node_bytes = _free_on_node() / hosts.count(host)
+    node_bytes = free_on_node() / hosts.count(host)
     device_bytes = torch.cuda.mem_get_info(ranks.device)[0] if on_cuda else node_bytes
     on_node = needs.offloaded if on_cuda else needs.offloaded + needs.device
     fits = needs.device <= device_bytes and on_node <= node_bytes
@@ -233,13 +233,3 @@ def _anchor(shape: ModelShape, job: TrainJob, stage: StageConfig, rows: int) -> 
     size = 2 if job.precision == "bfloat16" else 4
     logits = 4 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))
     return size * shape.parameters + _LOGITS_COPIES * logits
-
-
-def _free_on_node() -> float:
-    """What this machine, or the container that this process is in, has left."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return float(free)

@@ -21,8 +21,8 @@ MODES: list[Mode] = [ExactMode(), VerifiedMode(), ConfidenceMode(threshold=0.6)]
 class BrittleRunner(Runner):
     """Fails on the poison when it has already written into the cache, as a kernel might."""
 
-    def hidden_states(self, ids_N, position_N, step):
-        out_NH = super().hidden_states(ids_N, position_N, step)
+    def hidden_states(self, ids_N, position_N, attention):
+        out_NH = super().hidden_states(ids_N, position_N, attention)
         if torch.any(ids_N == POISON):
             raise RuntimeError("cannot forward")
         return out_NH
@@ -35,7 +35,7 @@ class Brittle(Engine):
         super().__init__(model, CARD, EngineConfig(max_batch=4, max_context=200, **config))
         self.part = part
         if part == "forward":
-            self._runner = BrittleRunner(model, 220)
+            self._backend.runner = BrittleRunner(model, 220)
 
     def _prepare(self, running) -> None:
         bad = any(POISON in s.request.prompt and s.forwards >= 3 for s in running)

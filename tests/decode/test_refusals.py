@@ -4,9 +4,10 @@ import pytest
 from decode.cases import PAGE_BYTES, SCARCE, SIZE
 from decode.models import CARD, MASK, VOCABULARY, request
 
-from mars_ray.config.decode import ExactMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
+from mars_ray.memory import free_on_node
 from mars_ray.model.card import ModelCard
 
 
@@ -42,3 +43,14 @@ def test_a_cache_too_small_for_one_sequence_is_refused(model):
     """Guards a request that could never be admitted: it would wait for ever."""
     with pytest.raises(ConfigError, match="one sequence of max_context=40 needs"):
         Engine(model, CARD, SCARCE.model_copy(update={"cache_bytes": 9 * PAGE_BYTES}))
+
+
+def test_a_cache_may_be_a_share_of_the_free_memory(model):
+    """Guards sizes that nobody can know before the model is loaded."""
+    with pytest.raises(ValueError, match="set one of them"):
+        EngineConfig(cache_bytes=1, cache_memory_share=0.5)
+    share = 10_000_000 / free_on_node()
+    engine = Engine(model, CARD, EngineConfig(max_context=40, cache_memory_share=share))
+    assert 5_000_000 < engine.cache_bytes < 20_000_000
+    with pytest.raises(ConfigError, match="one sequence of max_context=40 needs"):
+        Engine(model, CARD, EngineConfig(max_context=40, cache_memory_share=share / 1000))

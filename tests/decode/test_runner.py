@@ -12,7 +12,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mars_ray.decode.kv_cache import Group, PagedCache, PagedStep
+from mars_ray.decode.attention.dense import DenseAttention, Group
+from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.runner import Runner
 from mars_ray.errors import ModelError
 
@@ -53,7 +54,7 @@ def awake(kind: str):
     return model
 
 
-def one_sequence(model, rows: int) -> PagedStep:
+def one_sequence(model, rows: int) -> DenseAttention:
     cache = PagedCache(model.config, 8, 8, model.device, model.dtype)
     hidden = torch.ones(rows, 64).triu(diagonal=1).bool()
     bias = torch.zeros(rows, 64, dtype=model.dtype).masked_fill(hidden, -torch.inf)
@@ -61,7 +62,7 @@ def one_sequence(model, rows: int) -> PagedStep:
     # Pages in an order of their own.
     page = torch.tensor([3, 1, 7, 0, 2, 6, 5, 4])
     place = (page[:, None] * 8 + torch.arange(8)).flatten()[:rows]
-    return PagedStep(cache, place, [Group(1, None, page, bias)], None)
+    return DenseAttention(cache, place, [Group(1, None, page, bias)], None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,28 @@
+"""What the runner and the engine ask of attention.
+
+Shape suffixes: N rows of a forward, T query heads, H key-value heads, D head size, Z hidden size.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.runner import Runner
+
+
+class Backend(Protocol):
+    """Runs a forward's rows through the model."""
+
+    runner: Runner
+    cache: PagedCache
+
+    def warm_up(self) -> None:
+        """Whatever would make a first step slow. Overwrites the first pages of the cache."""
+        ...
+
+    def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
+        """Last hidden states, (N, Z), valid until the next call."""
+        ...

@@ -1,0 +1,173 @@
+"""Attention by torch's own operations: for any device, any head size and any number of rows.
+
+Shape suffixes: N rows of a forward, B sequences of a group, Q rows of the longest of them, X the
+group's rows with padding, M pages of the longest table, C its places, H key-value heads, G query
+heads of each, T all query heads, R rows of a key head (Q * G), D head size, Z hidden size.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.runner import Runner
+
+# Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
+# as many rows: they would pad the others.
+NARROW = 32
+
+
+class DenseBackend:
+    """Each group of sequences is padded to a rectangle, with a bias for who sees whom."""
+
+    def __init__(self, runner: Runner, cache: PagedCache) -> None:
+        self.runner = runner
+        self.cache = cache
+
+    def warm_up(self) -> None:
+        """Nothing waits for the first step."""
+
+    def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
+        """Last hidden states, (N, Z)."""
+        ids, position = _tensor(ids_N, self.runner), _tensor(position_N, self.runner)
+        return self.runner.hidden_states(ids, position, _step(tables, self.cache, self.runner))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences whose rows attend together, padded to the longest.
+
+    `row_X` are indices into the forward's rows, B * Q of them, or None if they are all rows in
+    their order.
+    """
+
+    batch: int
+    row_X: Tensor | None
+    page_X: Tensor  # B * M
+    bias_B1RC: Tensor  # 0 where a row may look, -inf elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAttention:
+    """Where one forward's rows store and find keys and values.
+
+    `back_N` says where each row is found among the rows of all groups, laid end to end with their
+    padding; None if that is where it was.
+    """
+
+    cache: PagedCache
+    place_N: Tensor
+    groups: list[Group]
+    back_N: Tensor | None
+
+    def attend(self, layer: int, query_NTD: Tensor, kv_N2HD: Tensor, scale: float) -> Tensor:
+        """Store the rows' keys and values, then attend: (N, T * D)."""
+        self.cache.layers[layer].index_copy_(0, self.place_N, kv_N2HD)
+        pages, heads = self.cache.pages[layer], kv_N2HD.shape[2]
+        parts = [_attend_group(pages, heads, group, query_NTD, scale) for group in self.groups]
+        out_XV = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out_XV if self.back_N is None else out_XV.index_select(0, self.back_N)
+
+
+def _attend_group(
+    pages: Tensor, heads: int, group: Group, query_NTD: Tensor, scale: float
+) -> Tensor:
+    """The group's rows, padding included: (B * Q, T * D)."""
+    query_XTD = query_NTD if group.row_X is None else query_NTD.index_select(0, group.row_X)
+    rows, queries, size = query_XTD.shape
+    batch, shared = group.batch, queries // heads
+    width = rows // batch
+    kv_BC2HD = pages.index_select(0, group.page_X).view(batch, -1, 2, heads, size)
+    key_BHCD, value_BHCD = kv_BC2HD.permute(2, 0, 3, 1, 4).unbind(0)
+    # The query heads that share a key head become rows of it: nothing has to be repeated.
+    query_BHQGD = query_XTD.view(batch, width, heads, shared, size).transpose(1, 2)
+    out_BHRD = scaled_dot_product_attention(
+        query_BHQGD.reshape(batch, heads, width * shared, size),
+        key_BHCD,
+        value_BHCD,
+        attn_mask=group.bias_B1RC,
+        scale=scale,
+    )
+    out_BQHGD = out_BHRD.view(batch, heads, width, shared, size).transpose(1, 2)
+    return out_BQHGD.reshape(rows, queries * size)
+
+
+def _step(tables: Tables, cache: PagedCache, runner: Runner) -> DenseAttention:
+    members = _members(tables.width_S)
+    padded = [_padded_rows(tables, member_B) for member_B in members]
+    is_plain = len(padded) == 1 and bool(padded[0][1].all())
+    groups = []
+    for member_B, (row_BQ, _) in zip(members, padded, strict=True):
+        end = int((tables.start_S[member_B] + tables.width_S[member_B]).max())
+        page_BM = tables.page_SM[member_B, : -(-end // cache.page_size)]
+        places = page_BM.shape[1] * cache.page_size
+        groups.append(
+            Group(
+                len(member_B),
+                None if is_plain else _tensor(row_BQ.ravel(), runner),
+                _tensor(page_BM.ravel(), runner),
+                _bias(tables, member_B, row_BQ.shape[1], places, cache, runner),
+            )
+        )
+    place_N = _tensor(tables.places(cache.page_size), runner)
+    return DenseAttention(cache, place_N, groups, None if is_plain else _back(padded, runner))
+
+
+def _members(width_S: np.ndarray) -> list[np.ndarray]:
+    """Which sequences attend together."""
+    if width_S.max() <= NARROW:
+        return [np.arange(len(width_S))]
+    size_S = np.ceil(np.log2(width_S.clip(min=NARROW)))
+    return [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
+
+
+def _padded_rows(tables: Tables, member_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A group's rows among the forward's, (B, Q), and which are no padding."""
+    width_B = tables.width_S[member_B]
+    offset_Q = np.arange(width_B.max())
+    real_BQ = offset_Q < width_B[:, None]
+    # Padding repeats a sequence's first row.
+    return tables.first_S[member_B][:, None] + offset_Q * real_BQ, real_BQ
+
+
+def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: Runner) -> Tensor:
+    """Where each of the forward's rows is among those of all groups."""
+    row_X = np.concatenate([row_BQ.ravel() for row_BQ, _ in padded])
+    real_X = np.concatenate([real_BQ.ravel() for _, real_BQ in padded])
+    back_N = np.empty(real_X.sum(), np.int64)
+    back_N[row_X[real_X]] = np.flatnonzero(real_X)
+    return _tensor(back_N, runner)
+
+
+def _bias(
+    tables: Tables,
+    member_B: np.ndarray,
+    width: int,
+    places: int,
+    cache: PagedCache,
+    runner: Runner,
+) -> Tensor:
+    """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
+    shared = cache.shared_heads
+    index_BR = tables.start_S[member_B][:, None] + np.arange(width).repeat(shared)
+    # Padding may lie behind all places.
+    index_BR = index_BR.clip(max=places - 1)
+    bias_XC = cache.causal(_tensor(index_BR.ravel(), runner), places)
+    bias_BRC = bias_XC.view(len(member_B), -1, places)
+    among = {sequence: place for place, sequence in enumerate(member_B.tolist())}
+    for group in tables.apart:
+        if group.sequence in among:
+            # The drafts behind what they see, and the groups before them.
+            own_RC = bias_BRC[among[group.sequence]]
+            rows = slice(group.row * shared, (group.row + group.masks) * shared)
+            begin = int(tables.start_S[group.sequence]) + group.row
+            own_RC[rows, group.seen : begin] = -torch.inf
+    return bias_BRC[:, None]
+
+
+def _tensor(array: np.ndarray, runner: Runner) -> Tensor:
+    return torch.from_numpy(array).to(runner.device)
