@@ -148,3 +148,24 @@ def test_tuning_finds_the_smallest_fleet():
         return run(given, contender("static-peak", given), Knob(replicas), 0).within(slo).mean()
 
     assert attained(size) >= slo.attainment > attained(size - 1)
+
+
+@pytest.mark.parametrize("name", ["mars", "lossless"])
+def test_tuning_tries_every_aim(name):
+    """What is chosen attains on both settings, and no aim at the same value does for less."""
+    settings = [setting(), setting(cold_start_s=20)]
+    knob = tuned(settings, name)
+    assert len(contender(name, settings[0]).aims) > 1
+
+    def cost(knob: Knob) -> float | None:
+        outcomes = [
+            run(given, contender(name, given), knob, seed) for seed, given in enumerate(settings)
+        ]
+        slo = settings[0].job.scaling.slo
+        reached = all(outcome.within(slo).mean() >= slo.attainment for outcome in outcomes)
+        return sum(outcome.replica_s for outcome in outcomes) if reached else None
+
+    own = cost(knob)
+    assert own is not None
+    others = [cost(Knob(knob.value, aim)) for aim in contender(name, settings[0]).aims]
+    assert own == min(other for other in others if other is not None)
