@@ -13,17 +13,14 @@ Running the same job again skips what is done and resumes what is not.
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mars_ray.config.train import TrainJob
-from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import TrainingError
-from mars_ray.model.card import CARD_FILE
-from mars_ray.model.create import create_model
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.initial import initial_model
 from mars_ray.train.keeping import best_checkpoint
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
@@ -66,14 +63,6 @@ def run_training(job: TrainJob) -> TrainResult:
     return result
 
 
-def initial_model(job: TrainJob) -> Path:
-    """The model directory that the first stage starts from, made if it is not there yet."""
-    model = Path(job.output_dir) / "initial"
-    if not (model / CARD_FILE).exists():
-        create_model(job.model, lambda: _texts(job), model, job.seed)
-    return model
-
-
 def _claim(output_dir: Path, job: TrainJob) -> None:
     """Make the directory this job's. Raises TrainingError if it is another's."""
     path = output_dir / "job.json"
@@ -107,13 +96,6 @@ def _recorded(path: Path) -> TrainJob:
             f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
             f"{error}. Choose another output_dir, or delete this one"
         ) from error
-
-
-def _texts(job: TrainJob) -> Iterator[str]:
-    """Every message of the training data; its bad rows are reported when it is tokenised."""
-    for record in read(job.data.train, BadRows()):
-        for message in record.messages:
-            yield message.content
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:

@@ -28,8 +28,9 @@ from rich.console import Console
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
 from mars_ray.provenance import provenance
+from mars_ray.train.initial import initial_model
 from mars_ray.train.plan import stage_plan, with_absolute_paths
-from mars_ray.train.run import initial_model, run_training
+from mars_ray.train.run import run_training
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger
 from mars_ray.tune.search import domains, scheduler_of, searcher_of
 from mars_ray.tune.space import check_space, values_at

@@ -1,0 +1,47 @@
+"""All stages of a training job in this process, without Ray: on the GPU at hand, if there is one.
+
+    python benchmarks/train_alone.py JOB.toml DIRECTORY [KEY=VALUE ...]
+
+The last stage's model is then at DIRECTORY/model. For machines that have torch and not Ray; what is
+in DIRECTORY already is trained again.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from mars_ray.config.demo import DemoJob
+from mars_ray.config.load import load_job
+from mars_ray.config.train import TrainJob
+from mars_ray.errors import MarsError
+from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.initial import initial_model
+from mars_ray.train.plan import stage_plan, with_absolute_paths
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.worker import train_stage
+
+
+def main() -> None:
+    """Raises MarsError for what a training job may end with."""
+    source, directory, *overrides = sys.argv[1:]
+    job = load_job(source, overrides)
+    if isinstance(job, DemoJob):
+        job = job.train
+    assert isinstance(job, TrainJob), f"{source} does not train"
+    shutil.rmtree(directory, ignore_errors=True)
+    job = with_absolute_paths(job.model_copy(update={"output_dir": directory}))
+    ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = initial_model(job)
+    for stage in job.stages:
+        outcome = train_stage(stage_plan(job, stage, model), ranks, None, lambda *_: None)
+        if isinstance(outcome, MarsError):
+            raise outcome
+        print(f"{stage}: {outcome.step} steps, {outcome.seconds:.0f} s, {outcome.metrics}")
+        model = outcome.checkpoint / MODEL
+    shutil.copytree(model, Path(directory) / "model")
+
+
+if __name__ == "__main__":
+    main()
