@@ -133,7 +133,9 @@ class EngineConfig(Config):
         default=True,
         description="measure what steps cost, and give lossless requests the masks that pay",
     )
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="of several GPUs CUDA_VISIBLE_DEVICES chooses one"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention_backend: Literal["auto", "dense", "triton"] = Field(
         default="auto", description="auto: on a GPU triton with CUDA graphs, else dense"

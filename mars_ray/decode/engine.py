@@ -60,10 +60,11 @@ class Engine:
         # The last step's rows may lie beyond the limit.
         spare = most_rows(VerifiedMode(groups=65), card.block_size)
         positions = config.max_context + (config.max_step_tokens if draft_engine else spare)
-        pages = _page_count(model, positions, config)
+        runner = Runner(model, positions)
+        pages = _page_count(model, positions, config)  # of what the runner has left
         self.pool = PagePool(pages)
         cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
-        self._backend = backend_of(config, Runner(model, positions), cache, positions)
+        self._backend = backend_of(config, runner, cache, positions)
         self._scheduler = Scheduler(config, self.pool)
         self._sequences: dict[str, Sequence] = {}
         self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
@@ -298,7 +299,10 @@ def _page_count(model: PreTrainedModel, positions: int, config: EngineConfig) ->
 
 
 def _free_bytes(device: torch.device) -> float:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_on_node()
+    if device.type == "cpu":
+        return free_on_node()
+    torch.cuda.empty_cache()  # what torch holds and does not use is free too
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def load_engine(
@@ -308,6 +312,7 @@ def load_engine(
     draft_engine = None
     if config.draft_model:
         draft_engine = _load(config.draft_model, _draft_config(config))
+        draft_engine.warm_up()
     engine = _load(directory, config, draft_engine)
     engine.warm_up()
     return engine, load_tokenizer(directory)
@@ -336,17 +341,17 @@ def _load(
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    # Float32 first would need twice the memory.
+    is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
+    dtype = torch.bfloat16 if is_half else torch.float32
     model = load_model(directory, dtype=dtype, device=device)
-    if config.dtype == "auto" and _prefers_bfloat16(model):
+    if config.dtype == "auto" and device == "cpu" and _prefers_bfloat16(model):
         torch.nn.Module.to(model, torch.bfloat16)
     return Engine(model, card, config, draft_engine)
 
 
 def _prefers_bfloat16(model: PreTrainedModel) -> bool:
-    """Whether it is the faster one: on a CPU only for large models, and if it can multiply it."""
-    if model.device.type != "cpu":
-        return True
+    """Whether it is the faster one on this CPU: for large models, and if it can multiply it."""
     multiplies = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return multiplies and model.num_parameters() > _FLOAT32_PARAMETERS
 

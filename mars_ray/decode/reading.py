@@ -40,7 +40,7 @@ def read(
         start += item.rows
     if end < start:
         index_P = torch.tensor(list(chain.from_iterable(index)))
-        hidden_NH = hidden_NH.index_select(0, index_P.to(hidden_NH.device))
+        hidden_NH = hidden_NH.index_select(0, _upload(index_P, runner.device))
         position_N = position_N[index_P]
     logits_PV = runner.logits(hidden_NH)
     # Never emitted, in any mode.
@@ -86,7 +86,8 @@ def _best(logits_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
             ratio_P = np.exp(score_PV[row_P, draft_P] - score_PV[row_P, best_P])
         return torch.from_numpy(best_P), torch.from_numpy(ratio_P)
     best_P = logits_PV.argmax(dim=-1)
-    pair_P2 = torch.stack([torch.from_numpy(draft_P).to(logits_PV.device), best_P], dim=-1)
+    draft = _upload(torch.from_numpy(draft_P), logits_PV.device)
+    pair_P2 = torch.stack([draft, best_P], dim=-1)
     score_P2 = logits_PV.gather(-1, pair_P2)
     return best_P, (score_P2[:, 0] - score_P2[:, 1]).exp()
 
@@ -99,6 +100,13 @@ def _lists(runner: Runner, columns: Several[Tensor]) -> list[list[float]]:
     lists = torch.stack([column.float() for column in columns]).tolist()
     runner.seconds += time.perf_counter() - started
     return lists
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: the forward is still at work there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _rows(
@@ -125,7 +133,7 @@ def _adjust(logits_PV: Tensor, work: Several[Work], owns: Several[slice]) -> Non
             adjust(logits_PV[own], request.sampling, request.prompt, answers, request.stop_ids)
         if item.sequence.grammar:
             allowed_RV = item.sequence.grammar.allowed(plan.review, plan.drafts)
-            forbidden_RV = torch.from_numpy(~allowed_RV).to(logits_PV.device)
+            forbidden_RV = _upload(torch.from_numpy(~allowed_RV), logits_PV.device)
             logits_PV[own][: len(allowed_RV)].masked_fill_(forbidden_RV, -torch.inf)
 
 
@@ -145,10 +153,9 @@ def _sample(
     for members in alike.values():
         index_X = torch.from_numpy(np.concatenate([rows for _, rows in members]))
         seed_X = torch.tensor([sampling.seed for sampling, rows in members for _ in rows])
-        index_X = index_X.to(logits_PV.device)
-        scores_XV = scores(
-            logits_PV[index_X], members[0][0], position_P.to(index_X.device)[index_X], seed_X
-        )
+        position_X = _upload(position_P[index_X], logits_PV.device)
+        index_X = _upload(index_X, logits_PV.device)
+        scores_XV = scores(logits_PV[index_X], members[0][0], position_X, seed_X)
         logits_PV.index_copy_(0, index_X, scores_XV)
 
 

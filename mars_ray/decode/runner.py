@@ -25,11 +25,16 @@ from mars_ray.model.forward import output_head
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
+# Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, in one shape for
+# all heads. The sign that turning a pair needs is in the sines.
+Turn = tuple[Tensor, Tensor]
+
+
 class Attention(Protocol):
     """Of one forward's rows, over what the cache holds and over each other."""
 
-    def attend(self, layer: int, query_NTD: Tensor, kv_N2HD: Tensor, scale: float) -> Tensor:
-        """Store the rows' keys and values, then attend: (N, T * D)."""
+    def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
+        """Turn queries and keys, store the rows' keys and values, attend: (N, query heads * D)."""
         ...
 
 
@@ -58,7 +63,6 @@ class Runner:
         self._layers = [_Layer.of(layer) for layer in base.layers]
         self._norm = _Norm.of(base.norm)
         self._head = _Linear.of([cast(nn.Linear, output_head(model))])
-        # Angles in one shape for all heads; the sign that turning a pair needs goes into the sines.
         index_1N = torch.arange(positions, device=model.device)[None]
         cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
         half = cos_1ND.shape[-1] // 2
@@ -70,8 +74,9 @@ class Runner:
         started = time.perf_counter()
         x_NH = embedding(ids_N, self._embedding)
         cos_N1D, sin_N1D = self._cos_sin.index_select(0, position_N).split(1, dim=1)
+        turn = cos_N1D, sin_N1D
         for index, layer in enumerate(self._layers):
-            x_NH = layer.forward(x_NH, cos_N1D, sin_N1D, index, attention)
+            x_NH = layer.forward(x_NH, turn, index, attention)
         x_NH = self._norm(x_NH)
         self.seconds += time.perf_counter() - started
         return x_NH
@@ -176,27 +181,15 @@ class _Layer:
             _Linear.of([mlp.down_proj]),
         )
 
-    def forward(
-        self, x_NH: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, index: int, attention: Attention
-    ) -> Tensor:
-        rows = x_NH.shape[0]
-        qkv_NTD = self.qkv(self.input_norm(x_NH)).view(rows, -1, self.head_size)
-        qk_NTD = qkv_NTD[:, : self.query_heads + self.key_heads]
+    def forward(self, x_NH: Tensor, turn: Turn, index: int, attention: Attention) -> Tensor:
+        qkv_NTD = self.qkv(self.input_norm(x_NH)).view(x_NH.shape[0], -1, self.head_size)
         if self.head_norm:
+            qk_NTD = qkv_NTD[:, : self.query_heads + self.key_heads]
             qk_NTD.copy_(self.head_norm(qk_NTD))
-        _turn(qk_NTD, cos_N1D, sin_N1D)
-        query_NTD = qkv_NTD[:, : self.query_heads]
-        kv_N2TD = qkv_NTD[:, self.query_heads :].view(rows, 2, self.key_heads, self.head_size)
-        attended_NH = attention.attend(index, query_NTD, kv_N2TD, self.scale)
+        attended_NH = attention.attend(index, qkv_NTD, turn, self.scale)
         x_NH = self.attention_out.add_to(x_NH, attended_NH)
         gate_NI, up_NI = self.gate_up(self.mlp_norm(x_NH)).chunk(2, dim=-1)
         return self.down.add_to(x_NH, silu(gate_NI) * up_NI)
-
-
-def _turn(x_NTD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
-    """Rotary position embedding, in place."""
-    swapped_NTD = x_NTD.roll(x_NTD.shape[-1] // 2, dims=-1)
-    x_NTD.mul_(cos_N1D).addcmul_(swapped_NTD, sin_N1D)
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

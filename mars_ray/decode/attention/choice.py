@@ -19,5 +19,6 @@ def backend_of(config: EngineConfig, runner: Runner, cache: PagedCache, position
         )
     wants_kernels = kind == "triton" or (kind == "auto" and runner.device.type == "cuda")
     if wants_kernels and not reason:
-        return PagedBackend(runner, cache, config.max_batch, positions)
+        rows, sequences = config.max_step_tokens, config.max_batch
+        return PagedBackend(runner, cache, rows, sequences, positions)
     return DenseBackend(runner, cache)

@@ -14,11 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.runner import Runner
+from mars_ray.decode.runner import Runner, Turn
 
 # Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
 # as many rows: they would pad the others.
-NARROW = 32
+_NARROW = 32
 
 
 class DenseBackend:
@@ -64,13 +64,25 @@ class DenseAttention:
     groups: list[Group]
     back_N: Tensor | None
 
-    def attend(self, layer: int, query_NTD: Tensor, kv_N2HD: Tensor, scale: float) -> Tensor:
-        """Store the rows' keys and values, then attend: (N, T * D)."""
-        self.cache.layers[layer].index_copy_(0, self.place_N, kv_N2HD)
-        pages, heads = self.cache.pages[layer], kv_N2HD.shape[2]
+    def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
+        """Turn queries and keys, store the rows' keys and values, attend: (N, query heads * D)."""
+        pages, cache = self.cache.pages[layer], self.cache.layers[layer]
+        _, _, heads, size = cache.shape
+        _turn(qkv_NTD[:, :-heads], turn)
+        queries = qkv_NTD.shape[1] - 2 * heads
+        kv_N2HD = qkv_NTD[:, queries:].view(-1, 2, heads, size)
+        cache.index_copy_(0, self.place_N, kv_N2HD)
+        query_NTD = qkv_NTD[:, :queries]
         parts = [_attend_group(pages, heads, group, query_NTD, scale) for group in self.groups]
         out_XV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_XV if self.back_N is None else out_XV.index_select(0, self.back_N)
+
+
+def _turn(x_NTD: Tensor, turn: Turn) -> None:
+    """Rotary position embedding, in place."""
+    cos_N1D, sin_N1D = turn
+    swapped_NTD = x_NTD.roll(x_NTD.shape[-1] // 2, dims=-1)
+    x_NTD.mul_(cos_N1D).addcmul_(swapped_NTD, sin_N1D)
 
 
 def _attend_group(
@@ -119,9 +131,9 @@ def _step(tables: Tables, cache: PagedCache, runner: Runner) -> DenseAttention:
 
 def _members(width_S: np.ndarray) -> list[np.ndarray]:
     """Which sequences attend together."""
-    if width_S.max() <= NARROW:
+    if width_S.max() <= _NARROW:
         return [np.arange(len(width_S))]
-    size_S = np.ceil(np.log2(width_S.clip(min=NARROW)))
+    size_S = np.ceil(np.log2(width_S.clip(min=_NARROW)))
     return [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
 
 

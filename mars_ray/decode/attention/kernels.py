@@ -15,6 +15,40 @@ import triton.language as tl
 
 
 @triton.jit
+def turn_and_store(
+    qkv_ptr,  # (N, T, D): queries, keys and values; queries are turned in place
+    cos_ptr,  # (N, D), rows turn_stride apart; as the sines
+    sin_ptr,
+    cache_ptr,  # (places, 2, H, D)
+    place_ptr,  # (N): where a row's keys and values go
+    turn_stride,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Rotary position embedding, and keys and values into the cache: a program a row and head."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    left_D = tl.arange(0, SIZE // 2)
+    right_D = left_D + SIZE // 2
+    at = qkv_ptr + (row * (QUERY_HEADS + 2 * KEY_HEADS) + head) * SIZE
+    left, right = tl.load(at + left_D), tl.load(at + right_D)
+    if head < QUERY_HEADS + KEY_HEADS:
+        cos_ptr += row * turn_stride
+        sin_ptr += row * turn_stride
+        x, y = left.to(tl.float32), right.to(tl.float32)
+        left = (x * tl.load(cos_ptr + left_D) + y * tl.load(sin_ptr + left_D)).to(left.dtype)
+        right = (y * tl.load(cos_ptr + right_D) + x * tl.load(sin_ptr + right_D)).to(right.dtype)
+    if head < QUERY_HEADS:
+        tl.store(at + left_D, left)
+        tl.store(at + right_D, right)
+    else:
+        at = cache_ptr + tl.load(place_ptr + row) * (2 * KEY_HEADS * SIZE)
+        at += (head - QUERY_HEADS) * SIZE
+        tl.store(at + left_D, left)
+        tl.store(at + right_D, right)
+
+
+@triton.jit
 def _sees(place_C, here_C, own_M, clean_M, begin_M):
     """(M, C): who sees what."""
     own_MC = (place_C[None, :] >= begin_M[:, None]) & (place_C[None, :] <= own_M[:, None])
@@ -70,7 +104,7 @@ def _over(
     return out_MD, sum_M, top_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def attend_tile(
     query_ptr,  # (N, T, D), rows query_stride apart
     cache_ptr,  # (places, 2, H, D)
@@ -133,7 +167,7 @@ def attend_tile(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def join_shares(
     part_ptr,  # float32 (S, N * T, D)
     log_sum_ptr,  # float32 (S, N * T)

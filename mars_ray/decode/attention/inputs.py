@@ -1,0 +1,110 @@
+"""What a step of the paged backend is about, at addresses that stay: a CUDA graph remembers them.
+
+Shape suffixes: N rows of a forward, padding included, A tiles (`kernels`), S sequences, M pages of
+the longest table.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_ray.decode.attention.tables import Tables
+
+
+class Inputs:
+    """What a step is about, on the host and on the device, at addresses that stay."""
+
+    def __init__(self, device: torch.device, rows: int, sequences: int, pages: int) -> None:
+        sizes = {
+            "ids_N": (rows,),
+            "position_N": (rows,),
+            "place_N": (rows,),
+            "own_N": (rows,),
+            "clean_N": (rows,),
+            "begin_N": (rows,),
+            "tile_A3": (rows, 3),
+            "page_SM": (sequences, pages),
+        }
+        total = sum(int(np.prod(size)) for size in sizes.values())
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=on_cuda)
+        self._device = self._host.to(device) if on_cuda else self._host
+        self._copied = torch.cuda.Event() if on_cuda else None
+        host = dict(_views(self._host, sizes))
+        self._arrays = {name: view.numpy() for name, view in host.items()}
+        views = dict(_views(self._device, sizes))
+        self.ids_N, self.position_N = views["ids_N"], views["position_N"]
+        self.place_N, self.own_N = views["place_N"], views["own_N"]
+        self.clean_N, self.begin_N = views["clean_N"], views["begin_N"]
+        self.tile_A3, self.page_SM = views["tile_A3"], views["page_SM"]
+
+    def rehearse(self, rows: int, tile_rows: int) -> None:
+        """So many times the first place of one sequence."""
+        self._wait()
+        self._host.zero_()
+        self._set_tiles(_tiles([0], [0], [rows], tile_rows))
+        self._copy()
+
+    def fill(
+        self,
+        tables: Tables,
+        ids_N: np.ndarray,
+        position_N: np.ndarray,
+        rows: int,
+        page_size: int,
+        tile_rows: int,
+    ) -> None:
+        """A step's; its padding repeats the first row, and writes what that writes."""
+        clean_N, begin_N = tables.sight()
+        columns = {
+            "ids_N": ids_N,
+            "position_N": position_N,
+            "place_N": tables.places(page_size),
+            "own_N": tables.index_N,
+            "clean_N": clean_N,
+            "begin_N": begin_N,
+        }
+        self._wait()
+        for name, values in columns.items():
+            column = self._arrays[name]
+            column[: len(values)] = values
+            column[len(values) : rows] = values[0]
+        real = len(ids_N)
+        owners = [*range(len(tables.width_S)), 0]
+        firsts, widths = [*tables.first_S.tolist(), real], [*tables.width_S.tolist(), rows - real]
+        self._set_tiles(_tiles(owners, firsts, widths, tile_rows))
+        sequences, pages = tables.page_SM.shape
+        self._arrays["page_SM"][:sequences, :pages] = tables.page_SM
+        self._copy()
+
+    def _set_tiles(self, tile_A3: np.ndarray) -> None:
+        self._arrays["tile_A3"][: len(tile_A3)] = tile_A3
+        self._arrays["tile_A3"][len(tile_A3) :, 2] = 0
+
+    def _wait(self) -> None:
+        """Until the device has what was written here last."""
+        if self._copied:
+            self._copied.synchronize()
+
+    def _copy(self) -> None:
+        if self._copied:
+            self._device.copy_(self._host, non_blocking=True)
+            self._copied.record()
+
+
+def _views(flat: Tensor, sizes: dict[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
+    parts = flat.split([int(np.prod(size)) for size in sizes.values()])
+    return [
+        (name, part.view(size)) for (name, size), part in zip(sizes.items(), parts, strict=True)
+    ]
+
+
+def _tiles(owners: list[int], firsts: list[int], widths: list[int], tile_rows: int) -> np.ndarray:
+    """Sequence, first row and number of rows of each tile, (A, 3)."""
+    return np.array(
+        [
+            (owner, first + offset, min(tile_rows, width - offset))
+            for owner, first, width in zip(owners, firsts, widths, strict=True)
+            for offset in range(0, width, tile_rows)
+        ]
+    )
