@@ -50,6 +50,7 @@ OBJECTIVES: dict[str, Objective] = {
     "sft": ArObjective(),
     "compact": MarsObjective(block_size=_FOUR),
     "compact, 3/4 noisy": MarsObjective(block_size=_FOUR, noisy_share=0.75),
+    "compact, 1/2 noisy": MarsObjective(block_size=_FOUR, noisy_share=0.5),
     "paper": MarsObjective(block_size=_FOUR, layout="paper"),
 }
 _TRAINER = "transformers.Trainer, sft"
