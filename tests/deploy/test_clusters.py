@@ -73,10 +73,14 @@ def check_cluster(document: dict[str, Any]) -> None:
     check_groups(groups(document))
 
 
-def test_images_are_of_this_version():
-    """Guards a release whose files still start the one before it."""
-    files = [*(ROOT / "clusters").rglob("*.yaml"), *(ROOT / "deploy").rglob("*.yaml")]
+def test_images_are_those_of_make_image_and_of_this_version():
+    """Guards a release whose files still start another, and images that nothing builds."""
+    files = [
+        path for name in ("clusters", "deploy", "jobs") for path in (ROOT / name).rglob("*.yaml")
+    ]
     text = "\n".join(path.read_text() for path in files)
-    tags = re.findall(r"mars-ray-(?:cpu|cuda):([\w.-]+)|newTag: (.+)", text)
-    assert len(tags) > 10
-    assert {first or second for first, second in tags} == {__version__}
+    images = set(re.findall(r"registry\.example\.com/(\S+:\S+)", text))
+    assert images == {f"mars-ray-cpu:{__version__}", f"mars-ray-cuda:{__version__}"}
+    tags = re.findall(r"newTag: (.+)", text)
+    assert len(tags) == 3
+    assert set(tags) == {__version__}
