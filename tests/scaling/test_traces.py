@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from servegen import merge
 
 from mars_ray.config.traces import (
     AzureTrace,
@@ -90,7 +91,7 @@ def test_other_refusals(tmp_path, name, text, message):
 
 def test_a_missing_file_and_an_empty_part(tmp_path):
     """Typed errors instead of tracebacks."""
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"no such file.*simulator"):
         load_trace(FileTrace(path=str(tmp_path / "none.csv")), 0)
     with pytest.raises(DataError, match="no request between"):
         load(tmp_path, "a.csv", f"{HEAD}\n1,1,1\n", start_s=5)
@@ -170,6 +171,28 @@ def test_servegen_refuses_what_it_cannot_use(tmp_path):
     Path(source.rates_path).write_text("client_id,rate_rps\n0,1\n")
     with pytest.raises(DataError, match=r"m_rates.csv:2: "):
         load_trace(source, 0)
+
+
+def test_servegens_own_files_become_a_trace(tmp_path):
+    """Guards a published trace that nobody but us has in the form that is read."""
+    source = tmp_path / "m"
+    source.mkdir()
+    counts = {"input_tokens": "{7: 1.0, 8: 0.0}", "output_tokens": "{3: 1.0}", "reason_ratio": "{}"}
+    for client in (0, 10):
+        (source / f"chunk-{client}-dataset.json").write_text(json.dumps({"0": counts}))
+        (source / f"chunk-{client}-trace.csv").write_text(
+            "0,0,0,,0,0\n600,0.5,1.2345678,Gamma,1,1\n"
+        )
+    rates, lengths = merge(source, tmp_path / "data")
+    assert gzip.decompress(rates.read_bytes()).decode().splitlines()[1:] == [
+        "0,600,0.5,1.23457,Gamma,1,1",
+        "10,600,0.5,1.23457,Gamma,1,1",
+    ]
+    trace = load_trace(
+        ServeGenTrace(rates_path=str(rates), lengths_path=str(lengths), duration_s=1200), seed=0
+    )
+    assert len(trace) == 600
+    assert set(trace.prompt_tokens) == {7}
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the published traces are not here")

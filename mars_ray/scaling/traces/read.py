@@ -112,6 +112,11 @@ def _row(
     return row
 
 
+def missing(path: str | Path) -> str:
+    """What to say of a trace that is not there."""
+    return f"{path}: no such file; docs/simulator.md says where published traces come from"
+
+
 def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line number and content of each row."""
     suffix = path.suffixes[-2:][0] if path.suffix == ".gz" else path.suffix
@@ -124,6 +129,8 @@ def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             else path.open(encoding="utf-8")
         ) as file:
             yield from (_csv_rows if suffix == ".csv" else _json_rows)(path, file)
+    except FileNotFoundError:
+        raise DataError(missing(path)) from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mars_ray.config.traces import ServeGenTrace
 from mars_ray.errors import DataError
+from mars_ray.scaling.traces.read import missing
 from mars_ray.scaling.traces.trace import Floats, Ints, Trace
 
 
@@ -169,5 +170,7 @@ def _lines(path: str | Path) -> list[str]:
         data = Path(path).read_bytes()
         text = gzip.decompress(data) if str(path).endswith(".gz") else data
         return text.decode("utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(missing(path)) from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
