@@ -129,9 +129,10 @@ def serve(
     job = _serve_job(target, overrides, dry_run)
     import ray
 
-    from mars_ray.serve.build import start
+    from mars_ray.serve.build import check, start
     from mars_ray.serve.stop import wait_until_stopped
 
+    check(job)
     with _Cluster():
         url = start(job)
         # For the commands that change a running service, where there are several clusters.

@@ -14,7 +14,7 @@ from mars_ray.core.frontier import Frontier
 from mars_ray.data.corpus import problems
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import run_evaluation
-from mars_ray.serve.build import start
+from mars_ray.serve.build import check_port, start
 from mars_ray.train.run import run_training
 
 # Another seed than the evaluation's.
@@ -26,6 +26,8 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
 
     Returns the line that the command prints last. Raises MarsError.
     """
+    # Not after ten minutes.
+    check_port(job.serve.host, job.serve.port)
     started = time.perf_counter()
     console.rule("training: AR, then MARS")
     trained = run_training(job.train)
@@ -38,7 +40,8 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
     console.rule("serving and asking")
     serve = job.serve.model_copy(update={"checkpoint": str(after_dir)})
     answer = _ask(start(serve), console)
-    console.print(f"serve it: mars-ray serve {_short(after_dir)}", soft_wrap=True)
+    command = f"mars-ray serve {_short(after_dir)} model_name={serve.name}"
+    console.print(f"serve it: {command}", soft_wrap=True)
     console.print(f"plot: {_short(after.plot)}", soft_wrap=True)
     return _summary(before.frontier, after.frontier) | {
         "http_ok": bool(answer),

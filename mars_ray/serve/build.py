@@ -52,6 +52,10 @@ def build_app(job: ServeJob) -> serve.Application:
 
     Raises ConfigError or ModelError if a checkpoint cannot be served so.
     """
+    if job.host not in _LOOPBACK and not job.keys_file:
+        logger.warning(
+            "the service listens on %s and asks nobody for a key: set keys_file=", job.host
+        )
     job = _checked(job)
     models = job.each()
     ingress = serve.deployment(
@@ -125,6 +129,15 @@ def _life(job: ServeJob) -> dict[str, Any]:
     }
 
 
+def check(job: ServeJob) -> None:
+    """Whether it could start, as far as that is seen without a cluster, which takes long to start.
+
+    Raises ConfigError or ModelError.
+    """
+    _checked(job)
+    check_port(job.host, job.port)
+
+
 def start(job: ServeJob) -> str:
     """Starts Serve and the application in it; returns the URL once it answers.
 
@@ -137,7 +150,7 @@ def start(job: ServeJob) -> str:
             "Ray Serve already runs on this cluster, with HTTP options of its own; stop it first "
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
-    _check_port(job.host, job.port)
+    check_port(job.host, job.port)
     for name in job.each():
         # Of a service before this one, which did not end as it should have.
         end_control(name)
@@ -187,10 +200,6 @@ def _checked(job: ServeJob) -> ServeJob:
         changes["request_log"] = str(Path(job.request_log).resolve())
     if job.keys_file:
         changes["keys_file"] = str(Path(job.keys_file).resolve())
-    elif job.host not in _LOOPBACK:
-        logger.warning(
-            "the service listens on %s and asks nobody for a key: set keys_file=", job.host
-        )
     return first.model_copy(update=changes)
 
 
@@ -216,8 +225,11 @@ def _checked_model(job: ServeJob) -> ServeJob:
     )
 
 
-def _check_port(host: str, port: int) -> None:
-    """Serve's proxy shares a port with whoever else shares it, and then gets half the requests."""
+def check_port(host: str, port: int) -> None:
+    """Serve's proxy shares a port with whoever else shares it, and then gets half the requests.
+
+    Raises ConfigError if somebody listens there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do: a port whose last connections are still closing is free.

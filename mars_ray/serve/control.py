@@ -106,7 +106,7 @@ def publish(model: str, threshold: float) -> None:
     if decisions and time.time() - decisions[-1].at_s < _LATELY_S:
         raise ConfigError(
             f"the threshold of {model!r} is the autoscaling policy's to choose: change "
-            "`scaling.threshold` in the job and tell the service with `mars-ray serve --update`, "
+            "`scaling.threshold` in the job and tell the service with `mars-ray update`, "
             "or give it a fixed number of `replicas`"
         )
     ray.get(control.publish.remote(threshold))

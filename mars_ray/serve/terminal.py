@@ -174,7 +174,9 @@ def _open(url: str, body: dict[str, Any] | None, api_key: str | None) -> Any:
     except urllib.error.HTTPError as error:
         raise EngineError(f"{url}: {_message(error)}") from error
     except (OSError, ValueError) as error:
-        raise EngineError(f"{url} cannot be reached: {error}") from error
+        raise EngineError(
+            f"{url} cannot be reached: {error}; does a service run there (`mars-ray serve`)?"
+        ) from error
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -10,7 +10,7 @@ from mars_ray.config.decode import BlockCachedMode, ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
-from mars_ray.serve.build import _check_port, build_app
+from mars_ray.serve.build import build_app, check, check_port
 
 
 def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
@@ -37,8 +37,21 @@ def test_a_taken_port_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*port="):
-            _check_port("127.0.0.1", port)
-    _check_port("127.0.0.1", port)
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+
+
+def test_a_job_that_cannot_start_is_refused_before_a_cluster_starts(job, tmp_path):
+    """Guards half a minute of waiting, and Ray's messages around the one that counts."""
+    with pytest.raises(ModelError, match=r"mars\.json"):
+        check(job.model_copy(update={"checkpoint": str(tmp_path)}))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="port="):
+            check(job.model_copy(update={"port": port}))
+    check(job.model_copy(update={"port": port}))
 
 
 @pytest.mark.parametrize(
