@@ -26,6 +26,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPiece:
+    """What a piece adds to one of an answer's calls: its beginning, or more of its arguments."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None  # with `name` where it begins, and nowhere else
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One message of the conversation; that of a tool answers a call of the assistant's."""
 
@@ -112,7 +122,7 @@ class Piece:
     forward: int = 0  # the last step's number among those of the answer
     tokens: int = 0  # that were committed
     logprobs: tuple[TokenText, ...] = ()
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
 
 
 def joined(first: Piece, second: Piece) -> Piece:
@@ -122,8 +132,18 @@ def joined(first: Piece, second: Piece) -> Piece:
         text=first.text + second.text,
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,
-        calls=first.calls + second.calls,
+        calls=_joined_calls(first.calls, second.calls),
     )
+
+
+def _joined_calls(
+    first: tuple[CallPiece, ...], second: tuple[CallPiece, ...]
+) -> tuple[CallPiece, ...]:
+    """Arguments that follow each other as one piece of them."""
+    if not first or not second or first[-1].name or second[0].name:
+        return first + second
+    arguments = first[-1].arguments + second[0].arguments
+    return (*first[:-1], replace(second[0], arguments=arguments), *second[1:])
 
 
 @dataclass(frozen=True, slots=True)

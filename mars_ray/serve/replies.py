@@ -4,11 +4,19 @@ A reply's `usage.mars`, and `mars` of a choice if asked for, are ours.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mars_ray.config.decode import Mode
-from mars_ray.serve.messages import Call, Finish, Piece, Refusal, TokenText, ToolCall
+from mars_ray.serve.messages import (
+    Call,
+    CallPiece,
+    Finish,
+    Piece,
+    Refusal,
+    TokenText,
+    ToolCall,
+)
 
 
 def threshold_of(mode: Mode) -> float | None:
@@ -115,9 +123,14 @@ def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | Non
     return {"content": entries, "refusal": None}
 
 
-def tool_call_delta(index: int, call: ToolCall) -> dict[str, Any]:
-    """A whole call in one chunk of a chat."""
-    return {"delta": {"tool_calls": [{"index": index} | _tool_call(call)]}, "logprobs": None}
+def tool_call_delta(piece: CallPiece) -> dict[str, Any]:
+    """What a chunk of a chat adds to a call."""
+    added: dict[str, Any] = {"index": piece.index}
+    if piece.name is not None:
+        added |= {"id": piece.id, "type": "function"}
+    name = {} if piece.name is None else {"name": piece.name}
+    added["function"] = name | {"arguments": piece.arguments}
+    return {"delta": {"tool_calls": [added]}, "logprobs": None}
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
@@ -159,12 +172,19 @@ class Answer:
     def add(self, piece: Piece) -> None:
         """The next piece."""
         self.text += piece.text
-        self.calls += piece.calls
+        for more in piece.calls:
+            self._add_to_call(more)
         self.finish = piece.finish
         if self.logprobs is not None:
             self.logprobs += piece.logprobs
         if self.forwards is not None:
             self.forwards += [piece.forward] * piece.tokens
+
+    def _add_to_call(self, piece: CallPiece) -> None:
+        if piece.id is not None and piece.name is not None:
+            self.calls.append(ToolCall(piece.id, piece.name, ""))
+        call = self.calls[piece.index]
+        self.calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
 
 
 def reply(

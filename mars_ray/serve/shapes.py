@@ -162,10 +162,20 @@ class TextReply(Headed):
     usage: Usage
 
 
-class ChunkToolCall(SaidToolCall):
-    """A whole call, and its place among those of the answer."""
+class ChunkFunction(Said):
+    """The name of the function where its call begins, and more of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ChunkToolCall(Said):
+    """What a chunk adds to a call, and the call's place among those of the answer."""
 
     index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: ChunkFunction
 
 
 class ChatDelta(Said):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ class Chunks:
     forwards: bool = False  # each chunk says which forward its tokens are of
     _finishes: dict[int, Finish] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
-    _calls: Counter[int] = field(default_factory=Counter)  # by choice
+    _said: set[int] = field(default_factory=set)  # choices that have a text or calls
 
     @property
     def is_over(self) -> bool:
@@ -47,22 +46,29 @@ class Chunks:
     def of(self, piece: Piece) -> Iterator[str]:
         """A chunk with what the piece adds, if it adds anything, and one for its finish."""
         first = piece.choice not in self._begun
+        if piece.text or piece.calls:
+            self._said.add(piece.choice)
         # A step whose text is held back has nothing to say.
         if first or piece.text or piece.logprobs or (self.forwards and piece.tokens):
             self._begun.add(piece.choice)
-            logprobs = None if self.call.logprobs is None else piece.logprobs
-            choice = self.shape.delta(piece.text, logprobs, first=first)
-            if self.forwards:
-                choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
-            yield self._chunk(piece.choice, choice)
+            yield self._chunk(piece.choice, self._addition(piece, first=first))
         for call in piece.calls:
-            index = self._calls[piece.choice]
-            self._calls[piece.choice] += 1
-            yield self._chunk(piece.choice, tool_call_delta(index, call))
+            yield self._chunk(piece.choice, tool_call_delta(call))
         if piece.finish:
             self._finishes[piece.choice] = piece.finish
-            ending = self.shape.delta(None, None, first=False)
+            # Without a call an empty answer is a text, too.
+            text = None if piece.choice in self._said else ""
+            ending = self.shape.delta(text, None, first=False)
             yield self._chunk(piece.choice, ending, piece.finish.reason)
+
+    def _addition(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        logprobs = None if self.call.logprobs is None else piece.logprobs
+        # An answer that only calls has no content, not an empty one.
+        text = None if self.call.tools and not piece.text else piece.text
+        choice = self.shape.delta(text, logprobs, first=first)
+        if self.forwards:
+            choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
+        return choice
 
     def usage(self) -> str:
         """The chunk after all others."""

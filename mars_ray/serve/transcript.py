@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mars_ray.decode.request import FinishReason, Request, TokenEvent, as_one
 from mars_ray.errors import DeadlineError
-from mars_ray.serve.messages import Call, Finish, Piece, TokenText, ToolCall, joined
+from mars_ray.serve.messages import Call, CallPiece, Finish, Piece, TokenText, joined
 from mars_ray.serve.text import Decode, Writer
 from mars_ray.serve.tool_calls import ToolCallReader
 
@@ -50,7 +50,7 @@ class Transcript:
             rest = self._writer.flush()
             text += rest.text
             reason = "stop" if rest.stopped else event.completion.finish_reason
-        calls: tuple[ToolCall, ...] = ()
+        calls: tuple[CallPiece, ...] = ()
         if self._reader:
             text, calls = self._reader.push(text)
             text += self._reader.flush() if reason else ""
@@ -68,7 +68,9 @@ class Transcript:
         if reason == "deadline":
             limit_s = self._call.timeout_s
             raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
-        has_called = self._reader is not None and self._reader.count > 0
+        # A stop string may end the text within a call, which nobody can make then.
+        reader = self._reader
+        has_called = reader is not None and reader.count > 0 and not reader.is_cut
         calls = reason == "stop" and has_called and not self._call.is_forced
         return Finish(
             "tool_calls" if calls else reason,

@@ -7,7 +7,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion
-from serve.asking import ask, error_of, streamed, text_of
+from serve.asking import ask, error_of, text_of
 from transformers import AutoTokenizer
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
@@ -19,7 +19,6 @@ from mars_ray.serve.app import build_api
 from mars_ray.serve.formats import grammar_of
 from mars_ray.serve.messages import Call, Tools
 from mars_ray.serve.text_engine import TextEngine
-from mars_ray.serve.tool_calls import ToolCallReader
 
 # No free text, which random weights would never end.
 SCHEMA = {
@@ -162,30 +161,6 @@ def test_tools_and_a_schema_may_stand_together(checkpoint):
         assert (grammar.start().admissible(tokens) == len(tokens)) == allowed
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_are_taken_out_of_the_text(size):
-    """However the text is cut into pieces."""
-    whole = f"Let me see. <tool_calm> \n{CALLED}\n{TOLD}\n"
-    reader, said, calls = ToolCallReader("7"), "", []
-    for start in range(0, len(whole), size):
-        text, made = reader.push(whole[start : start + size])
-        said, calls = said + text, [*calls, *made]
-    assert said + reader.flush() == "Let me see. <tool_calm>"
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
-        ("add", {"colour": "red", "count": 3, "sure": True}),
-        ("now", {}),
-    ]
-    assert len({call.id for call in calls}) == 2
-
-
-def test_what_is_no_call_after_all_stays_text():
-    """Guards text that vanishes: a call cut short by the length limit, and one that is no JSON."""
-    reader = ToolCallReader("7")
-    broken = "a <tool_call>{nonsense</tool_call> b <tool_call>\n{"
-    said, calls = reader.push(broken)
-    assert (said + reader.flush(), calls) == (broken, ())
-
-
 def test_a_required_call_is_made(client):
     """With random weights nothing but the grammar can have written it."""
     for choice, reason in (
@@ -201,20 +176,6 @@ def test_a_required_call_is_made(client):
             assert call.type == "function"
             assert call.function.name == "add"
             assert follows(call.function.arguments)
-
-
-def test_a_call_is_streamed(client):
-    """The deltas join to what the reply without a stream has."""
-    asked = {"tools": [ADD], "tool_choice": "required"} | ONE
-    whole = ask(client, **asked).json()["choices"][0]
-    chunks = streamed(ask(client, stream=True, **asked))
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
-    functions = [call["function"] for call in whole["message"]["tool_calls"]]
-    assert [call["function"] for call in calls] == functions
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert not any(delta.get("content") for delta in deltas)
 
 
 def test_results_of_tools_are_part_of_the_conversation(client, text_engine):
