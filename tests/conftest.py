@@ -19,8 +19,11 @@ if not Path("/dev/nvidiactl").exists():
 def ray_cluster() -> Iterator[Any]:
     """One Ray cluster of this session's own, started by the first test that asks for it; its
     dashboard is the job server."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
+
+    from mars_ray.cluster.environment import NODE_ENVIRONMENT
+
+    os.environ.update(NODE_ENVIRONMENT)
 
     yield ray.init(address="local", num_cpus=4, include_dashboard=True, log_to_driver=True)
     ray.shutdown()

@@ -1,15 +1,13 @@
 """Drops clients that do not read what they asked for.
 
-It has to stand where the connection is: in Serve's proxy, which loads `middlewares` because the
-environment names it (`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`). The proxy knows nothing of the
-job, so the ingress says in a header of each stream how long a client may take.
+It has to stand where the connection is: in Serve's proxy (serve/front_door.py), which knows nothing
+of the job. So the ingress says in a header of each stream how long a client may take.
 """
 
 import asyncio
 import logging
 
 from starlette.datastructures import MutableHeaders
-from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl, httptools_impl
 
@@ -44,11 +42,6 @@ class SlowReaders:
                 raise
 
         await self._app(scope, receive, timed)
-
-
-def middlewares() -> list[Middleware]:
-    """What Serve's proxy puts around everything."""
-    return [Middleware(SlowReaders)]
 
 
 def _hang_up(send: Send) -> None:

@@ -48,7 +48,9 @@ class Fuzzed:
         return "\n".join([*lines, f"{'all':24}     {self.requests:6}"])
 
 
-def fuzz(url: str, path: str, examples: int, seed: int, fuzzed: Fuzzed) -> None:
+def fuzz(
+    url: str, path: str, examples: int, seed: int, fuzzed: Fuzzed, *, every_kind: bool = True
+) -> None:
     """Sends every kind of request that one path's schema gives rise to, and `examples` more."""
     config = SchemathesisConfig.from_dict(
         {
@@ -57,7 +59,7 @@ def fuzz(url: str, path: str, examples: int, seed: int, fuzzed: Fuzzed) -> None:
             "max-stream-events": 1000,
             "continue-on-failure": True,
             "generation": {"max-examples": examples, "database": "none", "no-shrink": True},
-            "phases": {"stateful": {"enabled": False}},
+            "phases": {"stateful": {"enabled": False}, "coverage": {"enabled": every_kind}},
             # Some of what a schema allows contradicts itself, or is beyond a server's limits.
             "checks": {
                 "positive_data_acceptance": {"enabled": False},

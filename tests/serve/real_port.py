@@ -18,9 +18,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(api: ASGIApp) -> Iterator[str]:
-    """The URL, for as long as it is served."""
-    server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="critical"))
+def served(api: ASGIApp, http: str = "auto") -> Iterator[str]:
+    """The URL, for as long as it is served; `http` is the protocol, as uvicorn names it."""
+    server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="critical", http=http))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
