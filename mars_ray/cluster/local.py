@@ -95,7 +95,22 @@ def down(directory: Path) -> LocalCluster:
     end(cluster.nodes[1:], _PATIENCE_S)
     end(cluster.nodes[:1], _PATIENCE_S)
     (directory / _STATE).unlink()
+    _forget(cluster)
     return cluster
+
+
+def _forget(cluster: LocalCluster) -> None:
+    """Ray keeps the address of the cluster that came last; who looks for one would go there, and
+    wait for minutes."""
+    port = cluster.address.rpartition(":")[2]
+    path = _ray_directory() / "ray_current_cluster"
+    if path.exists() and path.read_text().strip().endswith(f":{port}"):
+        path.unlink()
+
+
+def _ray_directory() -> Path:
+    """Where Ray keeps its sessions, as it looks for it itself."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
 def find(directory: Path) -> LocalCluster | None:

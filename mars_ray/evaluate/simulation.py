@@ -41,6 +41,9 @@ def run_simulations(job: SimulateJob, console: Console) -> dict[str, Any]:
     Raises ConfigError or DataError.
     """
     model = load_service_model(job.service_model)
+    # A trace that is missing is found now, not after those before it.
+    for source in job.traces.values():
+        load_trace(source, job.seeds[0])
     colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))
     parts = [_Part(t, cold, p) for cold in colds for t in job.traces for p in job.policies]
     results: dict[str, Any] = {}

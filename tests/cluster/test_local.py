@@ -32,6 +32,20 @@ def test_nothing_to_end_is_said(tmp_path):
         down(tmp_path)
 
 
+@pytest.mark.parametrize(("kept", "stays"), [("192.0.2.2:6379", False), ("192.0.2.2:6380", True)])
+def test_what_ended_is_not_looked_for_any_more(tmp_path, monkeypatch, kept, stays):
+    """Guards an `update` that waits minutes for a cluster which is gone; another one stays."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    last = tmp_path / "ray" / "ray_current_cluster"
+    last.parent.mkdir()
+    last.write_text(kept)
+    state = {"address": "127.0.0.1:6379", "dashboard": "http://127.0.0.1:8265", "nodes": []}
+    (tmp_path / "cluster.json").write_text(json.dumps(state))
+    down(tmp_path)
+    assert last.exists() == stays
+    assert find(tmp_path) is None
+
+
 def test_a_damaged_state_is_not_guessed_at(tmp_path):
     """Guards processes that are ended because of what is left of a file."""
     (tmp_path / "cluster.json").write_text('{"address": "x"}')

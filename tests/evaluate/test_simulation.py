@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from mars_ray.config.load import load_job
+from mars_ray.config.simulate import SimulateJob
+from mars_ray.errors import DataError
+from mars_ray.evaluate import simulation
 from mars_ray.evaluate.simulation_page import page
 from mars_ray.evaluate.simulation_verdict import verdicts
 
@@ -89,3 +94,12 @@ def test_verdicts_by_hand():
     assert any("83% of lossless" in verdict.measured for verdict in found.values())
     policies["mars"]["mean"]["attainment"] = 0.98
     assert not any(verdict.holds for verdict in verdicts(result))
+
+
+def test_a_missing_trace_is_found_before_anything_runs(monkeypatch):
+    """Guards an hour of simulations that ends in a path."""
+    job = load_job("jobs/simulate-fast.toml", ["traces.servegen.rates_path=nowhere.csv"])
+    assert isinstance(job, SimulateJob)
+    monkeypatch.setattr(simulation, "_settings", lambda *_: pytest.fail("too late"))
+    with pytest.raises(DataError, match=r"nowhere\.csv: no such file"):
+        simulation.run_simulations(job, Console(quiet=True))
