@@ -81,7 +81,7 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
     here, facts = os.getcwd(), provenance()
     with _Cluster():
         result = run_training(job)
-    models = {stage: os.path.relpath(path, here) for stage, path in result.models.items()}
+    models = {stage: _seen_from(here, path) for stage, path in result.models.items()}
     _print_result(asdict(result) | {"models": models, "provenance": facts})
 
 
@@ -153,6 +153,7 @@ def update(
 
     with _Cluster("auto"):
         update_service(job)
+    _print_result({"models": list(job.each())})
 
 
 @app.command()
@@ -165,6 +166,7 @@ def threshold(
 
     with _Cluster("auto"):
         publish(model, value)
+    _print_result({"model": model, "threshold": value})
 
 
 @app.command()
@@ -282,6 +284,11 @@ def _job(
         print(job.model_dump_json(indent=2))
         raise typer.Exit
     return job
+
+
+def _seen_from(directory: str, path: Path) -> str:
+    """A path below the directory without it; any other in full."""
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
 def _serve_job(target: Path, overrides: list[str] | None, dry_run: bool) -> ServeJob:

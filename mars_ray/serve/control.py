@@ -107,7 +107,7 @@ def publish(model: str, threshold: float) -> None:
         raise ConfigError(
             f"the threshold of {model!r} is the autoscaling policy's to choose: change "
             "`scaling.threshold` in the job and tell the service with `mars-ray update`, "
-            "or give it a fixed number of `replicas`"
+            "or give it a fixed number of `replicas`, and a minute later say this again"
         )
     ray.get(control.publish.remote(threshold))
 
