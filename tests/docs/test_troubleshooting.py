@@ -11,6 +11,7 @@ OTHERS = {
     "429, 408 and 503",
     "Authentication required",
     "a job waits for ever",
+    "replicas that have taken more than 30s to be scheduled",
 }
 
 
