@@ -10,6 +10,7 @@ OTHERS = {
     "a GPU runs out of memory",
     "429, 408 and 503",
     "Authentication required",
+    "No available agent to submit job",
     "a job waits for ever",
     "replicas that have taken more than 30s to be scheduled",
 }
