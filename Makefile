@@ -2,10 +2,13 @@
 # A CUDA machine may bring its own torch: make setup TORCH="torch==2.11.0" PIP_FLAGS="--index-url ..."
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= torch==2.13.0
+TORCH ?= $(PINNED)
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_FLAGS)
+# Another torch brings a Triton of its own.
+PINNED := torch==2.13.0
+CONSTRAINTS := $(if $(filter $(PINNED),$(TORCH)),constraints.txt,$(VENV)/constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) $(PIP_FLAGS)
 TESTS := $(BIN)/python -m pytest
 # One thread per process: tests and demo start several processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -18,8 +21,11 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+$(VENV)/constraints.txt: constraints.txt | $(VENV)/bin/python
+	grep -v -e '^torch==' -e '^triton==' $< > $@
+
 # Torch first: whatever else asks for torch then finds it installed.
-$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.run: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) $(TORCH) numpy setuptools ninja
 	$(PIP) --editable .
 	touch $@
