@@ -137,7 +137,7 @@ def missing(cache: PagedCache) -> str | None:
 
 
 def padded_row_counts(most: int) -> list[int]:
-    """The numbers of rows that have a graph; from 16 on each is at most a quarter above the last."""
+    """The numbers of rows that have a graph: from 16 on, a quarter apart at most."""
     counts = [1, 2, 4]
     while counts[-1] < most:
         step = max(4, 1 << (counts[-1].bit_length() - 3))
