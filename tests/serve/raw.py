@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import time
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -67,3 +68,10 @@ CASES = [
     (chat(stop=["\x00"]), 200),
     (post(json.dumps(CHAT).encode(), "Authorization: Bearer \xff\xfe"), 200),
 ]
+
+
+def send_slowly(link: socket.socket, request: bytes) -> None:
+    """Some bytes at a time."""
+    for begin in range(0, len(request), 8):
+        link.sendall(request[begin : begin + 8])
+        time.sleep(0.002)

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray import serve
 from serve.fuzzing import SHARES, Fuzzed, fuzz
-from serve.raw import CASES, CHAT, chat, connected, post, status_of
+from serve.raw import CASES, CHAT, chat, connected, post, send_slowly, status_of
 from serve.real_port import free_port
 
 from mars_ray.config.decode import EngineConfig
@@ -159,9 +159,7 @@ def test_a_slow_sender_has_its_time_and_no_more(port):
     """Byte by byte is fine; half of it and then nothing is a 408."""
     request = chat()
     with connected(port) as link:
-        for begin in range(0, len(request), 8):
-            link.sendall(request[begin : begin + 8])
-            time.sleep(0.002)
+        send_slowly(link, request)
         assert status_of(link) == 200
     started = time.monotonic()
     with connected(port) as link:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from serve.asking import wait_until_free
-from serve.raw import CASES, chat, connected, post, status_of
+from serve.raw import CASES, chat, connected, post, send_slowly, status_of
 from serve.real_port import served
 
 from mars_ray.serve.app import build_api
@@ -31,9 +31,7 @@ def test_a_slow_body_is_read_while_its_time_lasts(port):
     """Byte by byte is fine; half of it and then nothing is a 408."""
     request = chat()
     with connected(port) as link:
-        for start in range(0, len(request), 8):
-            link.sendall(request[start : start + 8])
-            time.sleep(0.002)
+        send_slowly(link, request)
         assert status_of(link) == 200
     begin = time.monotonic()
     with connected(port) as link:

@@ -1,6 +1,6 @@
-"""What the runner and the engine ask of attention.
+"""What the engine asks of a form of attention; what the runner asks stands there.
 
-Shape suffixes: N rows of a forward, T query heads, H key-value heads, D head size, Z hidden size.
+Shape suffixes: N rows of a forward, Z hidden size.
 """
 
 from typing import Protocol

@@ -1,0 +1,113 @@
+"""Tables of simulations and of live runs beside them, for render.py."""
+
+from typing import Any
+
+from render_sweeps import machine
+
+
+def _knob(knob: dict[str, float]) -> str:
+    value, aim = knob["value"], knob["aim"]
+    return f"{value:g}" if aim == 1 else f"{value:g}, {aim:g}"
+
+
+def simulation(result: dict[str, Any]) -> list[str]:
+    """A comparison of policies, a block a trace; what misses the objective is marked."""
+    job = result["job"]
+    wanted = job["scaling"]["slo"]["attainment"]
+    traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
+    lines = [
+        "| trace | policy | tuned to | mean replicas | `mars` takes | in time "
+        "| effective accuracy | points lost |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for trace, policies in traces.items():
+        own_s = policies["mars"]["mean"]["replica_s"]
+        for policy, row in policies.items():
+            mean, half = row["mean"], row["half_width"]
+            mark = "" if mean["attainment"] >= wanted else " *"
+            lines.append(
+                f"| {trace} | `{policy}` | {_knob(row['knob'])} | {mean['mean_replicas']:.2f} ± "
+                f"{half['mean_replicas']:.2f} | {own_s / mean['replica_s']:.0%} | "
+                f"{mean['attainment']:.2%}{mark} | "
+                f"{mean['effective_accuracy']:.2f} ± {half['effective_accuracy']:.2f} | "
+                f"{mean['points_lost']:.2f} |"
+            )
+    return [
+        *lines,
+        "",
+        f"{result['model']['name']}, {len(job['seeds'])} seeds, 95% intervals; `mars` takes: its "
+        "replica-seconds as a share of this policy's; tuned to: replicas or a share, and the aim; "
+        f"* misses {wanted:.0%} in time. Commit {result['provenance']['commit']}.",
+    ]
+
+
+def cold_starts(result: dict[str, Any]) -> list[str]:
+    """The same comparison by how long a replica takes to start."""
+    job, colds = result["job"], result["cold_starts"]
+    wanted = job["scaling"]["slo"]["attainment"]
+    ordered = sorted(colds, key=float)
+    lines = [
+        "| trace | policy | " + " | ".join(f"{cold} s" for cold in ordered) + " |",
+        "|---|---|" + "---|" * len(ordered),
+    ]
+    for trace in job["traces"]:
+        for policy in job["policies"]:
+            means = [colds[cold][trace][policy]["mean"] for cold in ordered]
+            cells = [
+                f"{mean['mean_replicas']:.2f} ({mean['attainment']:.1%}"
+                f"{'' if mean['attainment'] >= wanted else ' *'})"
+                for mean in means
+            ]
+            lines.append(f"| {trace} | `{policy}` | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        f"Mean replicas (in time), {len(job['seeds'])} seeds; * misses {wanted:.0%}. "
+        f"{result['model']['name']}. Commit {result['provenance']['commit']}.",
+    ]
+
+
+def live(result: dict[str, Any]) -> list[str]:
+    """A live autoscaled run beside the simulation of the same requests."""
+    rows = (
+        ("requests", "requests", "{:,.0f}"),
+        ("in time", "attainment", "{:.1%}"),
+        ("first token, P50", "ttft_p50_s", "{:.2f} s"),
+        ("first token, P90", "ttft_p90_s", "{:.2f} s"),
+        ("replica-seconds", "replica_s", "{:,.0f}"),
+        ("replicas at most", "peak_replicas", "{:.0f}"),
+        ("below the set-point", "below_set_point_s", "{:.0f} s"),
+    )
+    lines = ["| | live | simulated | ratio |", "|---|---|---|---|"]
+    for name, key, form in rows:
+        one, other = result["live"][key], result["simulated"][key]
+        ratio = f"{other / one:.2f}" if one else "-"
+        lines.append(f"| {name} | {form.format(one)} | {form.format(other)} | {ratio} |")
+    told = result["live"]
+    lowered = (
+        f"{told['lowered']} answers had a lower threshold, {told['pinned_below_floor']} of those "
+        f"that pin one; {told['cut']} streams broke off and were asked for again, "
+        f"{told['refused']} were refused at first, {told['requests'] - told['answered']} lost."
+    )
+    return [
+        *lines,
+        "",
+        f"{lowered} A token took {result['slowness']:.2f} times what the service model says, "
+        f"a replica {result['cold_start_s']:.0f} s to start. {machine(result['provenance'])}.",
+    ]
+
+
+def simulator_speed(result: dict[str, Any]) -> list[str]:
+    """Simulated requests per processor second."""
+    lines = [
+        "| replicas | policy | a tick every | requests | in the system, per replica | "
+        "requests per processor second |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {case['replicas']:,} | `{case['policy']}` | {case['tick_s']:g} s | "
+        f"{case['requests']:,} | {case['mean_outstanding']:.0f} | "
+        f"{case['requests_per_cpu_s']:,.0f} |"
+        for case in result["cases"]
+    ]
+    return [*lines, "", f"One core, {machine(result['provenance'])}."]
