@@ -2,10 +2,11 @@
 
 One pure function for the cluster, the simulator and the tests. Two loops look at one sample. The
 slow one orders replicas for the load that will be there when they are ready, at the set-point
-quality (`forecast.py`, `replicas.py`, `fleet.py`). The fast one lets the threshold make up for what
-the replicas that are there cannot carry now (`quality.py`), over the thresholds that buy capacity
-for this traffic (`ladder.py`, `service_model.py`). As the first never sees the second's threshold,
-quality comes back as replicas arrive (mid-ranging). Each file's docstring has its law.
+quality (`forecast.py`, `surge.py`, `replicas.py`, `fleet.py`). The fast one lets the threshold make
+up for what the replicas that are there cannot carry now (`quality.py`), over the thresholds that
+buy capacity for this traffic (`ladder.py`, `service_model.py`). As the first never sees the
+second's threshold, quality comes back as replicas arrive (mid-ranging). Each file's docstring has
+its law.
 
 Metrics that are missing or old change nothing: the last wish holds and nothing is published.
 """
@@ -45,7 +46,14 @@ def decide(
     needed = _need(seen, state.quality, config)
     fleet = _fleet(seen, needed, state.fleet, config, dt)
     quality = _quality(seen, fleet, state.quality, config, dt)
-    state = replace(state, load=seen.load, traffic=seen.traffic, fleet=fleet, quality=quality)
+    state = replace(
+        state,
+        load=seen.load,
+        surge=seen.surge,
+        traffic=seen.traffic,
+        fleet=fleet,
+        quality=quality,
+    )
     reason = explain(seen, needed, fleet, quality, config)
     return Decision(fleet.asked or 0, quality.threshold, quality.shed, reason, state)
 

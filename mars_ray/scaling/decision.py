@@ -6,6 +6,7 @@ from typing import Any
 from mars_ray.scaling.fleet import Fleet
 from mars_ray.scaling.forecast import Load
 from mars_ray.scaling.quality import Quality
+from mars_ray.scaling.surge import Surge
 from mars_ray.scaling.traffic import Traffic
 
 _PAIRS = ("class_shares", "gains")
@@ -20,6 +21,7 @@ class State:
 
     tick_s: float | None = None  # when the last tick was
     load: Load = field(default_factory=Load)
+    surge: Surge = field(default_factory=Surge)
     traffic: Traffic = field(default_factory=Traffic)
     quality: Quality = field(default_factory=Quality)
     fleet: Fleet = field(default_factory=Fleet)
@@ -37,7 +39,8 @@ class State:
         pairs = {name: tuple(map(tuple, table["traffic"][name])) for name in _PAIRS}
         traffic = Traffic(**{**table["traffic"], **pairs})
         fleet = Fleet(**{**table["fleet"], "enough": tuple(table["fleet"]["enough"])})
-        return cls(table["tick_s"], load, traffic, Quality(**table["quality"]), fleet)
+        surge, quality = Surge(**table["surge"]), Quality(**table["quality"])
+        return cls(table["tick_s"], load, surge, traffic, quality, fleet)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ Requests are counted in buckets of an eighth of the cold start H. From their rat
 
     mu = level + slope (H + lag of the level)
 
-A surge is a rate of the last seconds that this does not explain. It counts as the level for one
-cold start, until the buckets know it (the panic window of Knative's autoscaler).
+A rate of the last seconds that this does not explain is a surge (`surge.py`).
 """
 
 import math
@@ -21,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import fmean, median
+
+from mars_ray.scaling.surge import Surge, noted
 
 BUCKETS_OF_COLD_START = 8
 _KEPT = 64
@@ -44,8 +45,11 @@ class Load:
     open_s: float = 0.0  # of the bucket being filled
     open_requests: float = 0.0
     rates: tuple[float, ...] = ()  # of the full buckets, the newest last
-    surge: float = 0.0
-    surge_left_s: float = 0.0
+
+    @property
+    def level(self) -> float:
+        """Of the last full buckets, or of the last seconds before there is one."""
+        return fmean(self.rates[-_LEVEL:] or (self.fast,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,6 @@ def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -
         fast_span_s=seen,
         open_s=load.open_s + dt,
         open_requests=load.open_requests + rate * dt,
-        surge_left_s=max(0.0, load.surge_left_s - dt),
     )
     if load.open_s < width_s:
         return load
@@ -84,16 +87,17 @@ def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -
     return replace(load, open_s=0.0, open_requests=0.0, rates=rates)
 
 
-def forecast(load: Load, ahead: int, width_s: float) -> Forecast:
+def forecast(load: Load, surge: Surge, ahead: int, width_s: float) -> Forecast:
     """`ahead` buckets from now."""
     if not load.rates:
         return Forecast(load.fast, 0.0, 1.0, 0.0, False)
     known = _extrapolated(load.rates, ahead, width_s)
-    if load.surge_left_s == 0 or load.surge <= known.mean:
+    rise = surge.expected - known.mean
+    if surge.left_s == 0 or rise <= 0:
         return known
     # What has come true is no longer uncertain.
-    sigma = max(0.0, known.sigma - (load.surge - known.mean) / _SURPRISE)
-    return replace(known, mean=load.surge, sigma=sigma, surge=True)
+    sigma = max(0.0, known.sigma - rise / _SURPRISE)
+    return replace(known, mean=surge.expected, sigma=sigma, surge=True)
 
 
 # Between two buckets nothing changes: one entry is in use, the others serve simulations.
@@ -108,17 +112,15 @@ def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forec
     return Forecast(mean, sigma, index, slope, False)
 
 
-def with_surge(load: Load, known: Forecast, lasts_s: float) -> Load:
+def surprise(load: Load, surge: Surge, known: Forecast, lasts_s: float) -> Surge:
     """Notes a rate that the forecast does not explain, and one that tops it while it lasts."""
     # An exponential mean of time constant T averages like a window of 2 T.
     noise = math.sqrt(known.burst * known.mean / max(1e-9, 2 * load.fast_span_s))
-    if load.surge_left_s == 0:
-        if load.fast <= known.mean + _SURPRISE * math.hypot(noise, known.sigma):
-            return load
-        return replace(load, surge=load.fast, surge_left_s=lasts_s)
-    if load.fast - noise <= load.surge:
-        return load
-    return replace(load, surge=load.fast - noise, surge_left_s=lasts_s)
+    if surge.left_s:
+        rate, explained = load.fast - noise, surge.rate
+    else:
+        rate, explained = load.fast, known.mean + _SURPRISE * math.hypot(noise, known.sigma)
+    return noted(surge, rate, known.mean, lasts_s) if rate > explained else surge
 
 
 def burst(rates: Sequence[float], width_s: float) -> float:

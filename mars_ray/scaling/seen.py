@@ -5,11 +5,12 @@ from statistics import fmean
 
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.decision import State
-from mars_ray.scaling.forecast import Forecast, Load, bucket_s, forecast, observe, with_surge
+from mars_ray.scaling.forecast import Forecast, Load, bucket_s, forecast, observe, surprise
 from mars_ray.scaling.ladder import Rung, ladder
 from mars_ray.scaling.quality import Pressure
 from mars_ray.scaling.sample import PINNED, Sample
 from mars_ray.scaling.service_model import ServiceModel
+from mars_ray.scaling.surge import Surge, passed
 from mars_ray.scaling.traffic import Traffic, observe_traffic
 
 # The rate of the last seconds reaches back so many times the time to the first token.
@@ -25,6 +26,7 @@ class Seen:
 
     sample: Sample  # checked
     load: Load
+    surge: Surge
     traffic: Traffic
     ahead: Forecast  # a cold start ahead
     rungs: tuple[Rung, ...]
@@ -76,7 +78,8 @@ def see(
     measured = sample.cold_start_s or state.fleet.cold_start_s or config.cold_start_s
     cold = min(_LONGEST_COLD_START_S, max([measured, width, *sample.starting_ages_s]))
     ahead = min(_FURTHEST, max(1, round(cold / width)))
-    load = with_surge(load, forecast(load, ahead, width), cold)
+    surge = passed(state.surge, load.level, dt)
+    surge = surprise(load, surge, forecast(load, surge, ahead, width), cold)
     pressure = Pressure(
         rate=load.fast,
         in_system=_in_system(sample),
@@ -84,9 +87,8 @@ def see(
         deadline_s=max(config.slo.ttft_s, dt),
     )
     rungs = ladder(model, config, traffic)
-    return Seen(
-        sample, load, traffic, forecast(load, ahead, width), rungs, pressure, cold_start_s=cold
-    )
+    expected = forecast(load, surge, ahead, width)
+    return Seen(sample, load, surge, traffic, expected, rungs, pressure, cold_start_s=cold)
 
 
 def _in_system(sample: Sample) -> float:
