@@ -18,6 +18,8 @@ ARRIVED, REFUSED, FINISHED = "arrived", "refused", "finished"
 OUTPUT_TOKENS, PROMPT_ROWS = "output_tokens", "prompt_rows"
 STEPS, STEP_S, SEQUENCES, DECODE_ROWS = "steps", "step_s", "sequences", "decode_rows"
 RUNNING, WAITING = "running", "waiting"
+# No sum: the threshold in force.
+THRESHOLD = "threshold"
 VERIFIED_FORWARDS = "verified_forwards"
 # With a threshold or the name of a class behind it.
 TOKENS_AT, OF_CLASS = "tokens_at:", "class:"
@@ -142,4 +144,5 @@ def _load(seen: tuple[Report, ...]) -> ReplicaLoad:
         rows=(_rise(before, newest, DECODE_ROWS) + _rise(before, newest, PROMPT_ROWS)) / steps
         if steps
         else None,
+        threshold=newest.sums.get(THRESHOLD),
     )

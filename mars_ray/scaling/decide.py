@@ -18,6 +18,7 @@ from statistics import fmean
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.fleet import Fleet, ask, remember
+from mars_ray.scaling.ladder import Rung
 from mars_ray.scaling.quality import Quality, current, dearer, shed_share, spend, steer
 from mars_ray.scaling.reasons import explain, holding
 from mars_ray.scaling.replicas import Need, need
@@ -55,7 +56,8 @@ def decide(
         quality=quality,
     )
     reason = explain(seen, needed, fleet, quality, config)
-    return Decision(fleet.asked or 0, quality.threshold, quality.shed, reason, state)
+    rungs = _allowed(seen, quality)
+    return Decision(fleet.asked or 0, quality.threshold, quality.shed, reason, state, rungs)
 
 
 def _elapsed(before: float | None, now: float, config: ScalingConfig) -> float:
@@ -72,10 +74,14 @@ def _hold(sample: Sample, state: State, config: ScalingConfig) -> Decision:
     return Decision(replicas, None, state.quality.shed, reason, state)
 
 
+def _allowed(seen: Seen, quality: Quality) -> tuple[Rung, ...]:
+    return seen.rungs[:1] if quality.exhausted else seen.rungs
+
+
 def _need(seen: Seen, quality: Quality, config: ScalingConfig) -> Need:
     return need(
         seen.ahead,
-        seen.rungs[:1] if quality.exhausted else seen.rungs,
+        _allowed(seen, quality),
         config.slo.attainment,
         config.prices,
         dearer(quality, config),
@@ -98,9 +104,12 @@ def _quality(
 ) -> Quality:
     usual = fmean(seen.load.rates) if seen.load.rates else seen.load.fast
     traffic = min(_MOST_TRAFFIC, seen.load.fast / usual) if usual > 0 else 0.0
-    points = current(seen.rungs, quality.threshold).points_lost
+    points = fmean(
+        current(seen.rungs, quality.threshold if own is None else own).points_lost
+        for own in [load.threshold for load in seen.sample.loads] or [None]
+    )
     quality = spend(quality, points, traffic, dt, config)
-    rungs = seen.rungs[:1] if quality.exhausted else seen.rungs
+    rungs = _allowed(seen, quality)
     quality = steer(quality, rungs, seen.pressure, dt, config)
     at_maximum = (fleet.asked or 0) >= config.max_replicas
     shed = shed_share(rungs[-1], seen.pressure, seen.unpinned) if at_maximum else 0.0

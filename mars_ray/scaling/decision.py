@@ -5,6 +5,7 @@ from typing import Any
 
 from mars_ray.scaling.fleet import Fleet
 from mars_ray.scaling.forecast import Load
+from mars_ray.scaling.ladder import Rung
 from mars_ray.scaling.quality import Quality
 from mars_ray.scaling.surge import Surge
 from mars_ray.scaling.traffic import Traffic
@@ -52,3 +53,5 @@ class Decision:
     shed: float  # share of new unpinned requests to refuse with 429; 0 normally
     reason: str  # one sentence with the numbers that decided
     state: State
+    # What a replica may choose from by itself (`local.py`): the set-point first.
+    rungs: tuple[Rung, ...] = ()

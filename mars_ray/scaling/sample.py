@@ -24,6 +24,7 @@ class ReplicaLoad:
     step_s: float | None = None
     rows: float | None = None
     positions: float | None = None
+    threshold: float | None = None  # in force here; None: the policy's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,7 @@ def _checked_load(load: ReplicaLoad) -> ReplicaLoad:
         step_s=_number(load.step_s),
         rows=_number(load.rows),
         positions=_number(load.positions),
+        threshold=None if load.threshold is None else _share(load.threshold),
     )
 
 

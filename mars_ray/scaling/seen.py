@@ -67,13 +67,18 @@ class Seen:
         return max(0.0, min(piled_up, too_many + pressure.rate * span)) / span
 
 
+def fast_span_s(config: ScalingConfig) -> float:
+    """How far back the rate of the last seconds reaches."""
+    return _FAST_SPANS * config.slo.ttft_s
+
+
 def see(
     sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, dt: float
 ) -> Seen:
     """`sample` is a checked one; `dt` seconds after the one before."""
     offered = (sample.arrivals_per_s or 0.0) + (sample.refused_per_s or 0.0)
     width = bucket_s(config.cold_start_s)
-    load = observe(state.load, offered, dt, _FAST_SPANS * config.slo.ttft_s, width)
+    load = observe(state.load, offered, dt, fast_span_s(config), width)
     traffic = observe_traffic(state.traffic, sample, model, dt)
     measured = sample.cold_start_s or state.fleet.cold_start_s or config.cold_start_s
     cold = min(_LONGEST_COLD_START_S, max([measured, width, *sample.starting_ages_s]))

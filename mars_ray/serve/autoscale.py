@@ -107,7 +107,7 @@ class Autoscaler:
         if threshold is not None:
             control = control_of(self._name, self._config.threshold.set_point)
             entry = Entry(now, decision.replicas, threshold, decision.shed, decision.reason)
-            control.record.remote(entry)
+            control.record.remote(entry, decision.rungs)
 
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:

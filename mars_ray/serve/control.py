@@ -10,13 +10,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from mars_ray.errors import ConfigError
+from mars_ray.scaling.ladder import Rung
 
 _NAMESPACE = "mars-ray"
 # A wait that ends without news: so that a caller which is gone is not waited for in vain.
@@ -34,6 +35,7 @@ class SetPoint:
     version: int
     threshold: float
     shed: float = 0.0  # share of the new ones among them to refuse
+    rungs: tuple[Rung, ...] = ()  # that a replica may choose from by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +57,21 @@ class Control:
         self._changed = asyncio.Event()
         self._history: deque[Entry] = deque(maxlen=_KEPT)
 
-    async def record(self, entry: Entry) -> None:
+    async def record(self, entry: Entry, rungs: tuple[Rung, ...]) -> None:
         """A decision of the autoscaling policy, and its set-point is published."""
         self._history.append(entry)
-        await self.publish(entry.threshold, entry.shed)
+        await self.publish(entry.threshold, entry.shed, rungs)
 
     async def history(self) -> list[Entry]:
         """The last decisions, oldest first."""
         return list(self._history)
 
-    async def publish(self, threshold: float, shed: float = 0.0) -> None:
+    async def publish(
+        self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
+    ) -> None:
         """The same as before is no change."""
-        point = SetPoint(self._point.version + 1, threshold, shed)
-        if (threshold, shed) != (self._point.threshold, self._point.shed):
+        point = SetPoint(self._point.version + 1, threshold, shed, rungs)
+        if replace(point, version=self._point.version) != self._point:
             self._point = point
             self._changed.set()
             self._changed = asyncio.Event()

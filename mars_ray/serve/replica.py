@@ -19,6 +19,8 @@ from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
 
 _LOOK_S = 1.0
+# Between two looks of the fast loop at this replica's queue.
+_STEER_S = 0.1
 # The engine's thread gives the interpreter away in every operation of a step. With Python's 5 ms it
 # would wait as long as a step of a small model to get it back from the loop's thread.
 _SWITCH_S = 0.0005
@@ -38,6 +40,7 @@ class Replica:
         self._looking = asyncio.create_task(self._look())
         following = follow(job.name, job.set_point, self._set)
         self._following = asyncio.create_task(following)
+        self._steering = asyncio.create_task(self._steer())
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
@@ -65,7 +68,14 @@ class Replica:
     async def _set(self, point: SetPoint) -> None:
         # A dead engine needs none: `check_health` tells, and the next replica asks for itself.
         with contextlib.suppress(EngineError):
-            await self._engine.set_point(point.threshold, point.shed)
+            await self._engine.follow(point.threshold, point.shed, point.rungs)
+
+    async def _steer(self) -> None:
+        """The fast loop, for as long as the engine lives."""
+        with contextlib.suppress(EngineError):
+            while True:
+                await asyncio.sleep(_STEER_S)
+                await self._engine.steer()
 
     async def _look(self) -> None:
         """Export what the engine says, for as long as it lives."""

@@ -46,6 +46,7 @@ class Tally:
             collect.DECODE_ROWS: totals.decode_rows,
             collect.RUNNING: engine.running,
             collect.WAITING: engine.waiting,
+            collect.THRESHOLD: engine.thresholds.set_point,
         }
         sums |= {collect.OF_CLASS + name: count for name, count in self.of_class.items()}
         if engine.control:

@@ -28,6 +28,8 @@ from mars_ray.errors import (
     RequestError,
 )
 from mars_ray.model.stop import stop_ids
+from mars_ray.scaling.ladder import Rung
+from mars_ray.scaling.local import LocalLoop
 from mars_ray.serve.admission import Admission
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.live import Live
@@ -83,6 +85,8 @@ class TextEngine:
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._live = Live()
         self._tally = Tally()
+        self._local = LocalLoop(job.scaling, job.set_point)
+        self._threshold = engine.thresholds.set_point
         places = engine.config.max_batch + job.limits.waiting_requests
         self._admission = Admission(places)
 
@@ -118,17 +122,27 @@ class TextEngine:
         """For the autoscaling policy. Raises EngineError if the engine is dead."""
         return await self._thread.ask(self._tally.sums)
 
-    async def set_point(self, threshold: float, shed: float) -> None:
+    async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
         """For requests that pin nothing: the threshold, and the share of the new ones to refuse.
 
-        Raises EngineError if the engine is dead.
+        With rungs the engine may go below that threshold when its own queue is too long. Raises
+        EngineError if the engine is dead.
         """
+        self._local.threshold, self._local.rungs = threshold, rungs
+        self._admission.shed = shed
+        await self.steer()
+
+    async def steer(self) -> None:
+        """The threshold by this engine's own queue. Raises EngineError if the engine is dead."""
+        arrived = self._tally.of_class.total()
+        threshold = self._local.tick(self._admission.open, arrived, time.monotonic())
 
         def change(engine: Engine) -> None:
             engine.thresholds.set_point = threshold
 
-        self._admission.shed = shed
-        await self._thread.ask(change)
+        if threshold != self._threshold:
+            self._threshold = threshold
+            await self._thread.ask(change)
 
     @property
     def open_answers(self) -> int:

@@ -8,6 +8,7 @@ from scaling.fleets import ARITHMETIC_BOUND, CONFIG, MEMORY_BOUND, Fleet, config
 from mars_ray.scaling.decide import decide
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.ladder import ladder
+from mars_ray.scaling.sample import ReplicaLoad
 from mars_ray.scaling.traffic import Traffic
 
 
@@ -98,6 +99,21 @@ def test_a_spent_budget_keeps_the_set_point():
     log = fleet.run(1800, lambda _: 50.0)
     assert any("the budget is spent" in d.reason for d in log)
     assert max(d.state.quality.spent_points for d in log) < 0.52
+
+
+def test_points_are_spent_where_replicas_lower_their_own_threshold():
+    """The budget sees what is in force, not what the policy said."""
+
+    def spent(threshold: float | None) -> float:
+        state = State(traffic=Traffic(output_tokens=100))
+        for now in range(60):
+            loads = (ReplicaLoad(running=5, threshold=threshold), ReplicaLoad(running=5))
+            seen = sample(2, 8.0, loads=loads)
+            state = decide(seen, state, CONFIG, MEMORY_BOUND, float(now)).state
+        return state.quality.spent_points
+
+    assert spent(None) == 0
+    assert spent(0.1) == pytest.approx(5 * spent(0.3)) != 0
 
 
 def test_panic_orders_for_the_surge_within_seconds():

@@ -20,7 +20,10 @@ ANY = st.one_of(
 )
 COUNTS = st.integers(-5, 5000)
 LOADS = st.lists(
-    st.builds(ReplicaLoad, running=COUNTS, waiting=COUNTS, step_s=ANY, positions=ANY), max_size=4
+    st.builds(
+        ReplicaLoad, running=COUNTS, waiting=COUNTS, step_s=ANY, positions=ANY, threshold=ANY
+    ),
+    max_size=4,
 )
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 SAMPLES = st.builds(

@@ -1,12 +1,14 @@
 """What the metrics are told of single answers."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from mars_ray.config.decode import Sampling, VerifiedMode
 from mars_ray.decode.engine import load_engine
 from mars_ray.decode.quality import Budget, Elastic
+from mars_ray.scaling.ladder import Rung
 from mars_ray.serve.messages import Call
 from mars_ray.serve.observe import AnswerSeen
 from mars_ray.serve.text_engine import TextEngine
@@ -51,7 +53,7 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
     """Operators are alerted by it, so neither pinned requests nor quiet times may count."""
 
     async def ask() -> None:
-        await engine.set_point(point, 0.0)
+        await engine.follow(point, 0.0)
         prompt = ("one two three",)
         call = Call("a", prompt, VerifiedMode(), Sampling(), 12, 100, quality=quality)
         async for _ in engine.answer(call):
@@ -60,6 +62,31 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
     asyncio.run(ask())
     assert kept.answers[-1].degraded is degraded
     assert kept.answers[-1].completion_tokens == 12
+
+
+def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
+    """The fast loop: no policy has said so, and without rungs it is the policy's again."""
+    engine = TextEngine(*load_engine(job.checkpoint, job.engine), job, kept)
+    engine.start()
+    rungs = (Rung(1.0, 2.0, 1.0, 0.0), Rung(0.3, 4.0, 1.0, 1.0))
+
+    async def ask(number: int) -> None:
+        call = Call(str(number), ("one two",), VerifiedMode(), Sampling(), 12, 100)
+        call = replace(call, quality=Elastic(0.1), quality_class="default")
+        async for _ in engine.answer(call):
+            await engine.steer()
+
+    async def ask_for_many() -> None:
+        await engine.follow(1.0, 0.0, rungs)
+        before = (await engine.seen()).set_point
+        await asyncio.gather(*map(ask, range(12)))
+        during = (await engine.seen()).set_point
+        await engine.follow(1.0, 0.0)
+        assert (before, during, (await engine.seen()).set_point) == (1.0, 0.3, 1.0)
+
+    asyncio.run(ask_for_many())
+    engine.stop()
+    assert any(answer.degraded for answer in kept.answers[-12:])
 
 
 def test_all_tokens_of_an_interval_are_counted(engine, kept):
