@@ -112,6 +112,19 @@ def check_files(output_dir: Path, best: str) -> None:
     assert job.stages["mars"].optimizer.learning_rate == values["optimizer.learning_rate"]
 
 
+@pytest.mark.timeout(400)
+def test_optuna_draws_the_points_of_a_sweep(model: Path, tmp_path: Path, ray_cluster):
+    """All objectives reach it, and none of its trials is lost."""
+    table = make_table(model, tmp_path / "sweep", searcher="optuna", trials=3)
+    job = parse_job(table, source="test")
+    assert isinstance(job, TuneJob)
+    sweep = run_sweep(job, QUIET)
+    assert len(sweep.rows) == 3
+    assert {row.status for row in sweep.rows} <= {"finished", "stopped"}
+    assert len({json.dumps(row.values) for row in sweep.rows}) == 3
+    assert sweep.summary["attempts_failed"] == 0
+
+
 @pytest.mark.timeout(300)
 def test_population_based_training_hands_weights_over(model: Path, tmp_path: Path, ray_cluster):
     """Two trials, one with a learning rate of next to nothing: it must go on from the other's

@@ -1,0 +1,48 @@
+"""Optuna as a searcher: it learns from both objectives, each in its direction."""
+
+import math
+from pathlib import Path
+from statistics import median
+
+import pytest
+from tune.sweeps import make_sweep
+
+from mars_ray.tune.search import domains, searcher_of
+
+NOWHERE = Path("nowhere")
+
+
+def searcher(at_once: int):
+    job = make_sweep(NOWHERE, NOWHERE, searcher="optuna")
+    made = searcher_of(job, at_once)
+    made.set_search_properties(None, None, domains(job))
+    return made
+
+
+@pytest.mark.parametrize("matters", ["tokens_per_forward", "clean_ce"])
+def test_it_goes_where_the_objectives_are_better(matters):
+    """One of them favours small learning rates and small block sizes, the other says nothing."""
+    made, rates, blocks = searcher(at_once=1), [], []
+    for number in range(60):
+        point = made.suggest(str(number))
+        log_rate = math.log10(point["optimizer.learning_rate"])
+        bad = log_rate + 4 + point["objective.block_size"]
+        measured = {"tokens_per_forward": 2.0, "clean_ce": 1.0}
+        measured[matters] += bad if matters == "clean_ce" else -bad / 3
+        flat = {f"metrics/{name}": value for name, value in measured.items()}
+        made.on_trial_complete(str(number), flat)
+        rates.append(log_rate)
+        blocks.append(point["objective.block_size"])
+    # Its first ten are drawn at random from -4 to -2.
+    assert median(rates[-20:]) < -3.5
+    assert sum(blocks[-20:]) <= 6
+
+
+def test_no_more_trials_than_fit_are_open():
+    """Guards a cluster that is asked for more than it has; a failed trial makes room too."""
+    made = searcher(at_once=2)
+    assert made.suggest("a")
+    assert made.suggest("b")
+    assert made.suggest("c") is None
+    made.on_trial_complete("a", error=True)
+    assert made.suggest("c")
