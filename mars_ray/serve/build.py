@@ -38,11 +38,10 @@ _ROUTERS = {
     "power_of_two": {},
 }
 # Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
-# and a streamed message is handed over less often, and by gRPC (docs/log.md).
+# and a streamed message is handed over less often (docs/log.md).
 _ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}

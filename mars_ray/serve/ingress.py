@@ -85,9 +85,11 @@ class _Replicas:
     """The backend behind a handle: one model's replicas."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+        # Messages, not Ray's objects. A handle has the options of the process that made it, so this
+        # one's environment has no say.
+        self._handle = handle.options(_by_reference=False)
         self._status = Recent(self._asked_for_status, _STATUS_S)
-        self._streaming = handle.options(stream=True)
+        self._streaming = self._handle.options(stream=True)
 
     def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         return answered(self._once, call)
