@@ -129,6 +129,8 @@ class _Peer:
 def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
     """The job's, or one with random weights for as long as it takes."""
     if job.checkpoint:
+        # Before any peer starts, and looks for it on the hub.
+        read_card(job.checkpoint)
         yield job.checkpoint
         return
     assert job.random_weights

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mars_ray.errors import ModelError
+from mars_ray.model.missing import missing
 
 CARD_FILE = "mars.json"
 
@@ -30,7 +31,9 @@ def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
     name = called or str(directory)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not Path(directory).is_dir():
+            raise missing(directory) from None
         raise ModelError(
             f"{name} has no {CARD_FILE}: it is not a model directory of mars-ray. Fine-tune the "
             "model with `mars-ray train` first, or name the directory that holds the exported model"

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
+from mars_ray.model.missing import missing
 
 # transformers' model types and how we name them in messages.
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
@@ -56,6 +57,7 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
         ),
+        revision,
     )
     model, report = loaded
     # transformers fills missing weights with random numbers and goes on.
@@ -80,6 +82,7 @@ def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTra
         lambda: AutoTokenizer.from_pretrained(
             directory, revision=revision, trust_remote_code=False
         ),
+        revision,
     )
     if (Path(directory) / CARD_FILE).exists():
         card = read_card(directory)
@@ -95,6 +98,7 @@ def _check_architecture(directory: str | Path, revision: str | None) -> None:
     config = _open(
         directory,
         lambda: AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False),
+        revision,
     )
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
@@ -103,14 +107,16 @@ def _check_architecture(directory: str | Path, revision: str | None) -> None:
         )
 
 
-def _open(directory: str | Path, load: Callable[[], T]) -> T:
+def _open(directory: str | Path, load: Callable[[], T], revision: str | None = None) -> T:
     """Calls `load`, with transformers' complaints as ModelErrors."""
     quiet_unless_watched()
     try:
         return load()
     # RuntimeError: weights of other shapes than config.json says.
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, OSError) and not Path(directory).is_dir():
+            raise missing(directory, revision, error) from error
         raise ModelError(
-            f"cannot load {str(directory)!r}, which must be a local directory with safetensors "
-            f"weights or a reachable Hugging Face hub name: {error}"
+            f"cannot load {str(directory)!r}, which must hold a model with safetensors weights: "
+            f"{error}"
         ) from error

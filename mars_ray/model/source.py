@@ -19,6 +19,7 @@ from huggingface_hub.utils import disable_progress_bars
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, ModelCard, read_card
 from mars_ray.model.complete import check_complete
+from mars_ray.model.missing import missing
 from mars_ray.model.object_store import WANTED, copy_from_store, shown, stored_card
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -89,9 +90,5 @@ def _from_hub(source: Source, only: str | None = None) -> Path:
             allow_patterns=only or [f"*{suffix}" for suffix in WANTED],
         )
     except (OSError, ValueError) as error:
-        where = f"{source.name} at {source.revision}" if source.revision else source.name
-        raise ModelError(
-            f"there is no directory {source.name}, and the Hugging Face hub does not give "
-            f"{where}: {error}"
-        ) from error
+        raise missing(source.name, source.revision, error) from error
     return Path(snapshot)

@@ -19,6 +19,7 @@ from mars_ray.errors import ModelError
 from mars_ray.model import object_store
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.load import load_model
 from mars_ray.model.source import Source, local_copy, pinned
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
@@ -157,12 +158,45 @@ def test_the_hub_gives_one_commit(made, tmp_path, monkeypatch):
         source, card = pinned(Source(NAME))
         assert (source.revision, card) == (COMMIT, read_card(made))
         directory = local_copy(source, "unused")
-        with pytest.raises(ModelError, match=r"no directory org/other, and the .* hub"):
+        with pytest.raises(ModelError, match=r"no directory org/other in .*, and the .* hub.*404"):
             pinned(Source("org/other"))
     assert (directory / "model.safetensors").exists()
     assert not (directory / "pytorch_model.bin").exists()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert pinned(Source(NAME)) == (source, card)
     assert local_copy(source, "unused") == directory
-    with pytest.raises(ModelError, match="org/other"):
+    with pytest.raises(ModelError, match="give org/other: HF_HUB_OFFLINE is set"):
         pinned(Source("org/other"))
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "asked"),
+    [
+        (lambda name: pinned(Source(name)), "wrong/path", True),
+        (lambda name: load_model(name, dtype=None), "wrong/path", True),
+        (lambda name: load_model(name, dtype=None), "runs/wrong/path", False),
+        (lambda name: pinned(Source(name)), "runs/wrong/path", False),
+        (lambda name: load_engine(name, EngineConfig()), "wrong/path", False),
+    ],
+)
+def test_a_wrong_path_is_one_line_that_names_it(load, name, asked, tmp_path, monkeypatch):
+    """Guards the hub's two lines about its own connection, which say nothing of a path."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=f"^there is no directory {name} in {tmp_path}") as caught:
+        load(name)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "correct the path" in said
+    assert ("hub" in said) == asked
+
+
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
+    """With its address, for there are mirrors; nothing listens at this one."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=r"http://127\.0\.0\.1:9 cannot be reached from here"):
+        pinned(Source("wrong/path"))
