@@ -134,7 +134,8 @@ def serve(
 
     check(job)
     with _Cluster():
-        url = start(job)
+        with _saying("the replicas are starting"):
+            url = start(job)
         # For the commands that change a running service, where there are several clusters.
         cluster = ray.get_runtime_context().gcs_address
         print(f"serving on {url}, RAY_ADDRESS={cluster}, Ctrl-C stops", file=sys.stderr)
@@ -151,7 +152,7 @@ def update(
     job = _serve_job(target, overrides, dry_run)
     from mars_ray.serve.build import update as update_service
 
-    with _Cluster("auto"):
+    with _Cluster("auto"), _saying("new replicas take over"):
         update_service(job)
     _print_result({"models": list(job.each())})
 
@@ -227,7 +228,9 @@ def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fal
     from mars_ray.model.object_store import shown
     from mars_ray.model.source import Source
 
-    written = export_model(Source(job.checkpoint, job.revision), job.destination, job.model_cache)
+    with _saying("copying"):
+        source = Source(job.checkpoint, job.revision)
+        written = export_model(source, job.destination, job.model_cache)
     _print_result({"destination": shown(job.destination)} | asdict(written))
 
 
@@ -303,6 +306,13 @@ def _console() -> Any:
 
     # Piped output has no width of its own, and 80 columns would cut the tables.
     return Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+
+
+def _saying(text: str) -> Any:
+    """What a log says every half minute, of what cannot be counted."""
+    from mars_ray.progress import Lines
+
+    return Lines(_console(), lambda: text)
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -9,14 +9,13 @@ left out.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.generate import GenerateJob
@@ -26,6 +25,7 @@ from mars_ray.decode.engine import Engine, generate_all, load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.model.stop import stop_ids
+from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 Line = dict[str, Any]
@@ -57,12 +57,12 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
     part = output.with_name(f"{output.name}.part")
     lines = _resume(part, job)
     records = list(read(job.prompts, BadRows()))
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("answers", total=len(records), completed=len(lines))
-        for chunk in _answers(job, records[len(lines) :]):
+    with Bars(console) as bars:
+        task = bars.add_task("answers", total=len(records), completed=len(lines))
+        for chunk in _answers(job, records[len(lines) :], lambda: bars.advance(task)):
             _append(part, chunk)
             lines += chunk
-            progress.advance(task, len(chunk))
+            bars.update(task, completed=len(lines))
     generated = _summary(output, lines)
     _write(output, [line["messages"] for line in lines if line["messages"]])
     table = {"job": job.model_dump(mode="json"), "generated": asdict(generated)}
@@ -71,17 +71,23 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
     return generated
 
 
-def _answers(job: GenerateJob, records: list[Record]) -> Iterator[list[Line]]:
+def _answers(
+    job: GenerateJob, records: list[Record], advance: Callable[[], None]
+) -> Iterator[list[Line]]:
     if not records:
         return
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
     rest = iter(records)
     while chunk := list(islice(rest, job.save_every)):
-        yield _answer_all(engine, tokenizer, job, chunk)
+        yield _answer_all(engine, tokenizer, job, chunk, advance)
 
 
 def _answer_all(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, job: GenerateJob, records: list[Record]
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    job: GenerateJob,
+    records: list[Record],
+    advance: Callable[[], None],
 ) -> list[Line]:
     stops = stop_ids(engine.model)
     requests, lines = [], [_left_out() for _ in records]
@@ -93,7 +99,7 @@ def _answer_all(
                     str(index), tuple(prompt), job.mode, job.sampling, job.max_new_tokens, stops
                 )
             )
-    for completion in generate_all(engine, requests):
+    for completion in generate_all(engine, requests, lambda _: advance()):
         index = int(completion.request_id)
         lines[index] = _line(records[index], completion, tokenizer)
     return lines

@@ -10,6 +10,7 @@ LEVELS = {
     "__init__": 0,
     "errors": 0,
     "memory": 0,
+    "progress": 0,
     "provenance": 0,
     "config": 0,
     "cluster": 1,

@@ -1,13 +1,14 @@
-"""A progress bar for what takes long, when somebody looks."""
+"""How far reading is, when it takes long."""
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mars_ray.progress import Bars
 
 T = TypeVar("T")
 
@@ -17,27 +18,25 @@ _UPDATE_EVERY = 256
 
 @contextmanager
 def counted(items: Iterable[T], label: str) -> Iterator[Iterator[T]]:
-    """The items; after two seconds, if stderr is a terminal, their number is shown on it."""
+    """The items; after two seconds their number is shown on stderr."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description} {task.completed}"),
         TimeElapsedColumn(),
     )
-    hidden = not sys.stderr.isatty()
-    console = Console(stderr=True)
-    progress = Progress(*columns, console=console, transient=True, disable=hidden)
+    bars = Bars(Console(stderr=True), *columns, transient=True)
     try:
-        yield _counting(items, progress, label)
+        yield _counting(items, bars, label)
     finally:
-        progress.stop()
+        bars.stop()
 
 
-def _counting(items: Iterable[T], progress: Progress, label: str) -> Iterator[T]:
+def _counting(items: Iterable[T], bars: Bars, label: str) -> Iterator[T]:
     begin = time.monotonic()
-    task = progress.add_task(label, total=None)
+    task = bars.add_task(label, total=None)
     for count, item in enumerate(items, start=1):
         yield item
         if count % _UPDATE_EVERY == 0:
-            progress.update(task, completed=count)
+            bars.update(task, completed=count)
             if time.monotonic() - begin > _QUIET_S:
-                progress.start()
+                bars.start()

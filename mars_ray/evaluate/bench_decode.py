@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from mars_ray.config.bench import BenchDecodeJob
@@ -30,6 +29,7 @@ from mars_ray.model.card import read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.stop import stop_ids
+from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 _PEERS = Path(__file__).parent / "peers"
@@ -61,30 +61,30 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
     contenders = _contenders(job)
     measured = {(c.label, batch): _Measured() for c in contenders for batch in job.batch_sizes}
     with ExitStack() as stack:
+        bars = stack.enter_context(Bars(console))
         checkpoint = stack.enter_context(_checkpoint(job))
         tasks = _tasks(job, checkpoint)
         peers = {
             peer: stack.enter_context(_running(peer, job, checkpoint))
             for peer in dict.fromkeys(contender.peer for contender in contenders)
         }
-        progress = stack.enter_context(Progress(console=console, disable=not console.is_terminal))
         steps: dict[tuple[int, int], list[float]] = {
             (batch, positions): [] for batch in job.batch_sizes for positions in job.step_positions
         }
         total = (1 + job.repeats) * (len(measured) + len(steps))
-        bar = progress.add_task("rounds, the first one to warm up", total=total)
+        task = bars.add_task("rounds, the first one to warm up", total=total)
         for round_ in range(1 + job.repeats):
             for batch in job.batch_sizes:
                 for contender in contenders:
                     answer = peers[contender.peer].ask(tasks[batch] | contender.task)
-                    progress.advance(bar)
+                    bars.advance(task)
                     if round_:
                         cell = measured[contender.label, batch]
                         cell.seconds.append(answer["seconds"])
                         cell.answer = answer
             for (batch, positions), seconds in steps.items():
                 answer = peers["mars"].ask({"step": (batch, positions)})
-                progress.advance(bar)
+                bars.advance(task)
                 seconds += [answer["seconds"]] * bool(round_)
         versions = {name: peer.hello["version"] for name, peer in peers.items()}
         roofline = peers["mars"].hello["roofline"]

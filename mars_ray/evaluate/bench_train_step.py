@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from mars_ray.errors import MarsError
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.objective import StageObjective
@@ -85,19 +86,28 @@ def run_bench(cases: Sequence[str], console: Console) -> dict[str, Any]:
     """Measure the cases, print a table each, and return everything with ratios to SFT."""
     os.environ.update(_MALLOC)
     results = {}
-    for name in cases:
-        with tempfile.TemporaryDirectory() as scratch:
-            results[name] = _measure_case(CASES[name], Path(scratch))
-        _print(name, results[name], console)
+    with Bars(console) as bars:
+        task = bars.add_task("processes that measure", total=len(cases) * (2 + len(OBJECTIVES)))
+        for name in cases:
+            with tempfile.TemporaryDirectory() as scratch:
+                results[name] = _measure_case(
+                    CASES[name], Path(scratch), lambda: bars.advance(task)
+                )
+            _print(name, results[name], console)
     threads = torch.get_num_threads()
     return {"cases": results, "threads": threads, "provenance": provenance()}
 
 
-def _measure_case(case: Case, scratch: Path) -> dict[str, Any]:
+def _measure_case(case: Case, scratch: Path, advance: Callable[[], None]) -> dict[str, Any]:
     _prepare(case, scratch)
     seconds, rows = _in_new_process(_time_all, case, scratch)
-    memory = {name: _in_new_process(_peak_bytes, case, scratch, name) for name in OBJECTIVES}
+    advance()
+    memory = {}
+    for name in OBJECTIVES:
+        memory[name] = _in_new_process(_peak_bytes, case, scratch, name)
+        advance()
     seconds[_TRAINER], memory[_TRAINER] = _in_new_process(_run_trainer, case, scratch)
+    advance()
     rows[_TRAINER] = rows["sft"]
     base_s, base_bytes = statistics.median(seconds["sft"]), memory["sft"]
     return {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.decode import ExactMode, Mode, Sampling
@@ -25,6 +24,7 @@ from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.corpus import corpus_problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.stop import stop_ids
+from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 PLOT_FILE = "frontier.png"
@@ -65,19 +65,19 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
         raise DataError("the task has no problems")
     # What a checkpoint's masks are worth is measured with all of them, whatever steps cost here.
     config = job.engine.model_copy(update={"window_control": False})
-    engine, tokenizer = load_engine(job.checkpoint, config)
-    prompts = [
-        encode_prompt([Message("user", problem.question)], tokenizer) for problem in problems
-    ]
     directory = Path(job.output_dir or job.checkpoint)
-    directory.mkdir(parents=True, exist_ok=True)
     modes: list[Mode] = [ExactMode(), *(m for m in job.modes if not isinstance(m, ExactMode))]
     results: list[_ModeResult] = []
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    with Bars(console) as bars:
+        engine, tokenizer = load_engine(job.checkpoint, config)
+        directory.mkdir(parents=True, exist_ok=True)
+        prompts = [
+            encode_prompt([Message("user", problem.question)], tokenizer) for problem in problems
+        ]
         for mode in modes:
-            task = progress.add_task(_label(mode), total=len(problems))
+            task = bars.add_task(_label(mode), total=len(problems))
             requests = _requests(prompts, mode, job.max_new_tokens, stop_ids(engine.model))
-            advance = partial(progress.advance, task)
+            advance = partial(bars.advance, task)
             results.append(_measure(engine, tokenizer, mode, problems, requests, advance))
             _write(directory, _frontier(job, results), problems, results)
     return Evaluation(_frontier(job, results), directory)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
+from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 from mars_ray.scaling.baselines.contenders import Setting, contender, run
 from mars_ray.scaling.baselines.tuning import tuned
@@ -117,20 +118,20 @@ def _reasons(outcome: Outcome) -> list[tuple[float, str]]:
 
 
 def _progress(parts: list[_Part], console: Console) -> Iterator[_Part]:
-    """Quiet when the console is no terminal."""
+    """Shown part by part, for each one takes long."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(parts))
+    with Bars(console, *columns) as bars:
+        task = bars.add_task("", total=len(parts))
         for part in parts:
-            where = f"{part.trace}, cold start {part.cold_start_s:g} s: {part.policy}"
-            bar.update(task, description=where)
+            where = f"{part.trace}, cold start {part.cold_start_s:g} s, {part.policy}"
+            bars.update(task, description=where)
             yield part
-            bar.advance(task)
+            bars.advance(task)
 
 
 def print_comparison(result: dict[str, Any], console: Console) -> None:

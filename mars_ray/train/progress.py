@@ -1,14 +1,15 @@
 """Progress on the driver's terminal, read from the metrics file that rank 0 writes.
 
-A bar where stderr is a terminal, a plain line per logged step where it is not.
+A bar where stderr is a terminal; where it is not, a plain line per logged step, and one of how far
+it is where steps take long.
 """
 
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
+from mars_ray.progress import Bars
 from mars_ray.train.metrics import MetricsReader
 
 
@@ -20,37 +21,27 @@ class StageProgress:
         self._reader = reader
         self._total_steps = 0
         self._console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[text]}"),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(stage, total=None, text="starting workers")
+        self._bars = Bars(
+            self._console,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        self._task = self._bars.add_task(stage, total=None, text="starting workers")
 
     def __enter__(self) -> "StageProgress":
-        if self._bar is not None:
-            self._bar.start()
+        self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.update()
-        if self._bar is not None:
-            self._bar.stop()
+        self._bars.stop()
 
     def say(self, message: str) -> None:
         """A line of its own, above the bar."""
-        text = f"{self._stage}: {message}"
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bars.say(f"{self._stage}: {message}")
 
     def update(self) -> None:
         """Show what was logged since the last call."""
@@ -66,12 +57,11 @@ class StageProgress:
                     f"resumed at step {step} of {self._total_steps}, {record['workers']} workers"
                 )
         text = _text(record)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, total=self._total_steps)
+        self._bars.update(self._task, completed=step, total=self._total_steps)
         if kind == "eval":
             self.say(f"step {step}, held out: {text}")
-        elif self._bar is not None:
-            self._bar.update(self._task, text=text)
+        elif self._console.is_terminal:
+            self._bars.update(self._task, text=text)
         elif kind == "train":
             self.say(f"step {step}/{self._total_steps}: {text}")
 

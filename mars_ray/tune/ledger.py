@@ -77,6 +77,13 @@ class Ledger:
                 trial.model = record.get("model")
 
 
+def ended(path: Path) -> int:
+    """How many trials have; for who only watches, since it leaves the file as it is."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    events = [json.loads(line) for line in lines]
+    return len({event["trial"] for event in events if event["event"] == "end"})
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of a file; a last line that is not whole is cut off."""
     if not path.exists():

@@ -16,6 +16,7 @@ from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, read_
 from mars_ray.core.pareto import undominated
 from mars_ray.errors import TrainingError
 from mars_ray.evaluate.run import run_evaluation
+from mars_ray.progress import Bars
 from mars_ray.tune.ledger import Ledger, TrialRecord
 
 # The model that all trials started from, measured beside them.
@@ -45,7 +46,13 @@ def measure(
     missing = {name: each for name, each in jobs.items() if not _is_measured(each)}
     console.print(f"generating with {len(missing)} of {len(jobs)} models")
     evaluate = ray.remote(num_cpus=1, max_retries=job.retries)(_evaluate)
-    ray.get([evaluate.remote(each) for each in missing.values()])
+    waiting = [evaluate.remote(each) for each in missing.values()]
+    with Bars(console) as bars:
+        task = bars.add_task("models that have generated", total=len(waiting))
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            ray.get(done)
+            bars.advance(task)
     return {name: read_frontier(each.output_dir or "") for name, each in jobs.items()}
 
 

@@ -27,11 +27,12 @@ from rich.console import Console
 
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
+from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.initial import initial_model
 from mars_ray.train.plan import stage_plan, with_absolute_paths
 from mars_ray.train.run import run_training
-from mars_ray.tune.ledger import LEDGER_FILE, Ledger
+from mars_ray.tune.ledger import LEDGER_FILE, Ledger, ended
 from mars_ray.tune.search import domains, scheduler_of, searcher_of
 from mars_ray.tune.space import check_space, values_at
 from mars_ray.tune.trial import MarsTrial, SweepPlan
@@ -67,7 +68,9 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     with warnings.catch_warnings():
         # A trial that takes another's place is a Train run of its own: there is nothing to reuse.
         warnings.filterwarnings("ignore", "Consider boosting PBT performance")
-        grid = _tuner(plan, _Watch(job, path, console), console).fit()
+        tuner = _tuner(plan, _Watch(job, path, console), console)
+        with Lines(console, lambda: f"{ended(path)} of {job.trials} trials have ended"):
+            grid = tuner.fit()
     ledger = Ledger(path)
     _close_lost(ledger, {Path(result.path).name for result in grid})
     unfinished = [trial.trial for trial in ledger.trials.values() if trial.status == "running"]

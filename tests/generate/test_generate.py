@@ -1,6 +1,8 @@
 """Own answers: what is written, and how it goes on."""
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from rich.console import Console
 from train.small_jobs import make_model
 
-from mars_ray import generate
+from mars_ray import generate, progress
 from mars_ray.config.data import CorpusSource, FilesSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob
@@ -95,3 +97,12 @@ def test_another_jobs_output_is_not_touched(model: Path, tmp_path: Path):
         run_generation(make_job(model, output, max_new_tokens=8), QUIET)
     assert output.read_text() == before
     assert json.loads(output.with_suffix(".json").read_text())["generated"]["output"] == str(output)
+
+
+def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards a submitted job that looks stuck for as long as the model answers."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    log = Console(file=io.StringIO(), width=120)
+    run_generation(make_job(model, tmp_path / "own.jsonl"), log)
+    assert isinstance(log.file, io.StringIO)
+    assert re.search(r"^answers: \d of 6, \d+ s$", log.file.getvalue(), re.MULTILINE)

@@ -1,0 +1,91 @@
+"""How far a long command is: a bar on a terminal, a line every half minute anywhere else.
+
+A submitted job has a log and no terminal; without a line now and then it looks stuck.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
+# Of silence, before a line says how far it is.
+EVERY_S = 30.0
+
+
+class Lines:
+    """From start to stop: what `text` returns, whenever nothing was said for EVERY_S.
+
+    On a terminal it only says what it is told to.
+    """
+
+    def __init__(self, console: Console, text: Callable[[], str]) -> None:
+        self._console = console
+        self._text = text
+        self._begun = time.monotonic()
+        self._due = self._begun + EVERY_S
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def __enter__(self) -> "Lines":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Once, however often it is called."""
+        if not self._console.is_terminal and not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """No line comes after this."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def say(self, message: str) -> None:
+        """A line at once; the next one is that much later."""
+        self._due = time.monotonic() + EVERY_S
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._due - time.monotonic()):
+            if time.monotonic() >= self._due:
+                self.say(f"{self._text()}, {time.monotonic() - self._begun:.0f} s")
+
+
+class Bars(Progress):
+    """rich's bars on a terminal; elsewhere the first unfinished task, as `Lines` say it."""
+
+    def __init__(self, console: Console, *columns: str | ProgressColumn, **options: Any) -> None:
+        hidden = not console.is_terminal
+        super().__init__(*columns, console=console, disable=hidden, **options)
+        self._lines = Lines(console, self._text)
+
+    def start(self) -> None:
+        """Show it."""
+        super().start()
+        self._lines.start()
+
+    def stop(self) -> None:
+        """Hide it."""
+        super().stop()
+        self._lines.stop()
+
+    def say(self, message: str) -> None:
+        """A line of its own, above the bars."""
+        self._lines.say(message)
+
+    def _text(self) -> str:
+        tasks = self.tasks
+        if not tasks:
+            return "starting"
+        open_tasks = (t for t in tasks if t.total is None or t.completed < t.total)
+        task = next(open_tasks, tasks[-1])
+        if task.total is None:
+            return f"{task.description}: {task.completed:g}" if task.completed else task.description
+        return f"{task.description}: {task.completed:g} of {task.total:g}"

@@ -1,0 +1,119 @@
+"""What a log says of a long command, and what it does not."""
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mars_ray import progress
+from mars_ray.config.load import load_job
+from mars_ray.config.simulate import SimulateJob
+from mars_ray.evaluate import simulation
+from mars_ray.progress import Bars, Lines
+from mars_ray.train.metrics import MetricsReader
+from mars_ray.train.progress import StageProgress
+from mars_ray.tune.ledger import Ledger, ended
+
+
+@pytest.fixture
+def log(monkeypatch) -> Console:
+    """Not a terminal, and lines come every twentieth of a second."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+    return Console(file=io.StringIO(), width=120)
+
+
+def said(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_silence_is_broken_and_nothing_else(log):
+    """Lines come while nothing is said, say where it is, and end with it."""
+    with Bars(log) as bars:
+        wait_for(lambda: said(log))
+        assert said(log)[0].startswith("starting, 0 s")
+        bars.add_task("read", total=2, completed=2)
+        task = bars.add_task("[answers]", total=8)
+        bars.advance(task)
+        wait_for(lambda: said(log)[-1].startswith("[answers]: 1 of 8, "))
+    count = len(said(log))
+    time.sleep(0.15)
+    assert len(said(log)) == count
+
+
+def test_what_is_said_puts_the_next_line_off(log, monkeypatch):
+    """Guards a log of training whose lines are doubled."""
+    monkeypatch.setattr(progress, "EVERY_S", 2.0)
+    with Lines(log, lambda: "too soon") as lines:
+        for number in range(24):
+            lines.say(str(number))
+            time.sleep(0.1)
+    assert said(log) == [str(number) for number in range(24)]
+
+
+def test_a_terminal_has_its_bar_only(monkeypatch):
+    """Guards lines that tear a bar apart."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Bars(terminal) as bars:
+        bars.add_task("answers", total=8)
+        time.sleep(0.1)
+    assert not any(line.startswith("answers: ") for line in said(terminal))
+
+
+def test_simulating_says_which_part_it_is_at(log, monkeypatch):
+    """Each takes minutes where it is tuned."""
+    small = ["policies=['lossless']", "seeds=[0]", "traces.flash.duration_s=60"]
+    small += ["traces.flash.from_s=20", "traces.flash.to_s=40"]
+    job = load_job("jobs/simulate-kills.toml", small)
+    assert isinstance(job, SimulateJob)
+
+    def compared(*_: object) -> dict:
+        wait_for(lambda: said(log))
+        return {}
+
+    monkeypatch.setattr(simulation, "_compared", compared)
+    simulation.run_simulations(job, log)
+    assert said(log)[0].startswith("flash, cold start 100 s, lossless: 0 of 1, ")
+
+
+def test_a_stage_that_waits_for_its_first_step_says_so(tmp_path, monkeypatch, capsys):
+    """Loading a large model takes minutes, and so does a step of it."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+    log = tmp_path / "metrics.jsonl"
+    heard = ""
+    with StageProgress("mars", MetricsReader(log)) as stage:
+        time.sleep(0.2)
+        log.write_text(json.dumps({"kind": "start", "step": 0, "total_steps": 9, "workers": 1}))
+        with log.open("a") as file:
+            file.write("\n")
+        stage.update()
+        time.sleep(0.2)
+        heard = capsys.readouterr().err
+    assert heard.startswith("mars, 0 s\n")
+    assert "mars: 0 of 9, " in heard
+
+
+def test_who_watches_a_sweep_leaves_its_record_alone(tmp_path: Path):
+    """Guards a line that is cut off while it is being written."""
+    path = tmp_path / "trials.jsonl"
+    assert ended(path) == 0
+    ledger = Ledger(path)
+    ledger.append("start", "a", values={})
+    ledger.append("end", "a", status="finished")
+    with path.open("a") as file:
+        file.write('{"event": "e')
+    content = path.read_bytes()
+    assert ended(path) == 1
+    assert path.read_bytes() == content
