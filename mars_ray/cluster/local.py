@@ -140,7 +140,7 @@ def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> Lo
     while len(cluster.nodes) < plan.nodes:
         cluster = _joined(
             cluster,
-            _worker(plan, cluster.address),
+            _worker(plan, cluster),
             directory,
             lambda grown: _registered(grown.dashboard, token) == len(grown.nodes),
         )
@@ -189,9 +189,17 @@ def _head(plan: Plan, agent_port: int) -> list[str]:
     ]
 
 
-def _worker(plan: Plan, address: str) -> list[str]:
-    # Ray's default is one port for all nodes of a machine.
-    return [f"--address={address}", f"--dashboard-agent-listen-port={_free_port()}", *_size(plan)]
+def _worker(plan: Plan, cluster: LocalCluster) -> list[str]:
+    # A node that fetches a job's working directory replaces what is there. In one place for all of
+    # them that took a driver's directory away, and its next look at where it is failed.
+    place = _ray_directory() / f"{plan.port}-{len(cluster.nodes)}"
+    return [
+        f"--address={cluster.address}",
+        # Ray's default is one port for all nodes of a machine.
+        f"--dashboard-agent-listen-port={_free_port()}",
+        f"--temp-dir={place}",
+        *_size(plan),
+    ]
 
 
 def _size(plan: Plan) -> list[str]:
