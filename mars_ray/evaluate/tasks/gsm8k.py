@@ -12,7 +12,7 @@ def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
     """The first `count` problems of the file. Raises DataError, naming the line."""
     path = Path(task.path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file; get it from github.com/openai/grade-school-math")
+        raise DataError(f"{path}: no such file; docs/quickstart.md has the lines that fetch GSM8K")
     lines = path.read_text("utf-8").splitlines()[: task.count]
     return [_problem(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
