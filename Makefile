@@ -53,7 +53,7 @@ test: check                    ## what runs on a CPU, but for test-long
 	$(TESTS) --numprocesses 2 --dist loadfile -m "not gpu and not long and not ray" $(ARGS)
 	$(TESTS) -m "ray and not gpu and not long" $(ARGS)
 
-test-long: setup               ## clusters that lose nodes, submitted jobs, sweeps, Prometheus: half an hour
+test-long: setup               ## clusters that lose nodes, jobs, sweeps, first steps, Prometheus: an hour
 	$(TESTS) -m long $(ARGS)
 
 test-ray: setup                ## only what starts a Ray cluster

@@ -1,7 +1,8 @@
-"""A cluster of three nodes on this machine, started and ended by the command."""
+"""A cluster of three nodes on this machine, started and ended by the documentation's commands."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from docs.checkout import Checkout, make_checkout
+from docs.commands import runs
+from docs.published import publish
 from serve.real_port import free_port
 
 from mars_ray.cluster.local import LocalCluster, find
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +24,24 @@ class Cluster:
 
     said: dict
     state: LocalCluster
-    directory: Path
+    checkout: Checkout
+    shared: Path  # storage that all nodes see
+    export: str
     environment: dict[str, str]
 
+    def submit(self, command: str, expected: int = 0) -> subprocess.CompletedProcess[str]:
+        """A command of the documentation, to its end."""
+        return self.checkout.run(f"{self.export}\n{command}", timeout_s=600, expected=expected)
+
     def ray(self, *words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        """A command of Ray's, in a checkout."""
+        """Any command of Ray's, in a checkout."""
         return subprocess.run(
             self.command(*words),
             capture_output=True,
             text=True,
             check=False,
             env=self.environment,
-            cwd=self.directory / "checkout",
+            cwd=self.checkout.directory,
             timeout=timeout_s,
         )
 
@@ -46,37 +54,26 @@ class Cluster:
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
     port, dashboard_port = free_port(), free_port()
-    ports = ["--port", str(port), "--dashboard-port", str(dashboard_port)]
-    up = mars_ray("cluster", "up", "--nodes", "3", *ports, "--directory", str(directory))
-    assert up.returncode == 0, up.stderr
+    places = publish(directory) | {
+        "/tmp/ServeGen": f"{directory}/ServeGen",
+        "http://127.0.0.1:8265": f"http://127.0.0.1:{dashboard_port}",
+        "/mnt/shared": f"{directory}/mnt",
+        "/shared": f"{directory}/shared",
+        "s3://bucket": f"file://{directory}/bucket",
+    }
+    checkout = make_checkout(directory / "checkout", places)
+    checkout.run("\n".join(runs("data")))
+    shutil.copytree(checkout.directory / "data", directory / "shared" / "data")
+    up, export, down = runs("three_nodes")
+    ports = f"--port {port} --dashboard-port {dashboard_port}"
+    said = json.loads(checkout.run(f"{up} {ports} --directory {directory}").stdout)
     state = find(directory)
     assert state is not None
-    said = json.loads(up.stdout)
     environment = os.environ | {
         "RAY_AUTH_MODE": "token",
         "RAY_API_SERVER_ADDRESS": said["dashboard"],
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    _make_checkout(directory / "checkout")
-    yield Cluster(said, state, directory, environment)
-    down = mars_ray("cluster", "down", "--directory", str(directory))
-    assert down.returncode == 0, down.stderr
+    yield Cluster(said, state, checkout, directory / "shared", export, environment)
+    checkout.run(f"{down} --directory {directory}")
     assert not state.alive
-
-
-def mars_ray(*words: str) -> subprocess.CompletedProcess[str]:
-    """The command, as a user starts it."""
-    return subprocess.run(
-        [sys.executable, "-m", "mars_ray", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-
-
-def _make_checkout(directory: Path) -> None:
-    """What a checkout holds, without environments and runs."""
-    directory.mkdir()
-    for name in ("mars_ray", "jobs"):
-        (directory / name).symlink_to(ROOT / name)

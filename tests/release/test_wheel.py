@@ -9,6 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from docs.checkout import add_environment
+from docs.commands import runs
 
 from mars_ray import __version__
 
@@ -45,31 +47,32 @@ print(mars_ray.__file__, len(everything), len(list(shipped.glob("*.toml"))))
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin of a new environment with the wheel; dependencies are those of this environment."""
     directory = tmp_path_factory.mktemp("wheel")
-    source = directory / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    make, install = runs("installed")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
+        shutil.copy(ROOT / name, directory)
     for name in ("mars_ray", "jobs"):
         ignored = shutil.ignore_patterns("__pycache__", "kuberay")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory, source]
-    run([*pip, *build], directory)
-    (wheel,) = directory.glob("*.whl")
+        shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
+    add_environment(directory)
+    # pip's way to say that what builds is here already.
+    run(["bash", "-c", make], directory, PIP_NO_BUILD_ISOLATION="0")
+    (wheel,) = (directory / "dist").glob("*.whl")
     assert wheel.name.startswith(f"mars_ray-{__version__}-")
     environment = directory / "environment"
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)], directory)
-    python = environment / "bin" / "python"
-    run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], directory)
+    settings = {"PIP_PYTHON": str(environment / "bin" / "python"), "PIP_NO_DEPS": "1"}
+    settings["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run(["bash", "-c", install], directory, **settings)
     packages = next((environment / "lib").glob("python*")) / "site-packages"
     # A path file of a path file is not read, so an editable installation there stays unseen.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     return environment / "bin"
 
 
-def run(command: list, directory: Path) -> str:
+def run(command: list, directory: Path, **settings: str) -> str:
     """In another directory than the checkout, and without a way back to it."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= settings
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=directory, env=environment
     )

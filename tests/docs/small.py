@@ -1,0 +1,59 @@
+"""What makes the jobs of the documentation small enough to be executed, by the job's file."""
+
+import re
+import shlex
+
+_MODEL = ("model={type='preset', preset='tiny', vocab_size=400}", "log_every_steps=1")
+_FLASH = ("traces.flash.from_s=20", "traces.flash.to_s=40", "traces.flash.duration_s=60")
+_SINE = ("traces.sine.duration_s=60",)
+_SERVEGEN = ("traces.servegen.duration_s=60",)
+_SIMULATE = ("policies=['lossless']", "seeds=[0]", "tuning_seeds=1", "scaling.max_replicas=4")
+_BENCH = ("peers=[]", "modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "repeats=1")
+_BENCH += ("max_new_tokens=4",)
+_STAGE = {"epochs": 1, "global_batch_size": 4, "micro_batch_size": 2}
+
+
+def _for_gpus(*stages: str) -> tuple[str, ...]:
+    """One worker without a GPU, and a model that it has room for."""
+    data = "data.train={type='corpus', count=20}"
+    short = [f"stages.{stage}.{key}={value}" for stage in stages for key, value in _STAGE.items()]
+    return (*_MODEL, data, "precision=float32", "cluster={workers=1}", *short)
+
+
+SMALL: dict[str, tuple[str, ...]] = {
+    "demo": (
+        *("train.data.train.count=400", "train.data.eval.count=16"),
+        *("train.stages.ar.steps=4", "train.stages.mars.steps=4"),
+        *("evaluate.task.count=4", "evaluate.max_new_tokens=8", "serve.port=8000"),
+    ),
+    "serve-demo": ("port=8000",),
+    "train-gsm8k": (*_MODEL, "stages.ar.steps=3", "stages.mars.steps=3"),
+    "train-qwen2.5-0.5b": _for_gpus("ar", "mars"),
+    "train-qwen2.5-0.5b-control": _for_gpus("ar", "more-ar"),
+    "train-qwen2.5-0.5b-no-sft-loss": _for_gpus("ar", "mars"),
+    "train-qwen2.5-7b": _for_gpus("ar", "mars"),
+    "train-qwen2.5-32b": _for_gpus("ar", "mars"),
+    "tune-demo": (
+        *("trials=2", "scheduler={type='none'}", "train.data.train.count=200"),
+        *("train.stages.mars.steps=4", "train.stages.mars.eval_every_steps=2"),
+        *("train.stages.mars.eval_rows=8", "train.checkpoint.every_steps=2"),
+        *("objectives.task.count=4", "objectives.thresholds=[1.0]", "objectives.max_new_tokens=8"),
+    ),
+    "generate-demo": ("prompts.count=8", "max_new_tokens=8"),
+    "evaluate-gsm8k": ("task.count=4", "modes=[{type='verified'}]", "max_new_tokens=8"),
+    "bench-decode-demo": (*_BENCH, "lockstep=[]"),
+    "bench-decode-0.5b": (*_BENCH, "random_weights=tiny", "step_positions=[1]"),
+    "simulate-usual": (*_SIMULATE, *_SERVEGEN),
+    "simulate-fast": (*_SIMULATE, "traces.ramp.stage_s=10", *_FLASH, *_SINE, *_SERVEGEN),
+    "simulate-cold-starts": (*_SIMULATE, *_FLASH, *_SINE),
+    "simulate-kills": (*_SIMULATE, *_FLASH, "cluster.kills=[{at_s=30}]"),
+    "export-demo": (),
+}
+
+
+def small(command: str, *more: str) -> str:
+    """The command with its job's settings behind it, but for those that it has, and others."""
+    job = re.search(r" jobs/(\S+)\.toml", command)
+    settings = SMALL[job[1]] if job else ()
+    added = [setting for setting in settings if f"{setting.partition('=')[0]}=" not in command]
+    return f"{command} {shlex.join((*added, *more))}"

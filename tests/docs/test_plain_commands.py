@@ -1,0 +1,62 @@
+"""The documentation's commands that need no cluster, executed in a fresh checkout."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from docs.checkout import Checkout, make_checkout
+from docs.commands import runs
+from docs.published import publish
+from docs.small import small
+
+from mars_ray.config.load import load_job
+from mars_ray.config.simulate import SimulateJob
+from mars_ray.evaluate.bench_decode import random_checkpoint
+from mars_ray.scaling.traces.load import load_trace
+
+MODELS = ("runs/demo/models/ar", "runs/gsm8k/models/mars")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout with what others publish, fetched as the pages say."""
+    directory = tmp_path_factory.mktemp("plain")
+    places = publish(directory) | {"/tmp/ServeGen": f"{directory}/ServeGen"}
+    checkout = make_checkout(directory / "checkout", places)
+    checkout.run("\n".join(runs("data")))
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def models(data: Checkout) -> Checkout:
+    """The same with models in it, where the jobs look for those that were trained."""
+    with random_checkpoint("tiny") as made:
+        for name in MODELS:
+            shutil.copytree(made, data.directory / name)
+    return data
+
+
+def test_the_environment_brings_both_programs(tmp_path: Path):
+    """Guards a first step after which the second one is not found."""
+    done = make_checkout(tmp_path / "checkout").run("mars-ray --version; ray --version")
+    assert re.fullmatch(r"\d+\.\d+\.\d+\nray, version .*\n", done.stdout)
+
+
+def test_traces_of_others_are_read(data: Checkout, monkeypatch: pytest.MonkeyPatch):
+    """Guards a file that is fetched to a place where no job looks; clocks, not shapes, differ."""
+    monkeypatch.chdir(data.directory)
+    job = load_job("jobs/simulate-usual.toml")
+    assert isinstance(job, SimulateJob)
+    assert all(len(load_trace(source, 0)) for source in job.traces.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", runs("test_what_needs_no_cluster"))
+def test_what_needs_no_cluster(models: Checkout, command: str):
+    """To its end, with its result as the last line and the files that it names."""
+    done = models.run(small(command))
+    assert json.loads(done.stdout.splitlines()[-1])
+    if output := re.search(r" --output (\S+)", command):
+        assert (models.directory / output[1] / "report.html").exists()
