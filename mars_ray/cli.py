@@ -136,9 +136,11 @@ def serve(
     with _Cluster():
         with _saying("the replicas are starting"):
             url = start(job)
-        # For the commands that change a running service, where there are several clusters.
-        cluster = ray.get_runtime_context().gcs_address
-        print(f"serving on {url}, RAY_ADDRESS={cluster}, Ctrl-C stops", file=sys.stderr)
+        # For the commands that change a running service, where there are several clusters. Ray
+        # shows its token to a cluster that is named only if it is told to.
+        token = "RAY_AUTH_MODE=token " * (os.environ.get("RAY_AUTH_MODE") == "token")
+        cluster = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
+        print(f"serving on {url}, Ctrl-C stops; it is at {cluster}", file=sys.stderr)
         wait_until_stopped(job)
 
 
@@ -338,7 +340,8 @@ class _Cluster:
         except ConnectionError as error:
             raise ConfigError(
                 f"no Ray cluster answers at {address!r}: {error}. Name the one you mean with "
-                "RAY_ADDRESS=HOST:PORT; `mars-ray serve` says which is its own"
+                "RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a token; "
+                "`mars-ray serve` says both of its own"
             ) from error
 
     def __exit__(self, *_: Any) -> None:

@@ -101,7 +101,7 @@ def test_a_stage_that_waits_for_its_first_step_says_so(tmp_path, monkeypatch, ca
         stage.update()
         time.sleep(0.2)
         heard = capsys.readouterr().err
-    assert heard.startswith("mars, 0 s\n")
+    assert heard.startswith("mars: starting workers, 0 s\n")
     assert "mars: 0 of 9, " in heard
 
 

@@ -29,7 +29,7 @@ class StageProgress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
         )
-        self._task = self._bars.add_task(stage, total=None, text="starting workers")
+        self._task = self._bars.add_task(f"{stage}: starting workers", total=None, text="")
 
     def __enter__(self) -> "StageProgress":
         self._bars.start()
@@ -52,6 +52,7 @@ class StageProgress:
         step, kind = record["step"], record["kind"]
         if kind == "start":
             self._total_steps = record["total_steps"]
+            self._bars.update(self._task, description=self._stage)
             if step:
                 self.say(
                     f"resumed at step {step} of {self._total_steps}, {record['workers']} workers"
