@@ -3,8 +3,9 @@
 Load from outside, with a rate that rises and falls, against Ray Serve on this machine; then the
 same requests and the same policy in the simulator. What the simulator is told of this machine is
 how many times longer than by the service model a token took at the median (two cores run replicas,
-proxy, ingress, controller and clients), and how long a replica took to start; when requests wait,
-and how many replicas there are when, it has to find by itself.
+proxy, ingress, controller and clients), how long a replica took to start, and what a reply's way
+added to a first token at the median of the first stage; when requests wait, and how many replicas
+there are when, it has to find by itself.
 """
 
 import argparse
@@ -92,9 +93,17 @@ def main() -> None:
         watched, history = asyncio.run(_live(url, job, asked, rows, questions))
     live = _figures(rows, watched, job.scaling.slo)
     cold_s = _cold_start(watched)
-    as_told = _simulated(job, model, rows, 1.0, cold_s, asked.kill_at)
-    slowness = live["time_per_token_p50_s"] / _pace_p50(as_told)
-    outcome = _simulated(job, model, rows, slowness, cold_s, asked.kill_at)
+    told = Cluster(
+        cold_start_s=cold_s,
+        tick_s=LOOK_S,
+        metrics_lag_s=LOOK_S,
+        routing="least-outstanding",
+        kills=(Kill(at_s=asked.kill_at),) if asked.kill_at else (),
+    )
+    slowness = live["time_per_token_p50_s"] / _pace_p50(_simulated(job, model, rows, told))
+    slowed = _slowed(model, slowness)
+    overhead_s = _overhead(rows, _simulated(job, slowed, rows, told), asked.stage_s[0])
+    outcome = _simulated(job, slowed, rows, told.model_copy(update={"overhead_s": overhead_s}))
     simulated = summarise(outcome, job.scaling.slo, 100.0)
     result = {
         "rates": asked.rates,
@@ -102,6 +111,7 @@ def main() -> None:
         "kill_at_s": asked.kill_at,
         "slowness": slowness,
         "cold_start_s": cold_s,
+        "overhead_s": overhead_s,
         "live": live,
         "simulated": simulated,
         "ratios": {key: simulated[key] / live[key] for key in ("ttft_p90_s", "replica_s")},
@@ -113,7 +123,9 @@ def main() -> None:
         "provenance": provenance(),
     }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
-    shown = {key: result[key] for key in ("slowness", "cold_start_s", "live", "ratios")}
+    shown = {
+        key: result[key] for key in ("slowness", "cold_start_s", "overhead_s", "live", "ratios")
+    }
     print(json.dumps(shown, indent=1))
 
 
@@ -313,14 +325,18 @@ def _cold_start(watched: Watched) -> float:
     return statistics.median(starts) if starts else 15.0
 
 
-def _simulated(
-    job: ServeJob,
-    model: ServiceModel,
-    rows: list[Asked],
-    slowness: float,
-    cold_s: float,
-    kill_at: float | None,
-) -> Outcome:
+def _slowed(model: ServiceModel, slowness: float) -> ServiceModel:
+    return replace(model, seconds_at=tuple((n, slowness * s) for n, s in model.seconds_at))
+
+
+def _overhead(rows: list[Asked], outcome: Outcome, until_s: float) -> float:
+    """Seconds of a reply's way: what the first stage's first tokens took beyond the engine's."""
+    early = np.array([row.at_s < until_s for row in rows])
+    live = np.array([row.first_s - row.at_s for row in rows])
+    return max(0.0, float(np.median((live - outcome.ttft_s)[early])))
+
+
+def _simulated(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster) -> Outcome:
     trace = Trace(
         "live",
         np.array([row.at_s for row in rows]),
@@ -328,21 +344,10 @@ def _simulated(
         np.array([row.tokens for row in rows]),
         pinned_threshold=np.array([float(row.is_pinned) for row in rows]),
     )
-    slowed = replace(
-        model,
-        seconds_at=tuple((n, slowness * seconds) for n, seconds in model.seconds_at),
-        max_batch=job.engine.max_batch,
-    )
     fixture = Fixture(
         trace,
-        slowed,
-        Cluster(
-            cold_start_s=cold_s,
-            tick_s=LOOK_S,
-            metrics_lag_s=LOOK_S,
-            routing="least-outstanding",
-            kills=(Kill(at_s=kill_at),) if kill_at else (),
-        ),
+        replace(model, max_batch=job.engine.max_batch),
+        cluster,
         model.levels,
         set_point=1.0,
         replicas=1,

@@ -58,6 +58,11 @@ class Cluster(Config):
         default="two-choices", description="the first is Ray Serve's"
     )
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
+    overhead_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="in every first token, beside the engine: HTTP, routing, processes on the way",
+    )
     step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
     retries: int = Field(default=1, ge=0, description="of a request whose replica died")
     kills: tuple[Kill, ...] = ()

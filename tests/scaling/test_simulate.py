@@ -241,3 +241,14 @@ def test_the_policy_sees_only_what_is_old_enough():
     assert seen[3].arrivals_per_s == 0  # of the tick at 0 s
     assert seen[6].arrivals_per_s > 5
     assert seen[6].loads[0].step_s == pytest.approx(0.010)
+
+
+def test_the_way_of_a_reply_counts_in_its_first_token():
+    """Guards a first token in time for the engine only: 40 ms of HTTP make it late."""
+    given = poisson(20, 50, 10, 5)
+    near, far = run(given), run(given, overhead_s=0.04)
+    np.testing.assert_allclose(far.ttft_s, near.ttft_s + 0.04)
+    slo = Slo(ttft_s=float(np.median(near.ttft_s)) + 0.02, time_per_token_s=1.0)
+    assert near.within(slo).sum() > 25
+    np.testing.assert_array_equal(far.within(slo), far.ttft_s <= slo.ttft_s)
+    assert far.within(slo).sum() < near.within(slo).sum()

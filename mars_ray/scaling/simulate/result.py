@@ -35,19 +35,21 @@ class Outcome:
     end_s: float
     replica_s: float
     below_set_point_s: float
+    overhead_s: float
     reasons: tuple[tuple[float, str], ...]  # of decisions that changed something
 
     @property
     def ttft_s(self) -> Floats:
-        """NaN where no token came."""
-        return self.requests["first_s"] - self.requests["arrival_s"]
+        """With what a reply's way adds; NaN where no token came."""
+        return self.requests["first_s"] - self.requests["arrival_s"] + self.overhead_s
 
     def within(self, slo: Slo) -> np.ndarray:
         """Whether each request was answered in time; what was refused or failed was not."""
         requests = self.requests
         done = requests["outcome"] == DONE
         pace = token_times(requests, np.arange(len(done)))
-        late = requests["end_s"] - requests["arrival_s"] > self.trace.deadline_s
+        took_s = requests["end_s"] - requests["arrival_s"] + self.overhead_s
+        late = took_s > self.trace.deadline_s
         return done & (self.ttft_s <= slo.ttft_s) & (pace <= slo.time_per_token_s) & ~late
 
 

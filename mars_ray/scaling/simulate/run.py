@@ -192,6 +192,7 @@ class _Run:
             end_s=end_s,
             replica_s=spent,
             below_set_point_s=self.lowered_s,
+            overhead_s=self.fixture.cluster.overhead_s,
             reasons=tuple(self.reasons),
         )
 
