@@ -206,8 +206,10 @@ def simulate(
     job_file: JobFile,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for report.html and result.json.")
+        Path | None,
+        typer.Option(help="Folder for report.html and result.json; where a run also goes on."),
     ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; else one a core.", min=1)] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Compare scaling policies on traces, on a virtual clock."""
@@ -215,7 +217,7 @@ def simulate(
     from mars_ray.evaluate.simulation import print_comparison, run_simulations, summary
     from mars_ray.evaluate.simulation_page import write_report
 
-    result = run_simulations(job, _console())
+    result = run_simulations(job, _console(), output, workers)
     if output:
         write_report(result, output)
     print_comparison(result, _console())

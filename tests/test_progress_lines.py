@@ -81,7 +81,7 @@ def test_simulating_says_which_part_it_is_at(log, monkeypatch):
 
     def compared(*_: object) -> dict:
         wait_for(lambda: said(log))
-        return {}
+        return {"requests": []}
 
     monkeypatch.setattr(simulation, "_compared", compared)
     simulation.run_simulations(job, log)

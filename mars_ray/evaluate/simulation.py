@@ -1,28 +1,33 @@
 """Every policy on every trace with every seed, and what the comparison says."""
 
+import hashlib
+import json
+import os
 import statistics
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
-from mars_ray.progress import Bars
+from mars_ray.evaluate.parts import Kept, run_parts
 from mars_ray.provenance import provenance
 from mars_ray.scaling.baselines.contenders import Setting, contender, run
 from mars_ray.scaling.baselines.tuning import tuned
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.scaling.simulate.result import Outcome, Timeline, summarise
 from mars_ray.scaling.traces.load import load_trace
+from mars_ray.scaling.traces.trace import Trace
 
 # 97.5% quantiles of Student's t by degrees of freedom; beyond, the normal one.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _NORMAL = 1.96
+_KEPT = "parts.jsonl"
 # Points of a timeline in the result: its file stays small.
 _TICKS = 150
 
@@ -35,34 +40,53 @@ class _Part:
     cold_start_s: float
     policy: PolicyName
 
+    def __str__(self) -> str:
+        return f"{self.trace}, cold start {self.cold_start_s:g} s, {self.policy}"
 
-def run_simulations(job: SimulateJob, console: Console) -> dict[str, Any]:
+
+def run_simulations(
+    job: SimulateJob, console: Console, directory: Path | None = None, workers: int | None = None
+) -> dict[str, Any]:
     """JSON values: by cold start, trace and policy the runs' figures, means and intervals.
 
-    Raises ConfigError or DataError.
+    What is finished is kept in the directory, and not simulated again for the same job by the same
+    code. Workers are processes, as many as cores if not said. Raises ConfigError or DataError.
     """
     model = load_service_model(job.service_model)
     # A trace that is missing is found now, not after those before it.
-    for source in job.traces.values():
-        load_trace(source, job.seeds[0])
+    traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
     colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))
     parts = [_Part(t, cold, p) for cold in colds for t in job.traces for p in job.policies]
+    where = provenance()
+    kept = Kept(directory / _KEPT if directory else None, _work(job, model, traces, where))
+    calls = {str(part): partial(_compared, part, job, model) for part in parts}
+    made = run_parts(calls, kept, workers, console)
     results: dict[str, Any] = {}
-    settings: dict[tuple[str, float], list[Setting]] = {}
-    for part in _progress(parts, console):
-        key = part.trace, part.cold_start_s
-        if key not in settings:
-            settings = {key: _settings(job, model, part)}
+    for part in parts:
         by_trace = results.setdefault(f"{part.cold_start_s:g}", {})
         by_policy = by_trace.setdefault(part.trace, {"policies": {}})
-        by_policy["requests"] = [len(setting.trace) for setting in settings[key]]
-        by_policy["policies"][part.policy] = _compared(part.policy, settings[key], job)
+        row = dict(made[str(part)])
+        by_policy["requests"] = row.pop("requests")
+        by_policy["policies"][part.policy] = row
     return {
         "job": job.model_dump(mode="json"),
         "model": {"name": model.name, "provenance": model.provenance},
         "cold_starts": results,
-        "provenance": provenance(),
+        "provenance": where,
     }
+
+
+def _work(job: SimulateJob, model: ServiceModel, traces: list[Trace], where: dict[str, Any]) -> str:
+    """All that a part depends on, but for which it is. Files changed since a commit have no name,
+    so that what they give is told apart by the process that gave it."""
+    facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s"})
+    code = [where["mars_ray"], where["commit"]]
+    if str(where["commit"]).endswith("+"):
+        code.append(os.getpid())
+    # Their files may change.
+    sums = [[float(t.arrival_s.sum()), int(t.output_tokens.sum())] for t in traces]
+    text = json.dumps([facts, asdict(model), code, sums], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Setting]:
@@ -71,15 +95,17 @@ def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Settin
     return [Setting(job, model, load_trace(source, seed), cluster) for seed in job.seeds]
 
 
-def _compared(name: PolicyName, settings: list[Setting], job: SimulateJob) -> dict[str, Any]:
-    knob = tuned(settings[: job.tuning_seeds], name)
+def _compared(part: _Part, job: SimulateJob, model: ServiceModel) -> dict[str, Any]:
+    settings = _settings(job, model, part)
+    knob = tuned(settings[: job.tuning_seeds], part.policy)
     runs, first = [], None
     for seed, setting in zip(job.seeds, settings, strict=True):
-        outcome = run(setting, contender(name, setting), knob, seed)
+        outcome = run(setting, contender(part.policy, setting), knob, seed)
         runs.append(summarise(outcome, job.scaling.slo, job.accuracy))
         first = first or outcome
     assert first is not None
     return {
+        "requests": [len(setting.trace) for setting in settings],
         "knob": asdict(knob),
         "runs": runs,
         "mean": {key: statistics.fmean(r[key] for r in runs) for key in runs[0]},
@@ -115,23 +141,6 @@ def _thinned(timeline: Timeline) -> dict[str, list[float]]:
 def _reasons(outcome: Outcome) -> list[tuple[float, str]]:
     """The first decisions that changed something, to be read by people."""
     return [(round(at, 1), reason) for at, reason in outcome.reasons[:20]]
-
-
-def _progress(parts: list[_Part], console: Console) -> Iterator[_Part]:
-    """Shown part by part, for each one takes long."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bars(console, *columns) as bars:
-        task = bars.add_task("", total=len(parts))
-        for part in parts:
-            where = f"{part.trace}, cold start {part.cold_start_s:g} s, {part.policy}"
-            bars.update(task, description=where)
-            yield part
-            bars.advance(task)
 
 
 def print_comparison(result: dict[str, Any], console: Console) -> None:

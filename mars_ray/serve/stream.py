@@ -108,6 +108,7 @@ async def events(
 ) -> AsyncGenerator[str, None]:
     """The events of a call; `rest` is closed when the client goes away.
 
+    Those that come together go together: every text is a message through two of Serve's processes.
     An error after the start is an event of its own, and the last one: there is no [DONE].
     """
     async with aclosing(rest):
@@ -117,14 +118,13 @@ async def events(
                 if isinstance(message, Refusal):
                     yield event(error_body(message))
                     return
-                for chunk in chunks.of(message):
-                    yield chunk
+                text = "".join(chunks.of(message))
                 if chunks.is_over:
                     break
+                if text:
+                    yield text
                 message = await anext(rest)
-            if chunks.include_usage:
-                yield chunks.usage()
-            yield DONE
+            yield text + (chunks.usage() if chunks.include_usage else "") + DONE
         except Exception:
             logger.exception("request %s failed while streaming", chunks.call.id)
             yield event(error_body(internal_error(chunks.call.id)))

@@ -43,7 +43,12 @@ async def collect(source: Source, include_usage: bool, take: int | None = None) 
         got.append(event)
         if len(got) == take:
             await written.aclose()
-    return got
+    return apart(got)
+
+
+def apart(texts: list[str]) -> list[str]:
+    """The events; those of one message of the engine's are sent as one text."""
+    return [f"{event}\n\n" for text in texts for event in text.split("\n\n")[:-1]]
 
 
 def data(event: str) -> dict:
@@ -122,7 +127,9 @@ def test_choices_stream_side_by_side():
         chunks = Chunks(call, TextShape(), "m", 1, include_usage=True, forwards=True)
         return [event async for event in events(chunks, await anext(rest), rest)]
 
-    got = asyncio.run(run())
+    texts = asyncio.run(run())
+    assert len(texts) == 8
+    got = apart(texts)
     assert got.pop() == DONE
     # As the client does: it checks nothing, and before the end finish_reason is null.
     *chunks, usage = [Completion.construct(**data(event)) for event in got]

@@ -1,0 +1,105 @@
+"""Long work in independent parts: on all cores, shown part by part, and none of it twice."""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+from mars_ray.progress import Bars
+
+
+class Kept:
+    """JSON values by name, each written once it is known; those of other work do not count.
+
+    `work` says what they are results of: with another one, a file's values are not found.
+    """
+
+    def __init__(self, path: Path | None, work: str) -> None:
+        """Without a path they are not kept."""
+        self._path = path
+        self._work = work
+        self._values: dict[str, Any] = {}
+        if path and path.exists():
+            for line in path.read_text("utf-8").splitlines():
+                self._read(line)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([self._work, name, value]) + "\n")
+
+    def _read(self, line: str) -> None:
+        try:
+            work, name, value = json.loads(line)
+        except ValueError:
+            return  # the last one of a run that was killed
+        if work == self._work:
+            self._values[name] = value
+
+
+def run_parts(
+    parts: Mapping[str, Callable[[], Any]], kept: Kept, workers: int | None, console: Console
+) -> dict[str, Any]:
+    """The value of each part, by its name and in their order; those kept already are not made.
+
+    Parts and values are pickled if there are several workers: processes, at most one a core.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    open_parts = {name: part for name, part in parts.items() if name not in kept}
+    most = min(workers or os.cpu_count() or 1, len(open_parts))
+    with Bars(console, *columns) as bars:
+        done = len(parts) - len(open_parts)
+        task = bars.add_task(next(iter(open_parts), ""), total=len(parts), completed=done)
+        made = _in_processes(open_parts, most) if most > 1 else _in_turn(open_parts)
+        for name, value in made:
+            kept[name] = value
+            del open_parts[name]
+            bars.update(task, description=next(iter(open_parts), ""), advance=1)
+    return {name: kept[name] for name in parts}
+
+
+def _in_turn(parts: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Any]]:
+    for name, part in list(parts.items()):
+        yield name, part()
+
+
+def _in_processes(
+    parts: Mapping[str, Callable[[], Any]], workers: int
+) -> Iterator[tuple[str, Any]]:
+    # Not forked: the lines and bars of progress have threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _let_die) as pool:
+        names = {pool.submit(part): name for name, part in parts.items()}
+        try:
+            for future in as_completed(names):
+                yield names[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _let_die() -> None:
+    """Of Ctrl-C, without a traceback for each process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
