@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 _LIVE, _SIMULATED, _GREY = "#D55E00", "#0072B2", "#888888"
 
@@ -26,6 +27,8 @@ def plot(result: dict[str, Any]) -> Figure:
     load.set_ylabel("requests in the system")
     load.legend(frameon=False, fontsize=9)
     replicas.set_ylabel("replicas ready")
+    replicas.set_ylim(bottom=0)
+    replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
     threshold.set_ylabel("threshold")
     threshold.set_xlabel("seconds")
     for axes in (load, replicas, threshold):

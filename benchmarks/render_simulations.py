@@ -93,7 +93,8 @@ def live(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{lowered} A token took {result['slowness']:.2f} times what the service model says, "
-        f"a replica {result['cold_start_s']:.0f} s to start. {machine(result['provenance'])}.",
+        f"a replica {result['cold_start_s']:.0f} s to start, and a reply's way "
+        f"{1e3 * result['overhead_s']:.0f} ms. {machine(result['provenance'])}.",
     ]
 
 
