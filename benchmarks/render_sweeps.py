@@ -48,12 +48,12 @@ def schedules(result: dict[str, Any]) -> list[str]:
     """Variants at equal steps, as differences to the first one."""
     rows, plan = result["comparison"], result["plan"]
     lines = [
-        "| variant | T/F, one group | difference | T/F, all outcomes | difference | `exact` | "
-        "difference | clean loss |",
-        "|---|---|---|---|---|---|---|---|",
+        "| variant | seeds | T/F, one group | difference | T/F, all outcomes | difference | "
+        "`exact` | difference | clean loss |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['variant']} | {row['tokens_per_forward']:.3f} | "
+        f"| {row['variant']} | {len(row['seeds'])} | {row['tokens_per_forward']:.3f} | "
         f"{_difference(row, 'tokens_per_forward', '+.3f')} | "
         f"{row['tokens_per_forward_all_outcomes']:.3f} | "
         f"{_difference(row, 'tokens_per_forward_all_outcomes', '+.3f')} | "
@@ -66,8 +66,7 @@ def schedules(result: dict[str, Any]) -> list[str]:
         "",
         f"{result['runs'][0]['steps']} steps, {plan['problems']} held-out problems; T/F of "
         f"`verified` at its whole window, masks behind all drafts or behind each; differences to "
-        f"{rows[0]['variant']} with 95% intervals over {len(rows[0]['seeds'])} seeds, without one "
-        "of the first seed. "
+        f"{rows[0]['variant']} at the same seeds, with 95% intervals where there are several. "
         f"{machine(result['provenance'])}.",
     ]
 

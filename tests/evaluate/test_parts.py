@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def test_what_is_finished_is_not_made_again(tmp_path, workers):
     assert len(log.read_text().split()) == 7
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Processes started here hear of Ctrl-C, also where these tests do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     """Guards an hour of simulations that ends at Ctrl-C, and processes that run on after it."""
     words = [sys.executable, "-m", "mars_ray", "simulate", "jobs/simulate-fast.toml", "seeds=[0]"]
