@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.generate import GenerateJob
 from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.journal import read_journal
 from mars_ray.data.sources import BadRows, Record, read
 from mars_ray.decode.engine import Engine, generate_all, load_engine
 from mars_ray.decode.request import Completion, Request
@@ -137,10 +138,7 @@ def _resume(part: Path, job: GenerateJob) -> list[Line]:
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(job.model_dump_json() + "\n")
         return []
-    content = part.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    part.write_bytes(whole)
-    first, *lines = [json.loads(line) for line in whole.splitlines()] or [{}]
+    first, *lines = read_journal(part) or [{}]
     _check(first, job, part)
     return lines
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+from mars_ray.data.journal import read_journal
 from mars_ray.progress import Bars
 
 
@@ -26,9 +27,9 @@ class Kept:
         self._path = path
         self._work = work
         self._values: dict[str, Any] = {}
-        if path and path.exists():
-            for line in path.read_text("utf-8").splitlines():
-                self._read(line)
+        for made_for, name, value in read_journal(path) if path else ():
+            if made_for == work:
+                self._values[name] = value
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -42,14 +43,6 @@ class Kept:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([self._work, name, value]) + "\n")
-
-    def _read(self, line: str) -> None:
-        try:
-            work, name, value = json.loads(line)
-        except ValueError:
-            return  # the last one of a run that was killed
-        if work == self._work:
-            self._values[name] = value
 
 
 def run_parts(

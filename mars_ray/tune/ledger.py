@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mars_ray.data.journal import read_journal
+
 Status = Literal["running", "finished", "stopped", "failed"]
 LEDGER_FILE = "trials.jsonl"
 
@@ -48,7 +50,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trials: dict[str, TrialRecord] = {}
-        for event in read_events(path):
+        for event in read_journal(path):
             self._take(event)
 
     def append(self, event: str, trial: str, **fields: Any) -> None:
@@ -82,14 +84,3 @@ def ended(path: Path) -> int:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     events = [json.loads(line) for line in lines]
     return len({event["trial"] for event in events if event["event"] == "end"})
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a file; a last line that is not whole is cut off."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        path.write_bytes(whole)
-    return [json.loads(line) for line in whole.splitlines()]

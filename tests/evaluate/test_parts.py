@@ -56,6 +56,8 @@ def test_what_is_finished_is_not_made_again(tmp_path, workers):
     again = good | {"part 0": partial(noted, log, 0)}
     made = run_parts(again, Kept(file, "w"), workers, QUIET)
     assert list(made) == list(again)
+    # What came after the cut line is found again.
+    assert run_parts(again, Kept(file, "w"), workers, QUIET) == made
     assert sorted(log.read_text().split()) == ["0", "1", "2", "3"]
     run_parts(good, Kept(file, "another"), workers, QUIET)
     assert len(log.read_text().split()) == 7

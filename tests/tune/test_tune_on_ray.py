@@ -20,8 +20,9 @@ from mars_ray.config.load import load_job, parse_job
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import read_frontier
+from mars_ray.data.journal import read_journal
 from mars_ray.train import checkpoint
-from mars_ray.tune.ledger import LEDGER_FILE, Ledger, read_events
+from mars_ray.tune.ledger import LEDGER_FILE, Ledger
 from mars_ray.tune.sweep import run_sweep
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -146,7 +147,7 @@ def test_population_based_training_hands_weights_over(model: Path, tmp_path: Pat
     run_sweep(job, QUIET)
     ledger = Ledger(output_dir / LEDGER_FILE)
     assert {trial.status for trial in ledger.trials.values()} == {"finished"}
-    starts = [e for e in read_events(ledger.path) if e["event"] == "start"]
+    starts = [e for e in read_journal(ledger.path) if e["event"] == "start"]
     assert len({json.dumps(e["values"]) for e in starts}) == 2, "the seed must draw both rates"
     runs = list(output_dir.glob("trials/*/*/stages/mars"))
     first_steps = [json.loads((r / "metrics.jsonl").read_text().splitlines()[0]) for r in runs]
