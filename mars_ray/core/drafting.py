@@ -1,56 +1,87 @@
-"""What masks bring and cost in `verified`: tokens and rows per forward, by window and groups."""
+"""Which drafts and masks of a sequence are worth their rows, at a price of a row.
 
-from collections.abc import Sequence as Several
+A step checks the first drafts of a sequence, and its outcome is how many of them are accepted.
+Masks behind an outcome become the next step's drafts if that is the outcome, and nothing
+otherwise: the next step then has none to check. So a doubtful draft is not only a row. Checked, it
+may end the step at an outcome without masks; left out, the step ends before it, where masks are
+sure to be of use.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
-from operator import mul
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Masks of a group, and outcomes that get a group."""
+    """What a sequence's step has: the first of its drafts, and masks behind each outcome."""
 
-    window: int
-    groups: int
+    drafts: int
+    masks: tuple[int, ...]  # by how many drafts are accepted
 
-
-@dataclass(frozen=True, slots=True)
-class Yield:
-    """What a sequence commits and costs per forward with some choice, in the long run."""
-
-    tokens: float
-    rows: float
+    @property
+    def rows(self) -> int:
+        """Added to those of committed tokens."""
+        return self.drafts + sum(self.masks)
 
 
-def expected(choice: Choice, rates: Several[float]) -> Yield:
-    """After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
+class Prospects:
+    """What masks promise and what rows cost, in tokens that the same time would bring elsewhere."""
 
-    With c the probability that an outcome has masks, a share f of the forwards has drafts:
-    f = f * c + (1 - f), as a forward without drafts has one outcome, whose masks it has.
+    def __init__(self, reach: Sequence[float], price: float) -> None:
+        """`reach` is, by depth, how many tokens of the next step a mask brings if its outcome
+        comes; it falls."""
+        self.reach, self.price = reach, price
+        self._falling = [-reached for reached in reach]
+        self._brought = list(accumulate(reach, initial=0.0))
+
+    def masks(self, likelihood: float, most: int) -> tuple[int, float]:
+        """How many behind an outcome, and what they bring beyond their price.
+
+        A mask takes a row now and, if its outcome comes, the row that checks its draft.
+        """
+        price = self.price
+        if likelihood <= price:
+            return 0, 0.0
+        count = bisect_left(self._falling, -price * (1 + 1 / likelihood), 0, most)
+        return count, likelihood * (self._brought[count] - price * count) - price * count
+
+    def dearer(self) -> "Prospects":
+        """The same at a higher price."""
+        return Prospects(self.reach, 1.5 * self.price)
+
+
+def best_choice(
+    accept: Sequence[float], rooms: Sequence[int], prospects: Prospects, groups: int | None = None
+) -> Choice:
+    """That which brings most beyond its price.
+
+    `accept` are the probabilities that each draft is accepted if those before it are, `rooms` the
+    most masks behind each outcome, one more than drafts. At most `groups` outcomes have masks.
     """
-    survival = list(accumulate(rates[: choice.window], mul))
-    if not survival:
-        return Yield(1.0, 1.0)
-    reached = [1.0, *survival]
-    outcomes = [a - b for a, b in zip(reached, [*survival, 0.0], strict=True)]
-    covered = (
-        survival[-1] if choice.groups == 1 else sum(sorted(outcomes, reverse=True)[: choice.groups])
-    )
-    drafted = 1 / (2 - covered)
-    rows = 1 + drafted * choice.window * (1 + choice.groups) + (1 - drafted) * choice.window
-    return Yield(1 + drafted * sum(survival), rows)
+    count, survival, gained = 0, 1.0, 0.0
+    last, most = prospects.masks(1.0, rooms[0])
+    masks: list[int] = []  # behind the outcomes before the last
+    gains: list[float] = []
+    for index, probability in enumerate(accept):
+        # The draft is a row, and what is left to the outcome before it is the draft's rejection.
+        own, gain = prospects.masks(survival * (1 - probability), rooms[index])
+        masks.append(own)
+        gains.append(gain)
+        if groups is not None:
+            _keep(groups - 1, masks, gains)
+        survival *= probability
+        gained += survival - prospects.price
+        own, gain = prospects.masks(survival, rooms[index + 1])
+        if gained + sum(gains) + gain > most:
+            count, last, most = index + 1, own, gained + sum(gains) + gain
+    return Choice(count, (*masks[:count], last))
 
 
-@lru_cache
-def all_choices(window: int, groups: int | None, most_rows: int) -> tuple[Choice, ...]:
-    """No masks first; then every window with one, two, four ... and all outcomes, as allowed."""
-    choices = [Choice(0, 1)]
-    for masks in range(1, window + 1):
-        counts = {1, 2, 4, 8, 16, 32, masks + 1} if groups is None else {groups}
-        choices += [
-            Choice(masks, count)
-            for count in sorted(counts)
-            if count <= masks + 1 and 1 + masks + count * masks <= most_rows
-        ]
-    return tuple(choices)
+def _keep(groups: int, masks: list[int], gains: list[float]) -> None:
+    """Only the outcomes that bring most keep their masks: one that has lost them stays without."""
+    places = [place for place, own in enumerate(masks) if own]
+    if len(places) > groups:
+        least = min(places, key=lambda place: gains[place])
+        masks[least], gains[least] = 0, 0.0

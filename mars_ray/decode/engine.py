@@ -27,7 +27,7 @@ from mars_ray.decode.request import (
     window_of,
 )
 from mars_ray.decode.runner import Runner
-from mars_ray.decode.scheduler import Scheduler
+from mars_ray.decode.scheduler import Scheduler, Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Rows
@@ -191,8 +191,13 @@ class Engine:
         rows = forward(self._backend, work, self.card.mask_token_id)
         end_s = time.monotonic()
         self.totals.add(work, end_s - begin_s)
+        events = self._commit(work, rows)
         if self.control:
             self.control.cost.observe(self.last_rows, end_s - forward_s)
+        return events
+
+    def _commit(self, work: list[Work], rows: list[Rows | None]) -> list[TokenEvent]:
+        """What the forward's rows mean for each sequence."""
         events = []
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence
@@ -217,7 +222,7 @@ class Engine:
             if quality := sequence.request.quality:
                 sequence.threshold = self.thresholds.of(quality)
         if self.control:
-            self.control.set_windows(self._scheduler.next_sequences())
+            self.control.choose(self._scheduler.next_sequences())
         if self._drafter:
             wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
             self._drafter.extend((s, count) for s, count in wanting if count)
@@ -227,10 +232,10 @@ class Engine:
     def _absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> TokenEvent:
         """What the sequence's rows commit, and what is learnt from them."""
         disagreed = sequence.disagreed
+        confidences = sequence.draft_probabilities[: len(plan.drafts)]
         tokens = strategy_of(sequence).absorb(sequence, plan, rows)
-        # Where a grammar forces tokens, acceptance says nothing about masks.
-        if self.control and not sequence.grammar:
-            self.control.observe(sequence, len(plan.drafts), len(tokens))
+        if self.control:
+            self.control.observe(sequence, confidences, len(tokens))
         kept = sequence.kept(tokens)
         self.measures.observe(sequence, plan, rows, kept)
         quality = sequence.request.quality

@@ -171,8 +171,8 @@ class Scheduler:
         # Of the last token the row is needed, not only keys and values.
         hashes = content_hashes(sequence.tokens[:-1], size) if self._config.prefix_cache else []
         shared = self._pool.share(hashes)
-        masks = sequence.window * sequence.groups
-        needed = self._pages_for(sequence.committed + len(sequence.drafts) + masks)
+        rows = len(sequence.drafts) + sequence.masks
+        needed = self._pages_for(sequence.committed + rows)
         if needed - len(shared) > self._pool.available and self._running:
             self._pool.release(shared)
             return False

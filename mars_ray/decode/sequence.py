@@ -7,6 +7,7 @@
 from dataclasses import dataclass, field
 
 from mars_ray.config.decode import SpeculativeMode, VerifiedMode
+from mars_ray.core.drafting import Choice
 from mars_ray.decode.constraint import GrammarState
 from mars_ray.decode.request import (
     Completion,
@@ -26,8 +27,8 @@ class Sequence:
     widest: int  # masks of a group at most
     tokens: list[int]
     cached: int = 0
-    window: int = field(init=False)  # masks of a group in the next step
-    groups: int = field(init=False)  # outcomes of the next step that get a group
+    groups: int = field(init=False)  # outcomes of a step that get masks, unless chosen otherwise
+    choice: Choice | None = None  # of window control for the next step
     forwards: int = 0
     last_commit: int = 0  # tokens that the last of them committed
     token_forward: list[int] = field(default_factory=list)
@@ -46,7 +47,6 @@ class Sequence:
     served: int = 0  # the last step that had rows of it
 
     def __post_init__(self) -> None:
-        self.window = self.widest
         mode = self.request.mode
         self.groups = groups_of(mode, self.widest)
         verifies = isinstance(mode, VerifiedMode | SpeculativeMode)
@@ -78,6 +78,16 @@ class Sequence:
     def pending(self) -> list[int]:
         """Committed tokens that the cache does not hold yet; at least the last one."""
         return self.tokens[self.cached :]
+
+    @property
+    def window(self) -> int:
+        """Masks of the next step's largest group."""
+        return self.widest if self.choice is None else max(self.choice.masks, default=0)
+
+    @property
+    def masks(self) -> int:
+        """Of all groups of the next step, at most."""
+        return self.widest * self.groups if self.choice is None else sum(self.choice.masks)
 
     def check(self) -> None:
         """Assert the order of the lengths."""

@@ -1,129 +1,190 @@
-"""How many masks a step of `verified` gets: as many as pay for their rows.
+"""Which drafts and masks the sequences of a step get: as many as pay for their rows.
 
-Only for requests at threshold 1, whose output does not depend on it, and for those without a fixed
-threshold, whose output depends on the load anyway. Masks cost a row now, and
-the drafts they become another one in the next step; what they bring is known from how often the
-drafts of each depth were accepted lately. Under load rows cost more, and the window shrinks to
-nothing before it would make decoding slower than `exact`.
+Only for `verified` at threshold 1, whose output does not depend on it, and for requests without a
+fixed threshold, whose output depends on the load anyway. A mask costs a row now, and the draft that
+it becomes another one in the next step. What a draft is worth is told by its confidence and by how
+often drafts of such confidence were accepted lately; what a mask is worth, by the drafts that masks
+of its depth became. Under load rows cost more, and fewer of them are worth it, until decoding is
+that of `exact`.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import truediv
 
 from mars_ray.config.decode import VerifiedMode
 from mars_ray.core.cost import StepCost
-from mars_ray.core.drafting import Choice, all_choices, expected
+from mars_ray.core.drafting import Choice, Prospects, best_choice
 from mars_ray.decode.sequence import Sequence
 
+# Drafts between two of these confidences are counted together.
+_CONFIDENCES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 # A depth's rate before anything was observed, and how many observations that counts for.
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
-# What an observation still counts for after another one of its depth.
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.9, 4.0
+# What an observation still counts for after another one.
 _DECAY = 0.99
-# With the window at 0 nothing is learnt: every so many steps one sequence tries a single mask.
+# The same of a step's speed-up: the load may change faster than texts do.
+_STEP_DECAY = 0.95
+# A row's least price in tokens: even where rows look free, less is within what a cost is wrong by.
+_LEAST_PRICE = 0.03
+# How fast the price follows the load.
+_PRICE_RATE = 0.2
+# What is not tried is not learnt: every so many steps one sequence has all masks.
 _PROBE_EVERY = 128
-# Masks must promise so much more than none: less is within what a step's cost is wrong by.
-_WORTH = 1.03
-# Rates change slowly: what was chosen for a load holds for so many steps.
-_KEEP = 32
+
+
+class Acceptance:
+    """What is known of drafts that were made lately."""
+
+    def __init__(self, depth: int) -> None:
+        edges = (0.0, *_CONFIDENCES, 1.0)
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        self._accepted = [middle * _PRIOR_WEIGHT for middle in middles]
+        self._checked = [_PRIOR_WEIGHT] * len(middles)
+        self._reached = [_PRIOR_RATE**deep * _PRIOR_WEIGHT for deep in range(1, depth + 1)]
+        self._covered = 1.0  # how likely a step with drafts ends at an outcome with masks
+        self._made = [_PRIOR_WEIGHT] * depth
+
+    def observe(self, confidences: Several[float], accepted: int) -> None:
+        """One verification: the drafts behind the first rejection tell nothing."""
+        for index, confidence in enumerate(confidences[: accepted + 1]):
+            place = bisect_right(_CONFIDENCES, confidence)
+            self._checked[place] = self._checked[place] * _DECAY + 1
+            self._accepted[place] = self._accepted[place] * _DECAY + (index < accepted)
+
+    def of(self, confidences: Several[float]) -> list[float]:
+        """How likely each of these drafts is accepted if those before it are."""
+        places = [bisect_right(_CONFIDENCES, confidence) for confidence in confidences]
+        return [self._accepted[place] / self._checked[place] for place in places]
+
+    def observe_drafts(self, accept: Several[float], choice: Choice) -> None:
+        """A sequence's new drafts: how likely each is accepted, and what is made of them."""
+        survival, covered = 1.0, 0.0
+        for index, probability in enumerate(accept):
+            if index < choice.drafts and choice.masks[index]:
+                covered += survival * (1 - probability)
+            survival *= probability
+            if index + 1 == choice.drafts and choice.masks[-1]:
+                covered += survival
+            if index < len(self._made):
+                self._made[index] = self._made[index] * _DECAY + 1
+                self._reached[index] = self._reached[index] * _DECAY + survival
+        if not choice.drafts:
+            covered = float(choice.masks[0] > 0)
+        self._covered += (1 - _DECAY) * (covered - self._covered)
+
+    @property
+    def reach(self) -> list[float]:
+        """By depth, the tokens that a mask brings in the next step if its outcome comes.
+
+        Drafts may end at an outcome without masks, and what they bring is then missing in the step
+        behind it.
+        """
+        share = 1 / (2 - self._covered)
+        means = map(truediv, self._reached, self._made)
+        return [share * mean for mean in accumulate(means, min)]
 
 
 @dataclass(slots=True)
-class AcceptanceRates:
-    """How often a draft of each depth is accepted, if those before it are; lately above all."""
+class _SpeedUp:
+    """Of the last steps, over steps without drafts and masks at the same load."""
 
-    depth: int
-    _accepted: list[float] = field(init=False)
-    _seen: list[float] = field(init=False)
+    tokens: float = 1.0
+    seconds: float = 1.0
+    # Of the step under way: tokens of all and of the least step, and the ratio of their seconds.
+    committed: float = 0.0
+    least: float = 0.0
+    ratio: float = 1.0
 
-    def __post_init__(self) -> None:
-        self._accepted = [_PRIOR_RATE * _PRIOR_WEIGHT] * self.depth
-        self._seen = [_PRIOR_WEIGHT] * self.depth
+    def close(self) -> float:
+        """Count the step that was; the speed-up, at least 1."""
+        if self.least:
+            self.tokens = self.tokens * _STEP_DECAY + self.committed / self.least
+            self.seconds = self.seconds * _STEP_DECAY + self.ratio
+        return max(1.0, self.tokens / self.seconds)
 
-    def observe(self, drafts: int, accepted: int) -> None:
-        """One verification: the drafts behind the first rejection tell nothing."""
-        for index in range(min(drafts, accepted + 1)):
-            self._seen[index] = self._seen[index] * _DECAY + 1
-            self._accepted[index] = self._accepted[index] * _DECAY + (index < accepted)
-
-    @property
-    def rates(self) -> list[float]:
-        """By depth, from the first draft on."""
-        return [a / n for a, n in zip(self._accepted, self._seen, strict=True)]
-
-
-def best_choice(
-    sequences: int,
-    other_rows: int,
-    rates: Several[float],
-    cost: StepCost,
-    choices: Several[Choice],
-) -> Choice:
-    """That with the most tokens per second, the rows of others counting as a token each.
-
-    Of equals the first one; and the first of all, which is no masks, unless another is worth it.
-    """
-
-    def tokens_per_second(choice: Choice) -> float:
-        each = expected(choice, rates)
-        tokens = other_rows + sequences * each.tokens
-        return tokens / cost.seconds(other_rows + sequences * each.rows)
-
-    none, best = choices[0], max(choices, key=tokens_per_second)
-    return best if tokens_per_second(best) > _WORTH * tokens_per_second(none) else none
+    def open(self, others: int, members: int) -> None:
+        """The next step; the rows of others count as a token each."""
+        self.committed, self.least, self.ratio = others, others + members, 1.0
 
 
 class WindowControl:
-    """Sets the window and the groups of every such sequence before each step."""
+    """Chooses the drafts and masks of every such sequence before each step."""
 
     def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
-        """`most_rows` of one sequence in one step."""
+        """`most_rows` of a step, the prompt's last one or the last committed token's included."""
         self.cost = cost
         self._most_rows = most_rows
         # Sampled drafts are accepted less often than greedy ones.
-        self.rates = {False: AcceptanceRates(depth), True: AcceptanceRates(depth)}
+        self.acceptance = {False: Acceptance(depth), True: Acceptance(depth)}
+        self._speed_up = _SpeedUp()
+        self._price: float | None = None
         self._steps = 0
-        self._chosen: dict[tuple[object, ...], Choice] = {}
 
-    def set_windows(self, running: Several[Sequence]) -> None:
+    def choose(self, running: Several[Sequence]) -> None:
         """For the step to come."""
         self._steps += 1
-        if self._steps % _KEEP == 0:
-            self._chosen.clear()
+        speed_up = self._speed_up.close()
+        members = [s for s in running if _is_controlled(s)]
         others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
-        for sampled, members in _by_sampling(running):
-            for sequence in members:
-                choice = self._choice(sequence, sampled, len(members), others)
-                sequence.window, sequence.groups = choice.window, choice.groups
-            if self._steps % _PROBE_EVERY == 0 and not members[0].window:
-                members[0].window, members[0].groups = 1, 1
+        least = max(1, others + len(members))
+        self._speed_up.open(others, len(members))
+        if not members:
+            return
+        if self._price is None:
+            self._price = self._price_at(least, least, speed_up)
+        prospects = {
+            sampled: Prospects(known.reach, self._price)
+            for sampled, known in self.acceptance.items()
+        }
+        rows = least + sum(self._choose_for(s, prospects[_is_sampled(s)]) for s in members)
+        if self._steps % _PROBE_EVERY == 0:
+            self._probe(members[0])
+        self._speed_up.ratio = self.cost.seconds(rows) / self.cost.seconds(least)
+        self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
-    def _choice(self, sequence: Sequence, sampled: bool, members: int, others: int) -> Choice:
+    def _price_at(self, rows: int, least: int, speed_up: float) -> float:
+        """What the time of a row more would bring elsewhere."""
+        row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
+        return max(_LEAST_PRICE, speed_up * least / self.cost.seconds(least) * row_s)
+
+    def _choose_for(self, sequence: Sequence, prospects: Prospects) -> int:
+        """Rows that it adds."""
+        known = self.acceptance[_is_sampled(sequence)]
+        useful = _useful(sequence)
+        accept = known.of(sequence.draft_probabilities[:useful])
         mode = sequence.request.mode
         assert isinstance(mode, VerifiedMode)
-        key = (sequence.widest, mode.groups, sampled, members, others)
-        choice = self._chosen.get(key)
-        if choice is None:
-            choices = all_choices(sequence.widest, mode.groups, self._most_rows)
-            rates = self.rates[sampled].rates
-            choice = best_choice(members, others, rates, self.cost, choices)
-            self._chosen[key] = choice
-        return choice
+        rooms = _rooms(sequence, useful)
+        choice = best_choice(accept, rooms, prospects, mode.groups)
+        while choice.rows >= self._most_rows:
+            prospects = prospects.dearer()
+            choice = best_choice(accept, rooms, prospects, mode.groups)
+        sequence.choice = choice
+        if accept and not sequence.grammar:
+            known.observe_drafts(accept, choice)
+        return choice.rows
 
-    def observe(self, sequence: Sequence, drafts: int, committed: int) -> None:
-        """What a step made of a sequence's drafts."""
-        if drafts and _is_controlled(sequence):
-            self.rates[_is_sampled(sequence)].observe(drafts, committed - 1)
+    def _probe(self, sequence: Sequence) -> None:
+        """Where masks do not pay nothing is learnt of them: now and then there are some."""
+        drafts = _useful(sequence)
+        masks = _rooms(sequence, drafts)[drafts]
+        sequence.choice = Choice(drafts, (*([0] * drafts), masks))
 
-
-def _by_sampling(running: Several[Sequence]) -> Iterator[tuple[bool, list[Sequence]]]:
-    for sampled in (False, True):
-        members = [s for s in running if _is_controlled(s) and _is_sampled(s) == sampled]
-        if members:
-            yield sampled, members
+    def observe(self, sequence: Sequence, confidences: Several[float], committed: int) -> None:
+        """What a step made of a sequence's drafts, by their confidences."""
+        if not _is_controlled(sequence):
+            return
+        self._speed_up.committed += committed
+        # Where a grammar forces tokens, acceptance says nothing about masks.
+        if confidences and not sequence.grammar:
+            self.acceptance[_is_sampled(sequence)].observe(confidences, committed - 1)
 
 
 def _is_controlled(sequence: Sequence) -> bool:
+    """Whether what the sequence says does not depend on its drafts and masks, or may."""
     mode = sequence.request.mode
     return isinstance(mode, VerifiedMode) and (
         mode.threshold == 1 or sequence.request.quality is not None
@@ -132,3 +193,20 @@ def _is_controlled(sequence: Sequence) -> bool:
 
 def _is_sampled(sequence: Sequence) -> bool:
     return sequence.request.sampling.temperature > 0
+
+
+def _useful(sequence: Sequence) -> int:
+    """Drafts that the answer may end with: the last token comes without one."""
+    drafts = sequence.drafts[: sequence.remaining - 1]
+    stop = sequence.request.stop_ids
+    ends = (index + 1 for index, draft in enumerate(drafts) if draft in stop)
+    return next(ends, len(drafts))
+
+
+def _rooms(sequence: Sequence, drafts: int) -> list[int]:
+    """Masks that the answer may need, behind each outcome of so many drafts."""
+    left = sequence.remaining - 2
+    rooms = [max(0, min(sequence.widest, left - outcome)) for outcome in range(drafts + 1)]
+    if drafts and sequence.drafts[drafts - 1] in sequence.request.stop_ids:
+        rooms[drafts] = 0
+    return rooms

@@ -7,10 +7,10 @@ from operator import mul
 from statistics import median
 from typing import Any
 
-from mars_ray.core.drafting import Choice, all_choices, expected
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import ConfigError
 from mars_ray.scaling.service_model import PLAIN, Level, Shape
+from mars_ray.scaling.uniform import Uniform, all_uniform, expected
 
 _MOST_ROWS = 512  # of one sequence in a step
 
@@ -49,9 +49,9 @@ def verified_level(threshold: float, points_lost: float, rates: Sequence[float])
     Every window and number of groups that no other beats in both rows and tokens.
     """
     shapes = []
-    for choice in all_choices(len(rates), None, _MOST_ROWS):
-        each = expected(choice, rates)
-        shapes.append(Shape(choice.window, each.rows, each.tokens))
+    for uniform in all_uniform(len(rates), None, _MOST_ROWS):
+        each = expected(uniform, rates)
+        shapes.append(Shape(uniform.window, each.rows, each.tokens))
     return Level(threshold, points_lost, _undominated(shapes))
 
 
@@ -67,7 +67,7 @@ def acceptance_rate(mode: str, tokens_per_forward: float, window: int) -> float:
 
     def tokens(rate: float) -> float:
         if mode == "verified":
-            return expected(Choice(window, 1), [rate] * window).tokens
+            return expected(Uniform(window, 1), [rate] * window).tokens
         return 1 + sum(accumulate([rate] * window, mul))
 
     low, high = 0.0, 1.0

@@ -1,7 +1,5 @@
 """Window control: arithmetic against simulation, extremes of cost, and texts that do not change."""
 
-import random
-
 import pytest
 from decode.models import CARD, pattern, request
 from hypothesis import given
@@ -15,10 +13,10 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.core.cost import StepCost, row_counts
-from mars_ray.core.drafting import Choice, all_choices, expected
+from mars_ray.core.drafting import Choice
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.window import AcceptanceRates, WindowControl, best_choice
+from mars_ray.decode.window import Acceptance, WindowControl
 
 
 class Told(StepCost):
@@ -30,7 +28,6 @@ class Told(StepCost):
 
 FREE = Told({1: 1.0, 1000: 1.0})
 BY_ROW = Told({1: 1.0, 1000: 1000.0})
-RATES = [0.9, 0.8, 0.7, 0.6]
 
 
 def test_cost_is_linear_between_measurements_and_monotone():
@@ -90,68 +87,26 @@ def test_row_counts_reach_the_largest_step():
     assert row_counts(1) == [1, 2]
 
 
-@pytest.mark.parametrize("choice", [Choice(0, 1), Choice(1, 1), Choice(4, 1), Choice(4, 5)])
-def test_expected_yield_is_what_a_simulation_gives(choice):
-    """One group behind all drafts, and a group for every outcome."""
-    draw = random.Random(0)
-    tokens = rows = 0
-    forwards = 100_000
-    drafts = 0
-    for _ in range(forwards):
-        accepted = 0
-        while accepted < drafts and draw.random() < RATES[accepted]:
-            accepted += 1
-        groups = choice.groups if drafts else 1
-        rows += 1 + drafts + groups * choice.window
-        tokens += 1 + accepted
-        has_masks = choice.groups > 1 or accepted == drafts
-        drafts = choice.window if has_masks else 0
-    each = expected(choice, RATES)
-    assert each.tokens == pytest.approx(tokens / forwards, rel=0.01)
-    assert each.rows == pytest.approx(rows / forwards, rel=0.01)
-
-
-def test_some_groups_lie_between_one_and_all():
-    """More outcomes covered, more tokens and more rows."""
-    yields = [expected(Choice(4, groups), RATES) for groups in (1, 2, 3, 5)]
-    assert sorted(yields, key=lambda each: each.tokens) == yields
-    assert sorted(yields, key=lambda each: each.rows) == yields
-
-
-def test_free_rows_are_used_and_costly_ones_are_not():
-    """The two ends between which load moves the choice."""
-    choices = all_choices(4, None, 512)
-    assert best_choice(1, 0, RATES, FREE, choices) == Choice(4, 5)
-    assert best_choice(1, 0, RATES, BY_ROW, choices) == Choice(0, 1)
-    assert best_choice(1, 0, [0.0] * 4, BY_ROW, choices) == Choice(0, 1)
-    # Rows are never quite free: for a token in a hundred steps they are not worth having.
-    assert best_choice(1, 0, [0.01] * 4, FREE, choices) == Choice(0, 1)
-    # Weights are read for 8 rows as for one.
-    bandwidth = StepCost({1: 1.0, 8: 1.0, 800: 100.0})
-    windows = [best_choice(n, 0, RATES, bandwidth, choices).window for n in (1, 2, 4, 64)]
-    assert windows == sorted(windows, reverse=True)
-    assert windows[0] > 0 == windows[-1]
-
-
-def test_choices_keep_to_what_is_allowed():
-    """Groups that a request asks for, and steps that fit."""
-    assert all_choices(2, 2, 512) == (Choice(0, 1), Choice(1, 2), Choice(2, 2))
-    assert all_choices(2, None, 5) == (
-        Choice(0, 1),
-        Choice(1, 1),
-        Choice(1, 2),
-        Choice(2, 1),
-    )
-
-
-def test_rates_follow_what_is_observed():
-    """Drafts behind the first rejection say nothing about their depth."""
-    rates = AcceptanceRates(3)
+def test_confidences_become_what_is_observed():
+    """Drafts behind the first rejection say nothing; those of other confidences keep theirs."""
+    known = Acceptance(3)
     for _ in range(2000):
-        rates.observe(3, 1)
-    first, second, third = rates.rates
-    assert (first, second) == pytest.approx((1.0, 0.0), abs=0.01)
-    assert third == 0.7
+        known.observe([0.97, 0.85, 0.45], 1)
+    assert known.of([0.96, 0.81, 0.45]) == pytest.approx([1.0, 0.0, 0.45], abs=0.01)
+    assert known.of([]) == []
+
+
+def test_masks_are_worth_what_drafts_of_their_depth_were():
+    """Half of it where drafts always end at an outcome without masks; a depth not tried keeps
+    what was thought of it."""
+    known = Acceptance(3)
+    for _ in range(2000):
+        known.observe_drafts([0.9, 0.5], Choice(2, (1, 1, 1)))
+    assert known.reach[:2] == pytest.approx([0.9, 0.45], abs=0.01)
+    assert known.reach[2] <= known.reach[1]
+    for _ in range(2000):
+        known.observe_drafts([0.9, 0.5], Choice(2, (0, 0, 0)))
+    assert known.reach[:2] == pytest.approx([0.45, 0.225], abs=0.01)
 
 
 def engine_with(model, cost: StepCost, **size) -> Engine:

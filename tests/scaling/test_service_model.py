@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.drafting import Choice, expected
 from mars_ray.core.frontier import Frontier
 from mars_ray.errors import ConfigError
 from mars_ray.scaling.measured import (
@@ -19,6 +18,7 @@ from mars_ray.scaling.measured import (
     verified_level,
 )
 from mars_ray.scaling.service_model import Level, Mix, ServiceModel, Shape, load_service_model
+from mars_ray.scaling.uniform import Uniform, expected
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LEVELS = (
@@ -115,7 +115,7 @@ def test_data_sheet_steps_are_the_formula():
 def test_the_one_rate_gives_the_frontier_back():
     """The rate that a T/F is read back to has that T/F at the evaluated window."""
     rate = acceptance_rate("verified", 1.8, 4)
-    assert expected(Choice(4, 1), [rate] * 4).tokens == pytest.approx(1.8)
+    assert expected(Uniform(4, 1), [rate] * 4).tokens == pytest.approx(1.8)
     rate = acceptance_rate("confidence", 1.8, 4)
     level = confidence_level(0.9, 1.0, [rate] * 4)
     assert level.tokens_per_forward(5.0) == pytest.approx(1.8)

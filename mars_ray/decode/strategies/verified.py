@@ -7,6 +7,7 @@ The step's outcome is how many drafts are accepted. Masks behind all drafts mean
 all are; a group of masks for another outcome stands behind fewer drafts and sees no others.
 """
 
+from mars_ray.core.drafting import Choice
 from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.decode.quality import Budget
 from mars_ray.decode.sequence import Sequence
@@ -21,6 +22,8 @@ class Verified(Strategy):
     """
 
     def plan(self, sequence: Sequence) -> Plan:
+        if sequence.choice:
+            return _chosen_plan(sequence, sequence.choice)
         if sequence.groups > 1:
             return _plan_for_outcomes(sequence)
         # Drafts up to the limit, even the one that this forward could commit without: so a shorter
@@ -53,6 +56,13 @@ def _accepted(sequence: Sequence, plan: Plan, rows: Rows) -> int:
             return index
         disagreed += 1
     return len(plan.drafts)
+
+
+def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
+    drafts = sequence.drafts[: choice.drafts]
+    masks = choice.masks[: len(drafts) + 1]
+    groups = tuple(MaskGroup(after, count) for after, count in enumerate(masks) if count)
+    return Plan(drafts, groups, ("ratio", "probability") if groups else ("ratio",))
 
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
