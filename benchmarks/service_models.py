@@ -38,7 +38,7 @@ def demo() -> ServiceModel:
     return ServiceModel(
         "demo checkpoint, one CPU core",
         tuple(sorted(steps.items())),
-        levels_of(frontier, "verified", 4),
+        levels_of(frontier, "verified", 8),
         max_batch=64,
         provenance={"from": [f"{name}.json" for name in (*_BENCHES, "demo")]},
     )

@@ -125,9 +125,9 @@ def test_the_one_rate_gives_the_frontier_back():
 def test_levels_of_the_committed_frontier():
     """Lossless first, loss rising, and `confidence` begins with plain decoding."""
     frontier = Frontier.from_json((RESULTS / "demo.json").read_text())
-    verified = levels_of(frontier, "verified", 4)
+    verified = levels_of(frontier, "verified", 8)
     assert [level.threshold for level in verified] == [1.0, 0.5, 0.1]
-    confidence = levels_of(frontier, "confidence", 4)
+    confidence = levels_of(frontier, "confidence", 8)
     assert confidence[0] == Level(1.0, 0.0, ())
     lost = [level.points_lost for level in confidence]
     assert lost == sorted(lost)
