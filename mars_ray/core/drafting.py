@@ -32,7 +32,7 @@ class Prospects:
     def __init__(self, reach: Sequence[float], price: float) -> None:
         """`reach` is, by depth, how many tokens of the next step a mask brings if its outcome
         comes; it falls."""
-        self.reach, self.price = reach, price
+        self.price = price
         self._falling = [-reached for reached in reach]
         self._brought = list(accumulate(reach, initial=0.0))
 
@@ -47,10 +47,6 @@ class Prospects:
         count = bisect_left(self._falling, -price * (1 + 1 / likelihood), 0, most)
         return count, likelihood * (self._brought[count] - price * count) - price * count
 
-    def dearer(self) -> "Prospects":
-        """The same at a higher price."""
-        return Prospects(self.reach, 1.5 * self.price)
-
 
 def best_choice(
     accept: Sequence[float], rooms: Sequence[int], prospects: Prospects, groups: int | None = None
@@ -58,10 +54,12 @@ def best_choice(
     """That which brings most beyond its price.
 
     `accept` are the probabilities that each draft is accepted if those before it are, `rooms` the
-    most masks behind each outcome, one more than drafts. At most `groups` outcomes have masks.
+    most masks behind each outcome, one more than drafts. At most `groups` outcomes have masks,
+    the last one always counted among them.
     """
-    count, survival, gained = 0, 1.0, 0.0
-    last, most = prospects.masks(1.0, rooms[0])
+    survival, gained = 1.0, 0.0
+    own, most = prospects.masks(1.0, rooms[0])
+    best = Choice(0, (own,))
     masks: list[int] = []  # behind the outcomes before the last
     gains: list[float] = []
     for index, probability in enumerate(accept):
@@ -75,12 +73,12 @@ def best_choice(
         gained += survival - prospects.price
         own, gain = prospects.masks(survival, rooms[index + 1])
         if gained + sum(gains) + gain > most:
-            count, last, most = index + 1, own, gained + sum(gains) + gain
-    return Choice(count, (*masks[:count], last))
+            best, most = Choice(index + 1, (*masks, own)), gained + sum(gains) + gain
+    return best
 
 
 def _keep(groups: int, masks: list[int], gains: list[float]) -> None:
-    """Only the outcomes that bring most keep their masks: one that has lost them stays without."""
+    """Only the outcomes that bring most keep theirs; outcomes to come can only take more away."""
     places = [place for place, own in enumerate(masks) if own]
     if len(places) > groups:
         least = min(places, key=lambda place: gains[place])

@@ -29,6 +29,8 @@ _DECAY = 0.99
 _STEP_DECAY = 0.95
 # A row's least price in tokens: even where rows look free, less is within what a cost is wrong by.
 _LEAST_PRICE = 0.03
+# How much the price is raised at a time where a step would have too many rows.
+_DEARER = 1.5
 # How fast the price follows the load.
 _PRICE_RATE = 0.2
 # What is not tried is not learnt: every so many steps one sequence has all masks.
@@ -114,7 +116,7 @@ class WindowControl:
     """Chooses the drafts and masks of every such sequence before each step."""
 
     def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
-        """`most_rows` of a step, the prompt's last one or the last committed token's included."""
+        """`most_rows` of a step."""
         self.cost = cost
         self._most_rows = most_rows
         # Sampled drafts are accepted less often than greedy ones.
@@ -135,11 +137,16 @@ class WindowControl:
             return
         if self._price is None:
             self._price = self._price_at(least, least, speed_up)
-        prospects = {
-            sampled: Prospects(known.reach, self._price)
-            for sampled, known in self.acceptance.items()
-        }
-        rows = least + sum(self._choose_for(s, prospects[_is_sampled(s)]) for s in members)
+        accept = [self._accept(sequence) for sequence in members]
+        rows = least + self._choose_at(self._price, members, accept)
+        price = self._price
+        while least < rows > self._most_rows:
+            # All must fit, or some would wait for a step more.
+            price *= _DEARER
+            rows = least + self._choose_at(price, members, accept)
+        for sequence, own in zip(members, accept, strict=True):
+            if own and sequence.choice and not sequence.grammar:
+                self.acceptance[_is_sampled(sequence)].observe_drafts(own, sequence.choice)
         if self._steps % _PROBE_EVERY == 0:
             self._probe(members[0])
         self._speed_up.ratio = self.cost.seconds(rows) / self.cost.seconds(least)
@@ -150,22 +157,27 @@ class WindowControl:
         row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
         return max(_LEAST_PRICE, speed_up * least / self.cost.seconds(least) * row_s)
 
-    def _choose_for(self, sequence: Sequence, prospects: Prospects) -> int:
-        """Rows that it adds."""
+    def _accept(self, sequence: Sequence) -> list[float]:
+        """Of the drafts that may be of use, how likely each is accepted."""
         known = self.acceptance[_is_sampled(sequence)]
-        useful = _useful(sequence)
-        accept = known.of(sequence.draft_probabilities[:useful])
-        mode = sequence.request.mode
-        assert isinstance(mode, VerifiedMode)
-        rooms = _rooms(sequence, useful)
-        choice = best_choice(accept, rooms, prospects, mode.groups)
-        while choice.rows >= self._most_rows:
-            prospects = prospects.dearer()
-            choice = best_choice(accept, rooms, prospects, mode.groups)
-        sequence.choice = choice
-        if accept and not sequence.grammar:
-            known.observe_drafts(accept, choice)
-        return choice.rows
+        return known.of(sequence.draft_probabilities[: _useful(sequence)])
+
+    def _choose_at(
+        self, price: float, members: Several[Sequence], accept: Several[list[float]]
+    ) -> int:
+        """Rows that their choices add at this price of a row."""
+        prospects = {
+            sampled: Prospects(known.reach, price) for sampled, known in self.acceptance.items()
+        }
+        rows = 0
+        for sequence, own in zip(members, accept, strict=True):
+            mode = sequence.request.mode
+            assert isinstance(mode, VerifiedMode)
+            known = prospects[_is_sampled(sequence)]
+            choice = best_choice(own, _rooms(sequence, len(own)), known, mode.groups)
+            sequence.choice = choice
+            rows += choice.rows
+        return rows
 
     def _probe(self, sequence: Sequence) -> None:
         """Where masks do not pay nothing is learnt of them: now and then there are some."""

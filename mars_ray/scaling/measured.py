@@ -49,7 +49,7 @@ def verified_level(threshold: float, points_lost: float, rates: Sequence[float])
     Every window and number of groups that no other beats in both rows and tokens.
     """
     shapes = []
-    for uniform in all_uniform(len(rates), None, _MOST_ROWS):
+    for uniform in all_uniform(len(rates), _MOST_ROWS):
         each = expected(uniform, rates)
         shapes.append(Shape(uniform.window, each.rows, each.tokens))
     return Level(threshold, points_lost, _undominated(shapes))

@@ -6,7 +6,6 @@ confidences of its drafts (`core.drafting`) and does a little better.
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
@@ -48,15 +47,14 @@ def expected(uniform: Uniform, rates: Several[float]) -> Yield:
     return Yield(1 + drafted * sum(survival), rows)
 
 
-@lru_cache
-def all_uniform(window: int, groups: int | None, most_rows: int) -> tuple[Uniform, ...]:
-    """No masks first; then every window with one, two, four ... and all outcomes, as allowed."""
+def all_uniform(window: int, most_rows: int) -> list[Uniform]:
+    """No masks first; then every window with one, two, four ... and all outcomes, as they fit."""
     options = [Uniform(0, 1)]
     for masks in range(1, window + 1):
-        counts = {1, 2, 4, 8, 16, 32, masks + 1} if groups is None else {groups}
+        counts = {1, 2, 4, 8, 16, 32, masks + 1}
         options += [
             Uniform(masks, count)
             for count in sorted(counts)
             if count <= masks + 1 and 1 + masks + count * masks <= most_rows
         ]
-    return tuple(options)
+    return options

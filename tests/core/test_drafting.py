@@ -29,16 +29,18 @@ def worth(choice: Choice, accept: list[float], reach: list[float], price: float)
     reach=st.lists(PROBABILITY, min_size=2, max_size=2).map(lambda r: sorted(r, reverse=True)),
     price=st.floats(0.01, 1.2),
     rooms=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    groups=st.sampled_from([None, 1, 2, 3]),
 )
-def test_no_other_choice_is_better(accept, reach, price, rooms):
+def test_no_other_choice_is_better(accept, reach, price, rooms, groups):
     """All drafts and masks that there may be, one by one."""
     rooms = rooms[: len(accept) + 1]
-    best = best_choice(accept, rooms, Prospects(reach, price))
+    best = best_choice(accept, rooms, Prospects(reach, price), groups)
     assert all(masks <= room for masks, room in zip(best.masks, rooms, strict=False))
     others = [
         worth(Choice(count, masks), accept, reach, price)
         for count in range(len(accept) + 1)
         for masks in product(*(range(room + 1) for room in rooms[: count + 1]))
+        if groups is None or sum(own > 0 for own in masks[:-1]) < groups
     ]
     assert worth(best, accept, reach, price) == pytest.approx(max(others), abs=1e-9)
 
@@ -60,7 +62,7 @@ def test_rows_by_their_price():
     assert best_choice([0.5], rooms, Prospects(reach, 0.0)) == Choice(1, (2, 2))
     assert best_choice([0.5], rooms, Prospects(reach, 1.0)) == Choice(0, (0,))
     assert best_choice([], [2], Prospects(reach, 0.3)) == Choice(0, (1,))
-    assert best_choice([], [2], Prospects(reach, 0.35).dearer()) == Choice(0, (0,))
+    assert best_choice([], [2], Prospects(reach, 0.5)) == Choice(0, (0,))
 
 
 def test_no_more_groups_than_asked_for():

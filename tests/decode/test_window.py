@@ -16,6 +16,7 @@ from mars_ray.core.cost import StepCost, row_counts
 from mars_ray.core.drafting import Choice
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.window import Acceptance, WindowControl
 
 
@@ -177,6 +178,43 @@ def test_a_sequence_that_comes_in_has_no_more_masks_than_pay(model):
         engine.submit(request(name, [1, 2, 3], VerifiedMode()))
     engine.step()
     assert engine.last_rows == 6
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_has_room_for_all(model, batch):
+    """However free rows are: nobody waits for a step because the others have too many."""
+    engine = engine_with(model, FREE, max_step_tokens=30)
+    for index in range(batch):
+        engine.submit(request(str(index), pattern(index, 2, 5), VerifiedMode(), stop=-1))
+    engine.step()
+    while engine.has_work:
+        running = engine.running
+        assert len(engine.step()) == running
+        assert engine.last_rows <= 30
+
+
+def test_load_takes_masks_away():
+    """Weights are read for 8 rows as for one; behind that a row costs like a token."""
+    rows = []
+    for batch in (1, 2, 4, 64):
+        control = WindowControl(Told({1: 1.0, 8: 1.0, 800: 100.0}), 4, 512)
+        sequences = [
+            Sequence(request(str(index), [1, 2], VerifiedMode()), 4, [1, 2])
+            for index in range(batch)
+        ]
+        for _ in range(60):
+            control.choose(sequences)
+        rows.append(sequences[0].masks)
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] > 0 == rows[-1]
+
+
+def test_there_are_no_masks_behind_the_end(model):
+    """An answer of one token needs none."""
+    engine = engine_with(model, FREE)
+    engine.submit(request("a", [1, 2, 3], VerifiedMode(), max_new_tokens=1))
+    engine.step()
+    assert engine.last_rows == 3
 
 
 def test_control_can_be_switched_off(model):
