@@ -70,7 +70,7 @@ bench: setup                   ## writes benchmarks/results/, then the tables of
 	$(BIN)/python benchmarks/render.py
 
 # AIPERF: the program that benchmarks/install_load_tool.sh installs; VLLM: a Python that has vLLM.
-bench-serve: setup             ## the live service under load, at most ten minutes on idle cores
+bench-serve: setup             ## the live service under load, a quarter of an hour on idle cores
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serve_load.py $(CHECKPOINT) --aiperf $(AIPERF) --vllm $(VLLM)
 	$(BIN)/python benchmarks/render.py
 

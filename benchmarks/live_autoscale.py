@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import ray
 from load_client import Client, Streamed, percentile
-from load_servers import free_port
 from ray import serve
 from ray.util import list_named_actors
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds

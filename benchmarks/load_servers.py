@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from mars_ray.cluster.port import free_port
 
 ROOT = Path(__file__).parents[1]
 # vLLM compiles on its first start of a checkpoint.
@@ -29,9 +30,10 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def mars_command(checkpoint: str, batch: int, replicas: int) -> Command:
+def mars_command(checkpoint: str, batch: int, replicas: int, *options: str) -> Command:
     """The service of jobs/serve-demo.toml."""
-    words = [sys.executable, "-m", "mars_ray", "serve", str(ROOT / "jobs" / "serve-demo.toml")]
+    words = [sys.executable, "-m", "mars_ray", "serve", *options]
+    words += [str(ROOT / "jobs" / "serve-demo.toml")]
     words += [f"checkpoint={checkpoint}", "model_name=mars", f"replicas={replicas}"]
     words += [f"engine.max_batch={batch}", "port={port}"]
     return Command(words, "/readyz", {"RAY_USAGE_STATS_ENABLED": "0"})
@@ -96,10 +98,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         return
     process.wait()
-
-
-def free_port() -> int:
-    """Of this machine's loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -181,7 +181,7 @@ def serve_load(result: dict[str, Any]) -> list[str]:
     """The live service beside the bare engine and vLLM, and at rising rates."""
     lines = ["| mode | bare engine | service | share | tokens per chunk |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{mode}` | {row['engine_tokens_per_s']:,.0f} | {row['service_tokens_per_s']:,.0f} | "
+        f"| {mode} | {row['engine_tokens_per_s']:,.0f} | {row['service_tokens_per_s']:,.0f} | "
         f"{row['share']:.0%} | {row['tokens_per_chunk']:.1f} |"
         for mode, row in result["engine"].items()
     ]
@@ -191,13 +191,14 @@ def serve_load(result: dict[str, Any]) -> list[str]:
         f"{result['new_tokens']} tokens an answer.",
         "",
     ]
-    if first := result.get("first_token"):
-        lines += [
-            f"A first token takes {first['engine_ms']:.1f} ms in the process and "
-            f"{first['service_ms']:.1f} ms over HTTP: {first['added_ms_p50']:.1f} ms more at the "
-            "median.",
-            "",
-        ]
+    if firsts := result.get("first_tokens"):
+        both = "; ".join(
+            f"{first['service_ms']:.1f} ms over HTTP{front.replace(',', ' and')}, "
+            f"{first['added_ms_p50']:.1f} ms more at the median"
+            for front, first in firsts.items()
+        )
+        alone = statistics.median(first["engine_ms"] for first in firsts.values())
+        lines += [f"A first token takes {alone:.1f} ms in the process; {both}.", ""]
     if "vllm" in result:
         lines += _beside_vllm(result["vllm"])
     if "rates" in result:

@@ -5,7 +5,6 @@ in turn; prints one JSON object. `hit_share` is the share of prompt tokens that 
 """
 
 import json
-import socket
 import statistics
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import ray
 from ray import serve
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.corpus import problems
@@ -49,7 +49,7 @@ def _round(checkpoint: str, router: Router, seed: int) -> dict[str, float]:
     job = ServeJob(
         checkpoint=checkpoint,
         model_name="model",
-        port=_free_port(),
+        port=free_port(),
         replicas=2,
         cpus_per_replica=0.5,
         router=router,
@@ -109,12 +109,6 @@ def _counters() -> tuple[float, float]:
 def _sum(lines: list[str], name: str) -> float:
     begin = f"ray_mars_prefix_cache_{name}_total{{"
     return sum(float(line.split()[-1]) for line in lines if line.startswith(begin))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The live service under load: `python benchmarks/serve_load.py CHECKPOINT`, at most ten minutes.
+"""The live service under load: `python benchmarks/serve_load.py CHECKPOINT`, a quarter of an hour.
 
 Without a checkpoint, `--random-weights qwen2.5-0.5b` serves one of that shape.
 
-One run, side by side: the service and the bare engine at the same batch, a first token with and
-without HTTP and Serve, the service and `vllm serve` on the same checkpoint, all in turn; then
-AIPerf (benchmarks/install_load_tool.sh) at rising rates against one and two replicas.
+One run, side by side: the service, behind Serve's own proxy and behind HAProxy, and the bare engine
+at the same batch, a first token with and without HTTP and Serve, both services and `vllm serve` on
+the same checkpoint, all in turn; then AIPerf (benchmarks/install_load_tool.sh) at rising rates
+against one and two replicas behind Serve's proxy.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,6 +43,8 @@ BATCH = 8
 CLIENTS = 2 * BATCH
 # Another seed than training's, evaluation's and the demo question's.
 PROMPT_SEED = 77
+# What stands in front, as rows of the result are called.
+FRONTS = {"": (), ", HAProxy": ("--haproxy",)}
 MODES: dict[str, Mode] = {"exact": ExactMode(), "verified": VerifiedMode()}
 
 
@@ -72,21 +77,23 @@ def _measured(asked: argparse.Namespace) -> dict[str, Any]:
             # It takes the longest to start.
             command = vllm_command(asked.vllm, asked.checkpoint, BATCH)
             peer = stack.enter_context(started(command))
-        server = stack.enter_context(started(mars_command(asked.checkpoint, BATCH, replicas=1)))
-        url = server.wait()
+        urls = {}
+        for front, options in FRONTS.items():
+            command = mars_command(asked.checkpoint, BATCH, 1, *options)
+            urls[front] = stack.enter_context(started(command)).wait()
         peer_url = peer and peer.wait()
         # Random weights write bytes that are no text: there is no first one to wait for.
         if not asked.random_weights:
-            result["first_token"] = _first_tokens(url, asked.checkpoint, engine, questions)
-        result["engine"] = _beside_engine(url, asked, engine, questions)
+            result["first_tokens"] = _first_tokens(urls, asked.checkpoint, engine, questions)
+        result["engine"] = _beside_engine(urls, asked, engine, questions)
         if peer_url:
-            result["vllm"] = asyncio.run(_beside_vllm(url, peer_url, asked, questions))
-        if asked.aiperf:
-            result["rates"] = [{"replicas": 1} | row for row in _rates(url, asked, questions)]
+            result["vllm"] = asyncio.run(_beside_vllm(urls, peer_url, asked, questions))
     if asked.aiperf:
-        with started(mars_command(asked.checkpoint, BATCH, replicas=2)) as server:
-            url = server.wait()
-            result["rates"] += [{"replicas": 2} | row for row in _rates(url, asked, questions)]
+        result["rates"] = []
+        for replicas in (1, 2):
+            with started(mars_command(asked.checkpoint, BATCH, replicas)) as server:
+                rows = _rates(server.wait(), asked, questions)
+                result["rates"] += [{"replicas": replicas} | row for row in rows]
     return result | {"provenance": provenance()}
 
 
@@ -120,8 +127,8 @@ def _body(question: str, **fields: Any) -> dict[str, Any]:
 
 
 def _first_tokens(
-    url: str, checkpoint: str, config: EngineConfig, questions: list[str]
-) -> dict[str, float]:
+    urls: dict[str, str], checkpoint: str, config: EngineConfig, questions: list[str]
+) -> dict[str, dict[str, float]]:
     """Milliseconds to the first text on an idle system: over HTTP, in this process, in turn."""
     job = ServeJob(checkpoint=checkpoint, engine=config, limits=Limits())
     text_engine = TextEngine(*load_engine(checkpoint, config), job)
@@ -139,19 +146,25 @@ def _first_tokens(
         assert first
         return first
 
-    async def both() -> tuple[list[float], list[float]]:
-        client = Client(url)
-        over_http, in_process = [], []
+    async def all_in_turn() -> tuple[dict[str, list[float]], list[float]]:
+        clients = {front: Client(url) for front, url in urls.items()}
+        over_http: dict[str, list[float]] = {front: [] for front in urls}
+        in_process = []
         for number, question in enumerate([questions[0], *questions]):
-            over_http.append(
-                (await client.chat(_body(question, mode="exact", max_tokens=4))).first_s
-            )
+            for front, client in clients.items():
+                told = await client.chat(_body(question, mode="exact", max_tokens=4))
+                over_http[front].append(told.first_s)
             in_process.append(await inside(number, question))
-        client.close()
-        return over_http[1:], in_process[1:]
+        for client in clients.values():
+            client.close()
+        return {front: seconds[1:] for front, seconds in over_http.items()}, in_process[1:]
 
-    over_http, in_process = asyncio.run(both())
+    over_http, in_process = asyncio.run(all_in_turn())
     text_engine.stop()
+    return {front: _added(seconds, in_process) for front, seconds in over_http.items()}
+
+
+def _added(over_http: list[float], in_process: list[float]) -> dict[str, float]:
     added = [1e3 * (a - b) for a, b in zip(over_http, in_process, strict=True)]
     return {
         "service_ms": 1e3 * statistics.median(over_http),
@@ -162,7 +175,7 @@ def _first_tokens(
 
 
 def _beside_engine(
-    url: str, asked: argparse.Namespace, config: EngineConfig, questions: list[str]
+    urls: dict[str, str], asked: argparse.Namespace, config: EngineConfig, questions: list[str]
 ) -> dict[str, Any]:
     """Tokens/s of the service over those of the bare engine, round by round; every mode."""
     engine, tokenizer = load_engine(asked.checkpoint, config)
@@ -170,20 +183,26 @@ def _beside_engine(
     rows = {}
     for name, mode in MODES.items():
         bodies = [_body(question, mode=name, max_tokens=asked.new_tokens) for question in questions]
-        _bare(engine, prompts, mode, asked.new_tokens)
-        asyncio.run(load(url, bodies, CLIENTS))
-        bare, served = [], []
-        for _ in range(asked.rounds):
+        bare: list[float] = []
+        served: dict[str, list[Load]] = {front: [] for front in urls}
+        for _ in range(1 + asked.rounds):
             bare.append(_bare(engine, prompts, mode, asked.new_tokens))
-            served.append(asyncio.run(load(url, bodies, CLIENTS)))
-        rates = [one.tokens / one.seconds for one in served]
-        rows[name] = {
-            "engine_tokens_per_s": statistics.median(bare),
-            "service_tokens_per_s": statistics.median(rates),
-            "share": statistics.median(a / b for a, b in zip(rates, bare, strict=True)),
-            "tokens_per_chunk": served[0].tokens / served[0].figures()["chunks"],
-        }
+            for front, url in urls.items():
+                served[front].append(asyncio.run(load(url, bodies, CLIENTS)))
+        for front, loads in served.items():
+            # The first round only warms up.
+            rows[name + front] = _share(loads[1:], bare[1:])
     return rows
+
+
+def _share(loads: list[Load], bare: list[float]) -> dict[str, float]:
+    rates = [one.tokens / one.seconds for one in loads]
+    return {
+        "engine_tokens_per_s": statistics.median(bare),
+        "service_tokens_per_s": statistics.median(rates),
+        "share": statistics.median(a / b for a, b in zip(rates, bare, strict=True)),
+        "tokens_per_chunk": loads[0].tokens / loads[0].figures()["chunks"],
+    }
 
 
 def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode, new_tokens: int) -> float:
@@ -199,14 +218,13 @@ def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode, new_tokens
 
 
 async def _beside_vllm(
-    url: str, peer: str, asked: argparse.Namespace, questions: list[str]
+    urls: dict[str, str], peer: str, asked: argparse.Namespace, questions: list[str]
 ) -> list[dict[str, Any]]:
-    """Figures of both services at several numbers of clients, and the ratios of each round."""
+    """Figures of all services at several numbers of clients, and the ratios of each round."""
     most = {"max_tokens": asked.new_tokens}
-    asks: dict[str, Callable[[int], Any]] = {"vllm": lambda n: _load(peer, questions, n, **most)}
-    for name in MODES:
-        fields = most | {"mode": name}
-        asks[f"mars-ray {name}"] = lambda n, fields=fields: _load(url, questions, n, **fields)
+    asks: dict[str, Callable[[int], Any]] = {"vllm": partial(_load, peer, questions, **most)}
+    for (front, url), name in product(urls.items(), MODES):
+        asks[f"mars-ray {name}{front}"] = partial(_load, url, questions, **most, mode=name)
     rows = []
     for clients in (1, BATCH, CLIENTS):
         figures: dict[str, list[dict[str, float]]] = {name: [] for name in asks}

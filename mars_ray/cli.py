@@ -15,7 +15,7 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
-from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
@@ -124,9 +124,15 @@ def serve(
     target: ServeTarget,
     overrides: Overrides = None,
     dry_run: DryRun = False,
+    haproxy: Annotated[
+        bool,
+        typer.Option("--haproxy", help="HAProxy in front instead of Serve's own proxy: faster."),
+    ] = False,
 ) -> None:
     """Serve a checkpoint behind an OpenAI-compatible API until stopped."""
     job = _serve_job(target, overrides, dry_run)
+    if haproxy:
+        _use_haproxy()
     import ray
 
     from mars_ray.serve.build import check, start
@@ -317,6 +323,17 @@ def _saying(text: str) -> Any:
     from mars_ray.progress import Lines
 
     return Lines(_console(), lambda: text)
+
+
+def _use_haproxy() -> None:
+    """For the cluster that this command starts. Raises ConfigError if one is named."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"--haproxy is for a cluster that this command starts; the nodes of {address} need it "
+            "in their environment (docs/serving.md)"
+        )
+    for name, value in haproxy_environment().items():
+        os.environ.setdefault(name, value)
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from mars_ray.cluster.port import quiet_ports
+
 # Serve's proxies read the others when they start: what stands in front of them
 # (serve/front_door.py), and that messages go to a replica over gRPC and not as Ray's objects, which
 # takes less of a CPU for each (docs/log.md). With a token, both ask for it.
@@ -10,3 +12,22 @@ NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mars_ray.serve.front_door.middlewares",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
+
+# What else it has where HAProxy stands in front of the service instead of Serve's own proxy.
+HAPROXY_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # HAProxy's clock for a client that owes bytes, of a head or by not reading; an hour otherwise.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
+    # For so long an ingress that goes away still answers, until HAProxy has heard of it.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+}
+
+
+def haproxy_environment() -> dict[str, str]:
+    """For a cluster of this machine's, which may have several.
+
+    HAProxy tells its statistics on all addresses, at ports that somebody has to choose.
+    """
+    names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+    ports = map(str, quiet_ports(len(names)))
+    return {**HAPROXY_ENVIRONMENT, **dict(zip(names, ports, strict=True))}

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
 from mars_ray.errors import ClusterError
 
-_LOOPBACK = "127.0.0.1"
 _STATE = "cluster.json"
 _START_S = 90.0
 _TRIES = 3
@@ -76,7 +76,7 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
     directory.mkdir(parents=True, exist_ok=True)
     token = _token()
     cluster = LocalCluster(
-        f"{_LOOPBACK}:{plan.port}", f"http://{_LOOPBACK}:{plan.dashboard_port}", ()
+        f"{LOOPBACK}:{plan.port}", f"http://{LOOPBACK}:{plan.dashboard_port}", ()
     )
     try:
         return _grown(cluster, plan, token, directory)
@@ -129,11 +129,11 @@ def find(directory: Path) -> LocalCluster | None:
 def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> LocalCluster:
     """With all nodes, which come one after the other: together they would start dozens of processes
     on few cores."""
-    agent_port = _free_port()
+    agent_port = free_port()
     # The dashboard takes jobs, the agent starts them.
     parts = (
         f"{cluster.dashboard}/api/gcs_healthz",
-        f"http://{_LOOPBACK}:{agent_port}/api/local_raylet_healthz",
+        f"http://{LOOPBACK}:{agent_port}/api/local_raylet_healthz",
     )
     head = _head(plan, agent_port)
     cluster = _joined(cluster, head, directory, lambda _: all(map(_answers, parts)))
@@ -181,10 +181,10 @@ def _head(plan: Plan, agent_port: int) -> list[str]:
     return [
         "--head",
         f"--port={plan.port}",
-        f"--dashboard-host={_LOOPBACK}",
+        f"--dashboard-host={LOOPBACK}",
         f"--dashboard-port={plan.dashboard_port}",
         f"--dashboard-agent-listen-port={agent_port}",
-        f"--ray-client-server-port={_free_port()}",
+        f"--ray-client-server-port={free_port()}",
         *_size(plan),
     ]
 
@@ -196,7 +196,7 @@ def _worker(plan: Plan, cluster: LocalCluster) -> list[str]:
     return [
         f"--address={cluster.address}",
         # Ray's default is one port for all nodes of a machine.
-        f"--dashboard-agent-listen-port={_free_port()}",
+        f"--dashboard-agent-listen-port={free_port()}",
         f"--temp-dir={place}",
         *_size(plan),
     ]
@@ -271,15 +271,9 @@ def _check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_LOOPBACK, port))
+            probe.bind((LOOPBACK, port))
         except OSError as error:
             raise ClusterError(
-                f"cannot listen on {_LOOPBACK}:{port}: {error.strerror}; set another --port or "
+                f"cannot listen on {LOOPBACK}:{port}: {error.strerror}; set another --port or "
                 "--dashboard-port"
             ) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return probe.getsockname()[1]

@@ -13,9 +13,9 @@ import pytest
 from docs.checkout import Checkout, make_checkout
 from docs.commands import runs
 from docs.published import publish
-from serve.real_port import free_port
 
 from mars_ray.cluster.local import LocalCluster, find
+from mars_ray.cluster.port import free_port
 
 
 @dataclass(frozen=True, slots=True)

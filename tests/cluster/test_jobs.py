@@ -15,7 +15,8 @@ import pytest
 from cluster.conftest import Cluster
 from docs.commands import runs
 from docs.small import small
-from serve.real_port import free_port
+
+from mars_ray.cluster.port import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
 

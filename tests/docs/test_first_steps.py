@@ -14,7 +14,8 @@ from docs.checkout import Checkout, make_checkout
 from docs.commands import runs
 from docs.published import publish
 from docs.small import SMALL, small
-from serve.real_port import free_port
+
+from mars_ray.cluster.port import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 URL = "http://127.0.0.1:8000"

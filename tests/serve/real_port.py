@@ -1,6 +1,5 @@
 """The API on a real port, for clients that want one."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -8,13 +7,6 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

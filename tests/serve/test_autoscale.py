@@ -1,6 +1,5 @@
 """Replicas and threshold of a service under load, on a real Ray Serve."""
 
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from ray import serve
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
@@ -95,12 +95,6 @@ def test_between_two_ticks_nothing_is_decided_anew(monkeypatch):
     policy(context(series, 1, 1))
     assert policy._state is again is not decided
     assert policy._model.seconds_at == ((1, 0.02), (64, 0.03))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -4,17 +4,18 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import ray
 from ray import serve
+from serve.command import wait_until_free
 from serve.fuzzing import SHARES, Fuzzed, fuzz
 from serve.raw import CASES, CHAT, chat, connected, post, send_slowly, status_of
-from serve.real_port import free_port
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.build import APP_NAME, start
@@ -71,23 +72,6 @@ def logs() -> list[Path]:
 @pytest.fixture
 def port(url) -> int:
     return int(url.rpartition(":")[2])
-
-
-def wait_until_free(url: str) -> None:
-    """Neither a request is left, nor a page of the cache."""
-
-    def is_free() -> bool:
-        (model,) = httpx.get(f"{url}/v1/mars/status").json()["data"]
-        return (model["running"], model["waiting"], model["kv_cache_usage"]) == (0, 0, 0)
-
-    wait_for(is_free)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < 30
-        time.sleep(0.1)
 
 
 def test_whatever_arrives_gets_its_status(port):

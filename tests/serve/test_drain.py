@@ -1,33 +1,21 @@
 """The end of a service: nothing that it has accepted is lost or cut."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
-import httpx
 import pytest
 from fastapi.testclient import TestClient
 from ray import serve
 from serve.asking import ask, error_of
-from serve.real_port import free_port
+from serve.command import TOKENS, command, read, until_refused, with_room
 
-from mars_ray.config.decode import ExactMode
-from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.config.serve import ServeJob
 from mars_ray.serve import stop
 from mars_ray.serve.app import build_api
 from mars_ray.serve.gate import Gate
-from mars_ray.serve.slow_readers import LIMIT_HEADER
-
-CHAT = [{"role": "user", "content": "count from one to ten"}]
-TOKENS = 200
 
 
 def test_a_closed_gate_refuses_and_says_so(job, text_engine):
@@ -85,82 +73,6 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
     stop.wait_until_stopped(ServeJob(checkpoint="m"))
     assert did == ["drain", "cut", "stop", "m"]
     assert signal.getsignal(number) is before
-
-
-@contextmanager
-def command(job: ServeJob, directory: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    """`mars-ray serve` in a process group of its own, as in a terminal, and its URL."""
-    path = directory / "job.json"
-    table = job.model_dump(mode="json", exclude_unset=True, exclude={"kind", "checkpoint"})
-    overrides = [f"{key}={json.dumps(value)}" for key, value in flat(table)]
-    words = [sys.executable, "-m", "mars_ray", "serve", job.checkpoint, *overrides]
-    process = subprocess.Popen(words, start_new_session=True, stderr=path.open("w"))
-    url = f"http://127.0.0.1:{job.port}"
-    try:
-        while not answers(url):
-            assert process.poll() is None, path.read_text()
-            time.sleep(0.1)
-        yield process, url
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def flat(table: dict, before: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{before}{key}.")
-        else:
-            yield before + key, value
-
-
-def with_room(job: ServeJob, tokens: int) -> ServeJob:
-    """A job that can be started, for answers of so many tokens."""
-    return job.model_copy(
-        update={
-            "port": free_port(),
-            "cpus_per_replica": 0.5,
-            "default_mode": ExactMode(),
-            "limits": Limits(new_tokens=tokens),
-            "engine": job.engine.model_copy(update={"max_context": tokens + 60}),
-        }
-    )
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def read(url: str, stream: bool, tokens: int = TOKENS) -> tuple[int, str]:
-    """Status and text; the text of a stream that is cut raises."""
-    body = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": tokens}
-    where = f"{url}/v1/chat/completions"
-    with httpx.stream("POST", where, json=body | {"stream": stream}, timeout=60) as reply:
-        if reply.status_code != 200:
-            return reply.status_code, reply.headers.get("Retry-After", "")
-        # Serve's proxy has taken it away: it drops slow readers.
-        assert LIMIT_HEADER not in reply.headers
-        if not stream:
-            return 200, json.loads(reply.read())["choices"][0]["message"]["content"]
-        *events, done = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
-        assert done == "[DONE]"
-        deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
-        return 200, "".join(delta.get("content", "") for delta in deltas)
-
-
-def until_refused(url: str, stream: bool) -> list[str]:
-    """Texts of all replies until one is refused."""
-    texts = []
-    while True:
-        status, text = read(url, stream)
-        if status != 200:
-            assert (status, int(text) > 0) == (503, True)
-            return texts
-        texts.append(text)
 
 
 @pytest.mark.ray

@@ -15,9 +15,9 @@ import ray
 import torch
 from ray import serve
 from ray.util import list_named_actors
-from serve.real_port import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError

@@ -10,8 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 from ray import serve
 from serve.asking import ask, error_of, text_of
-from serve.real_port import free_port
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.load import parse_job
 from mars_ray.config.serve import Limits, ServedModel, ServeJob

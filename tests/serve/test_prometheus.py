@@ -16,7 +16,8 @@ import dashboard
 import httpx
 import pytest
 import yaml
-from serve.real_port import free_port
+
+from mars_ray.cluster.port import free_port
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 needs_prometheus = pytest.mark.skipif(

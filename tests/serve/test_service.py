@@ -11,9 +11,9 @@ import pytest
 import ray
 import torch
 from ray import serve
-from serve.real_port import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError

@@ -1,0 +1,28 @@
+"""Ports of this machine."""
+
+import random
+import socket
+from contextlib import suppress
+
+LOOPBACK = "127.0.0.1"
+# Below those that Linux and Ray give away by themselves, of which the next process may get any.
+_QUIET = range(20000, 30000)
+
+
+def free_port() -> int:
+    """One on which nobody listens just now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def quiet_ports(count: int) -> list[int]:
+    """Several that stay free until they are asked for, on all addresses."""
+    found: list[int] = []
+    for port in random.sample(_QUIET, len(_QUIET)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found

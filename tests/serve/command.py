@@ -1,0 +1,116 @@
+"""`mars-ray serve` as its users start it, and what is asked of a service from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from mars_ray.cluster.port import free_port
+from mars_ray.config.decode import ExactMode
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve.slow_readers import LIMIT_HEADER
+
+CHAT = [{"role": "user", "content": "count from one to ten"}]
+TOKENS = 200
+
+
+@contextmanager
+def command(
+    job: ServeJob, directory: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """`mars-ray serve` in a process group of its own, as in a terminal, and its URL."""
+    path = directory / "job.json"
+    table = job.model_dump(mode="json", exclude_unset=True, exclude={"kind", "checkpoint"})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flat(table)]
+    words = [sys.executable, "-m", "mars_ray", "serve", *options, job.checkpoint, *overrides]
+    process = subprocess.Popen(words, start_new_session=True, stderr=path.open("w"))
+    url = f"http://127.0.0.1:{job.port}"
+    try:
+        while not answers(url):
+            assert process.poll() is None, path.read_text()
+            time.sleep(0.1)
+        yield process, url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def flat(table: dict, before: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def with_room(job: ServeJob, tokens: int) -> ServeJob:
+    """A job that can be started, for answers of so many tokens."""
+    return job.model_copy(
+        update={
+            "port": free_port(),
+            "cpus_per_replica": 0.5,
+            "default_mode": ExactMode(),
+            "limits": Limits(new_tokens=tokens),
+            "engine": job.engine.model_copy(update={"max_context": tokens + 60}),
+        }
+    )
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def read(url: str, stream: bool, tokens: int = TOKENS) -> tuple[int, str]:
+    """Status and text; the text of a stream that is cut raises."""
+    body = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": tokens}
+    where = f"{url}/v1/chat/completions"
+    with httpx.stream("POST", where, json=body | {"stream": stream}, timeout=60) as reply:
+        if reply.status_code != 200:
+            return reply.status_code, reply.headers.get("Retry-After", "")
+        # Serve's proxy has taken it away: it drops slow readers.
+        assert LIMIT_HEADER not in reply.headers
+        if not stream:
+            return 200, json.loads(reply.read())["choices"][0]["message"]["content"]
+        *events, done = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+        assert done == "[DONE]"
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+        return 200, "".join(delta.get("content", "") for delta in deltas)
+
+
+def until_refused(url: str, stream: bool) -> list[str]:
+    """Texts of all replies until one is refused."""
+    texts = []
+    while True:
+        status, text = read(url, stream)
+        if status != 200:
+            assert (status, int(text) > 0) == (503, True)
+            return texts
+        texts.append(text)
+
+
+def wait_until_free(url: str) -> None:
+    """Neither a request is left, nor a page of the cache."""
+
+    def is_free() -> bool:
+        (model,) = httpx.get(f"{url}/v1/mars/status").json()["data"]
+        return (model["running"], model["waiting"], model["kv_cache_usage"]) == (0, 0, 0)
+
+    wait_for(is_free)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < 30
+        time.sleep(0.1)

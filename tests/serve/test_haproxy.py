@@ -1,0 +1,115 @@
+"""`mars-ray serve --haproxy`: Ray Serve with HAProxy in front, and no proxy of its own between."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from serve.command import TOKENS, command, read, until_refused, wait_until_free, with_room
+from serve.raw import CASES, CHAT, connected, post, status_of
+
+from mars_ray.config.serve import Limits, ServeJob
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+# Of Ray's, where HAProxy finds the ingress.
+_INGRESS_PORTS = range(30000, 31001)
+# Less than the 30 s of `haproxy_environment`, so that nobody waits for them here.
+_CLIENT_S = 2
+_MANY_TOKENS = 3000
+
+
+@pytest.fixture(scope="module")
+def served(job, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str, ServeJob]]:
+    limits = Limits(body_bytes=4000, body_s=1.0, new_tokens=_MANY_TOKENS, choices=4)
+    own = with_room(job, _MANY_TOKENS).model_copy(update={"limits": limits})
+    directory = tmp_path_factory.mktemp("haproxy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", str(_CLIENT_S))
+        with command(own, directory, "--haproxy") as (process, url):
+            yield process, url, own
+
+
+@pytest.fixture
+def url(served) -> str:
+    return served[1]
+
+
+def test_haproxy_answers_and_nobody_on_other_addresses(served):
+    """Guards an option that does nothing, and an ingress that strangers reach past HAProxy."""
+    process, url, job = served
+    family = {
+        each.pid: each.name() for each in psutil.Process(process.pid).children(recursive=True)
+    }
+    assert "haproxy" in family.values()
+    links: list[Any] = psutil.net_connections("tcp")
+    listening = {
+        (link.laddr.port, link.laddr.ip)
+        for link in links
+        if link.status == psutil.CONN_LISTEN and link.pid in family
+    }
+    assert {at for at in listening if at[0] == job.port} == {(job.port, "127.0.0.1")}
+    ingress = {address for port, address in listening if port in _INGRESS_PORTS}
+    assert ingress == {"127.0.0.1"}
+    assert read(url, stream=True) == read(url, stream=False)
+
+
+def test_whatever_arrives_gets_the_status_that_it_gets_otherwise(url):
+    """But for a Host that is none, which HAProxy refuses by itself. Never a 5xx."""
+    port, told = int(url.rpartition(":")[2]), []
+    for request_bytes, status in CASES:
+        with connected(port) as link:
+            link.sendall(request_bytes)
+            got = status_of(link)
+            if got != status and not (b"[::1\r" in request_bytes and got == 400):
+                told.append((request_bytes[:200], got, status))
+    assert not told
+
+
+def test_a_client_cannot_command_serve(url):
+    """Its headers stay outside, and values that are no text."""
+    body = json.dumps(CHAT).encode()
+    for header in ("x-request-timeout-seconds: 0.000001", "x-request-id: \xff\xfe"):
+        with connected(int(url.rpartition(":")[2])) as link:
+            link.sendall(post(body, header))
+            assert status_of(link) == 200
+
+
+def test_those_who_leave_hold_nothing(url):
+    """In a body, before an answer and in a stream."""
+    whole = post(json.dumps(CHAT | {"max_tokens": TOKENS, "stream": True}).encode())
+    for cut in (10, len(whole) - 5, len(whole)):
+        for _ in range(3):
+            with connected(int(url.rpartition(":")[2])) as link:
+                link.sendall(whole[:cut])
+    wait_until_free(url)
+
+
+def test_what_never_ends_is_cut_off_and_what_takes_long_is_not(url):
+    """HAProxy's clock is for clients that owe something, not for those who wait for an answer."""
+    port = int(url.rpartition(":")[2])
+    with ThreadPoolExecutor(1) as pool, connected(port) as idle, connected(port) as link:
+        answer = pool.submit(read, url, stream=False, tokens=_MANY_TOKENS)
+        idle.sendall(b"GET /v1/mod")
+        link.sendall(b"GET / HTTP/1.1\r\n" + b"x-more: aaaaaaaaaaaaaaaa\r\n" * 1000)
+        assert status_of(link) == 400
+        assert status_of(idle) == 408
+        assert answer.result(60)[0] == 200
+
+
+def test_sigterm_under_load_loses_no_accepted_reply(served):
+    """The last test here. What was let in is whole and right, then there are refusals."""
+    process, url, _ = served
+    with ThreadPoolExecutor(6) as pool:
+        expected = read(url, stream=False)
+        clients = [pool.submit(until_refused, url, number % 2 == 0) for number in range(6)]
+        time.sleep(3)
+        process.terminate()
+        texts = [client.result(60) for client in clients]
+        assert process.wait(60) == 0
+    assert sum(len(own) for own in texts) >= 6
+    assert {text for own in texts for text in own} == {expected[1]}
