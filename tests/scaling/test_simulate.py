@@ -135,9 +135,18 @@ def test_a_cold_start_takes_its_time_and_is_paid_for():
 
 def test_with_no_replica_requests_are_held_until_one_is_ready():
     """Guards losing what comes while all replicas start."""
-    outcome = run(trace((1.0, 10, 3), (2.0, 10, 3)), Script((0, 1, 1.0)), replicas=0, most=1)
+    late = Script((0, 0, 1.0), (1, 1, 1.0))
+    outcome = run(trace((1.0, 10, 3), (2.0, 10, 3)), late, replicas=0, most=1)
     assert outcome.requests["outcome"].tolist() == [DONE, DONE]
-    assert outcome.requests["first_s"].min() >= 100
+    assert outcome.requests["first_s"].min() >= 101
+
+
+def test_what_a_policy_always_wants_is_there_before_the_first_request():
+    """Guards a fleet with a minimum that pays a cold start for it, where a fixed one pays none."""
+    wanted = run(poisson(2, 100, 10, 5), Script((0, 3, 1.0)), replicas=1, most=3)
+    fixed = run(poisson(2, 100, 10, 5), replicas=3)
+    np.testing.assert_array_equal(wanted.requests["first_s"], fixed.requests["first_s"])
+    assert wanted.replica_s == fixed.replica_s
 
 
 def test_a_drained_replica_finishes_what_it_has():

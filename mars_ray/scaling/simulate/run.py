@@ -44,7 +44,7 @@ class Fixture:
     cluster: Cluster
     levels: tuple[Level, ...]
     set_point: float  # threshold to begin with
-    replicas: int  # warm ones to begin with
+    replicas: int  # warm ones to begin with; more if the policy wants them at once
     most: int  # replicas at a time
     seed: int
 
@@ -136,14 +136,15 @@ class _Run:
         status = self.world.replicas["status"]
         alive = int(np.count_nonzero((status == READY) | (status == STARTING)))
         if alive < self.target:
-            # A cold start is known once the first one is over.
-            cold_s = self.fixture.cluster.cold_start_s
+            # What is wanted before the first request has been there for long.
+            cold_s = self.fixture.cluster.cold_start_s if now > 0 else 0.0
             start(self.world, self.target - alive, now, now + cold_s, level)
         elif alive > self.target:
             drain(self.world, alive - self.target, now)
         self._measure_cold_start()
 
     def _measure_cold_start(self) -> None:
+        # It is known once the first one is over.
         if self.cold_start_s is None:
             replicas = self.world.replicas
             if ((replicas["status"] == READY) & (replicas["born_s"] > 0)).any():
