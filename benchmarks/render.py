@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from render_simulations import cold_starts, live, simulation, simulator_speed
+from render_simulations import cold_starts, fleets, live, simulation, simulator_speed
 from render_sweeps import machine, schedules, sweep
 
 ROOT = Path(__file__).parents[1]
@@ -253,6 +253,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "serve_load_0_5b": serve_load,
     "simulate_fast": simulation,
     "simulate_usual": simulation,
+    "simulate_usual_2048": fleets,
     "simulate_kills": simulation,
     "simulate_cold_starts": cold_starts,
     "live": live,

@@ -53,18 +53,35 @@ def cold_starts(result: dict[str, Any]) -> list[str]:
     for trace in job["traces"]:
         for policy in job["policies"]:
             means = [colds[cold][trace][policy]["mean"] for cold in ordered]
-            cells = [
-                f"{mean['mean_replicas']:.2f} ({mean['attainment']:.1%}"
-                f"{'' if mean['attainment'] >= wanted else ' *'})"
-                for mean in means
-            ]
+            cells = [_fleet(mean, wanted) for mean in means]
             lines.append(f"| {trace} | `{policy}` | {' | '.join(cells)} |")
-    return [
-        *lines,
-        "",
-        f"Mean replicas (in time), {len(job['seeds'])} seeds; * misses {wanted:.0%}. "
-        f"{result['model']['name']}. Commit {result['provenance']['commit']}.",
-    ]
+    return [*lines, "", _fleets_facts(result)]
+
+
+def fleets(result: dict[str, Any]) -> list[str]:
+    """How large each policy's fleet is, trace by trace."""
+    job = result["job"]
+    wanted = job["scaling"]["slo"]["attainment"]
+    traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
+    lines = ["| policy | " + " | ".join(traces) + " |", "|---|" + "---|" * len(traces)]
+    for policy in job["policies"]:
+        cells = [_fleet(policies[policy]["mean"], wanted) for policies in traces.values()]
+        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+    return [*lines, "", _fleets_facts(result)]
+
+
+def _fleet(mean: dict[str, float], wanted: float) -> str:
+    mark = "" if mean["attainment"] >= wanted else " *"
+    return f"{mean['mean_replicas']:.2f} ({mean['attainment']:.1%}{mark})"
+
+
+def _fleets_facts(result: dict[str, Any]) -> str:
+    job = result["job"]
+    return (
+        f"Mean replicas (in time), {len(job['seeds'])} seeds; "
+        f"* misses {job['scaling']['slo']['attainment']:.0%}. "
+        f"{result['model']['name']}. Commit {result['provenance']['commit']}."
+    )
 
 
 def live(result: dict[str, Any]) -> list[str]:
