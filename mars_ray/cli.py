@@ -327,7 +327,7 @@ def _saying(text: str) -> Any:
 
 def _use_haproxy() -> None:
     """For the cluster that this command starts. Raises ConfigError if one is named."""
-    if address := os.environ.get("RAY_ADDRESS"):
+    if (address := os.environ.get("RAY_ADDRESS", "local")) != "local":
         raise ConfigError(
             f"--haproxy is for a cluster that this command starts; the nodes of {address} need it "
             "in their environment (docs/serving.md)"

@@ -32,8 +32,8 @@ def test_services_of_one_machine_do_not_take_each_others_ports():
     drawn = [{int(each[name]) for name in names} for each in (first, *others)]
     assert all(len(ports) == 2 for ports in drawn)
     assert len(set().union(*drawn)) > 20
-    begin = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert max(set().union(*drawn)) < begin
+    # Linux gives away those from 32768 on, Ray's ingresses have those from 30000 on.
+    assert max(set().union(*drawn)) < 30000
 
 
 def test_a_cluster_that_runs_cannot_be_told_any_more():
