@@ -102,3 +102,30 @@ def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     if not str(results[0]["provenance"]["commit"]).endswith("+"):
         assert kept.read_text().splitlines()[: len(lines)] == lines
         assert len(kept.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_command_however_it_ends(tmp_path, number):
+    """Guards processes that compute for nobody after a `kill`."""
+    program = tmp_path / "long.py"
+    program.write_text(
+        "import time\n"
+        "from functools import partial\n"
+        "from rich.console import Console\n"
+        "from mars_ray.evaluate.parts import Kept, run_parts\n"
+        "if __name__ == '__main__':\n"
+        "    parts = {str(n): partial(time.sleep, 300) for n in range(4)}\n"
+        "    run_parts(parts, Kept(None, 'w'), 2, Console(quiet=True))\n"
+    )
+    begun = subprocess.Popen([sys.executable, program], cwd=ROOT)
+    limit = time.monotonic() + 60
+    # Two workers, and what multiprocessing has beside them.
+    while len(children := psutil.Process(begun.pid).children(recursive=True)) < 3:
+        assert begun.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    time.sleep(2)
+    begun.send_signal(number)
+    begun.wait(10)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
