@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,6 +98,19 @@ def until_refused(url: str, stream: bool) -> list[str]:
             assert (status, int(text) > 0) == (503, True)
             return texts
         texts.append(text)
+
+
+def loses_nothing_at_sigterm(process: subprocess.Popen, url: str) -> None:
+    """Clients ask on and on: whatever was let in is whole and right, then there are refusals."""
+    with ThreadPoolExecutor(6) as pool:
+        expected = read(url, stream=False)
+        clients = [pool.submit(until_refused, url, number % 2 == 0) for number in range(6)]
+        time.sleep(3)
+        process.terminate()
+        texts = [client.result(60) for client in clients]
+        assert process.wait(30) == 0
+    assert sum(len(own) for own in texts) >= 6
+    assert {text for own in texts for text in own} == {expected[1]}
 
 
 def wait_until_free(url: str) -> None:
