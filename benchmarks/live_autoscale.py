@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ from mars_ray.data.corpus import problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
-from mars_ray.scaling.service_model import ServiceModel, load_service_model
+from mars_ray.scaling.service_model import ServiceModel
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.simulate.result import Outcome, summarise
 from mars_ray.scaling.simulate.run import Fixture, simulate
 from mars_ray.scaling.traces.trace import Trace
-from mars_ray.serve.build import APP_NAME, start
+from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
 NAME = "live"
@@ -50,6 +50,7 @@ LOOK_S = 0.5
 PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 NEW_TOKENS = 128
 _AGAIN_S = 1.0  # after a refusal
+_APPROACHES = 6  # to the slowness of the engines
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
 
 
@@ -82,8 +83,8 @@ class Watched:
 def main() -> None:
     """The live run, its simulation, and both figures side by side."""
     asked = _arguments()
-    model = load_service_model(asked.model)
-    job = _job(asked, model)
+    job = _job(asked)
+    model = service_model(job)
     rows = _arrivals(asked)
     questions = _questions(asked, len(rows))
     tokenizer = load_tokenizer(asked.checkpoint)
@@ -98,12 +99,14 @@ def main() -> None:
         tick_s=LOOK_S,
         metrics_lag_s=LOOK_S,
         routing="least-outstanding",
+        step_tokens=job.engine.max_step_tokens,
         kills=(Kill(at_s=asked.kill_at),) if asked.kill_at else (),
     )
-    slowness = live["time_per_token_p50_s"] / _pace_p50(_simulated(job, model, rows, told))
-    slowed = _slowed(model, slowness)
-    overhead_s = _overhead(rows, _simulated(job, slowed, rows, told), asked.stage_s[0])
-    outcome = _simulated(job, slowed, rows, told.model_copy(update={"overhead_s": overhead_s}))
+    slowness = _slowness(live["time_per_token_p50_s"], job, model, rows, told)
+    told = told.model_copy(update={"slowness": slowness})
+    overhead_s = _overhead(rows, _simulated(job, model, rows, told), asked.stage_s[0])
+    told = told.model_copy(update={"overhead_s": overhead_s})
+    outcome = _simulated(job, model, rows, told)
     simulated = summarise(outcome, job.scaling.slo, 100.0)
     result = {
         "rates": asked.rates,
@@ -147,7 +150,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _job(asked: argparse.Namespace, model: ServiceModel) -> ServeJob:
+def _job(asked: argparse.Namespace) -> ServeJob:
     return ServeJob(
         checkpoint=asked.checkpoint,
         model_name=NAME,
@@ -325,8 +328,15 @@ def _cold_start(watched: Watched) -> float:
     return statistics.median(starts) if starts else 15.0
 
 
-def _slowed(model: ServiceModel, slowness: float) -> ServiceModel:
-    return replace(model, seconds_at=tuple((n, slowness * s) for n, s in model.seconds_at))
+def _slowness(
+    pace_s: float, job: ServeJob, model: ServiceModel, rows: list[Asked], told: Cluster
+) -> float:
+    """With which the median time per token is the live one; batches grow with it."""
+    slowness = 1.0
+    for _ in range(_APPROACHES):
+        slowed = told.model_copy(update={"slowness": slowness})
+        slowness *= pace_s / _pace_p50(_simulated(job, model, rows, slowed))
+    return slowness
 
 
 def _overhead(rows: list[Asked], outcome: Outcome, until_s: float) -> float:
@@ -346,7 +356,7 @@ def _simulated(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: C
     )
     fixture = Fixture(
         trace,
-        replace(model, max_batch=job.engine.max_batch),
+        model,
         cluster,
         model.levels,
         set_point=1.0,

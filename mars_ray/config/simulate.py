@@ -63,6 +63,9 @@ class Cluster(Config):
         ge=0,
         description="in every first token, beside the engine: HTTP, routing, processes on the way",
     )
+    slowness: float = Field(
+        default=1.0, gt=0, description="of the engines: times what the service model says of a step"
+    )
     step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
     retries: int = Field(default=1, ge=0, description="of a request whose replica died")
     kills: tuple[Kill, ...] = ()

@@ -12,6 +12,7 @@ class StepTotals:
 
     steps: int = 0
     seconds: float = 0.0
+    prompt_steps: int = 0  # that had rows of prompts
     prompt_rows: int = 0  # computed, not found in the prefix cache
     sequences: int = 0  # decoding, one count per step
     decode_rows: int = 0  # of those
@@ -20,6 +21,7 @@ class StepTotals:
         """A step before its tokens are committed, and how long it took."""
         self.steps += 1
         self.seconds += seconds
+        self.prompt_steps += any(not item.sequence.forwards for item in work)
         for item in work:
             if item.sequence.forwards:
                 self.sequences += 1

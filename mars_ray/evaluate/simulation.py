@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -52,7 +52,7 @@ def run_simulations(
     What is finished is kept in the directory, and not simulated again for the same job by the same
     code. Workers are processes, as many as cores if not said. Raises ConfigError or DataError.
     """
-    model = load_service_model(job.service_model)
+    model = replace(load_service_model(job.service_model), step_rows=job.cluster.step_tokens)
     # A trace that is missing is found now, not after those before it.
     traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
     colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))

@@ -15,7 +15,7 @@ from typing import Any
 from mars_ray.scaling.sample import ReplicaLoad, Sample
 
 ARRIVED, REFUSED, FINISHED = "arrived", "refused", "finished"
-OUTPUT_TOKENS, PROMPT_ROWS = "output_tokens", "prompt_rows"
+OUTPUT_TOKENS, PROMPT_ROWS, PROMPT_STEPS = "output_tokens", "prompt_rows", "prompt_steps"
 STEPS, STEP_S, SEQUENCES, DECODE_ROWS = "steps", "step_s", "sequences", "decode_rows"
 RUNNING, WAITING = "running", "waiting"
 # No sum: the threshold in force.
@@ -135,14 +135,17 @@ def _rise(before: Report, report: Report, name: str) -> float:
 
 def _load(seen: tuple[Report, ...]) -> ReplicaLoad:
     before, newest = seen[0], seen[-1]
-    steps, sequences = (_rise(before, newest, name) for name in (STEPS, SEQUENCES))
+    names = (STEPS, SEQUENCES, DECODE_ROWS, PROMPT_STEPS, PROMPT_ROWS)
+    steps, sequences, decode_rows, prompt_steps, prompt_rows = (
+        _rise(before, newest, name) for name in names
+    )
     return ReplicaLoad(
         running=int(newest.sums[RUNNING]),
         waiting=int(newest.sums[WAITING]),
         step_s=_rise(before, newest, STEP_S) / steps if steps else None,
-        positions=_rise(before, newest, DECODE_ROWS) / sequences if sequences else None,
-        rows=(_rise(before, newest, DECODE_ROWS) + _rise(before, newest, PROMPT_ROWS)) / steps
-        if steps
-        else None,
+        decode_rows=decode_rows / steps if steps else None,
+        prompt_rows=prompt_rows / prompt_steps if prompt_steps else None,
+        prompt_share=prompt_steps / steps if steps else None,
+        positions=decode_rows / sequences if sequences else None,
         threshold=newest.sums.get(THRESHOLD),
     )

@@ -20,10 +20,13 @@ class ReplicaLoad:
 
     running: int = 0  # sequences in the batch
     waiting: int = 0
-    # Of its newest step: seconds, all its rows (prompts too), and rows of a decoding sequence.
+    # Of its newest steps, means: seconds, and rows of sequences that decode.
     step_s: float | None = None
-    rows: float | None = None
-    positions: float | None = None
+    decode_rows: float | None = None
+    # Rows of prompts in a step that has any, and the share of the steps that do.
+    prompt_rows: float | None = None
+    prompt_share: float | None = None
+    positions: float | None = None  # rows of a decoding sequence
     threshold: float | None = None  # in force here; None: the policy's
 
 
@@ -77,7 +80,9 @@ def _checked_load(load: ReplicaLoad) -> ReplicaLoad:
         running=_count(load.running) or 0,
         waiting=_count(load.waiting) or 0,
         step_s=_number(load.step_s),
-        rows=_number(load.rows),
+        decode_rows=_number(load.decode_rows),
+        prompt_rows=_number(load.prompt_rows),
+        prompt_share=_share(load.prompt_share),
         positions=_number(load.positions),
         threshold=None if load.threshold is None else _share(load.threshold),
     )

@@ -9,6 +9,8 @@ from mars_ray.scaling.service_model import Level, ServiceModel
 
 # Means forget with this time constant, and count so many requests before they are believed.
 _FORGET_S = 300.0
+# The service model counts as much as so long a measurement.
+_TRUST_S = 10.0
 # A measurement further from the model than this is a fault of one of them.
 _LEAST_SLOW, _MOST_SLOW = 0.25, 4.0
 _LEAST_GAIN, _MOST_GAIN = 0.2, 3.0
@@ -27,6 +29,7 @@ class Traffic:
     output_tokens: float = 128.0
     # (class or PINNED, share), sorted by name.
     class_shares: tuple[tuple[str, float], ...] = ()
+    measured_s: float = _TRUST_S  # behind what follows, forgotten slowly
     # Measured seconds of a step over the model's.
     slowness: float = 1.0
     # (threshold, what masks bring beyond the first token over what the model says).
@@ -48,16 +51,19 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
     new = (sample.arrivals_per_s or 0.0) * dt
     kept = traffic.requests * math.exp(-dt / _FORGET_S)
     weight = new / (kept + new) if new > 0 else 0.0
-    slow = 1 - math.exp(-dt / _FORGET_S)
     slowness = _slowness(sample, traffic, model)
+    measured_s = traffic.measured_s * math.exp(-dt / _FORGET_S)
+    told_s = dt if slowness is not None else 0.0
+    told = told_s / (measured_s + told_s) if told_s else 0.0
     return replace(
         traffic,
         requests=kept + new,
         prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, weight),
         output_tokens=_towards(traffic.output_tokens, sample.output_tokens, weight),
         class_shares=_shares(traffic, sample, weight),
-        slowness=_towards(traffic.slowness, slowness, slow),
-        gains=_gains(traffic, sample, model, slow),
+        measured_s=max(_TRUST_S, measured_s + told_s),
+        slowness=_towards(traffic.slowness, slowness, told),
+        gains=_gains(traffic, sample, model, told),
     )
 
 
@@ -77,10 +83,20 @@ def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | 
     measured = expected = 0.0
     context = traffic.prompt_tokens + traffic.output_tokens / 2
     for load in sample.loads:
-        if load.running and load.step_s and load.rows:
+        if load.running and load.step_s and load.decode_rows is not None:
             measured += load.step_s
-            expected += model.step_s(load.rows, load.running * context)
+            expected += _expected_s(load, load.running * context, model)
     return min(_MOST_SLOW, max(_LEAST_SLOW, measured / expected)) if expected else None
+
+
+def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float:
+    """Steps with prompts and those without, each at their own rows.
+
+    At the mean of all rows a step takes less than the mean of both, wherever its cost bends.
+    """
+    rows, share = load.decode_rows or 0.0, load.prompt_share or 0.0
+    longer = model.step_s(rows + (load.prompt_rows or 0.0), context) if share else 0.0
+    return (1 - share) * model.step_s(rows, context) + share * longer
 
 
 def _gains(

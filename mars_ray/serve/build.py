@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,21 @@ def _replicas(job: ServeJob) -> serve.Application:
 
 def _how_many(job: ServeJob) -> dict[str, Any]:
     if job.replicas == "auto":
-        return {"autoscaling_config": autoscaling(job, _service_model(job))}
+        return {"autoscaling_config": autoscaling(job, service_model(job))}
     return {"num_replicas": job.replicas}
 
 
-def _service_model(job: ServeJob) -> ServiceModel:
-    """What the operator gives, or what lies beside the checkpoint. Raises ConfigError."""
+def service_model(job: ServeJob) -> ServiceModel:
+    """By which the replicas are scaled: in steps as this job's engine makes them.
+
+    Raises ConfigError.
+    """
+    engine = job.engine
+    return replace(_given(job), max_batch=engine.max_batch, step_rows=engine.max_step_tokens)
+
+
+def _given(job: ServeJob) -> ServiceModel:
+    """What the operator gives, or what lies beside the checkpoint."""
     if job.service_model:
         return load_service_model(job.service_model)
     source, card = pinned(Source(job.checkpoint, job.revision))

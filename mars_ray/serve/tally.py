@@ -39,6 +39,7 @@ class Tally:
             collect.REFUSED: self.refused,
             collect.FINISHED: self.finished,
             collect.OUTPUT_TOKENS: self.output_tokens,
+            collect.PROMPT_STEPS: totals.prompt_steps,
             collect.PROMPT_ROWS: totals.prompt_rows,
             collect.STEPS: totals.steps,
             collect.STEP_S: totals.seconds,

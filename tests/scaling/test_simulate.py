@@ -90,6 +90,7 @@ def test_segments_equal_single_steps(rows, changed):
         made.model,
         made.levels,
         Mix(50, 20),
+        slowness=1.0,
         step_tokens=100,
         queue_limit=1000,
         max_retries=0,

@@ -66,8 +66,13 @@ _REPLICA = np.dtype(
         ("used_level", "i8"),
         ("promised", "i8"),  # cache tokens that the batch will need at its ends
         ("rows", "f8"),  # of a decoding sequence, mean over the batch
-        ("all_steps", "i8"),  # since the replica was born, of segments that are over
-        ("busy_s", "f8"),  # in them
+        ("chunk", "i8"),  # rows of prompts in each step
+        # Since the replica was born, in segments that are over.
+        ("all_steps", "i8"),
+        ("busy_s", "f8"),
+        ("decode_rows", "f8"),
+        ("prompt_steps", "i8"),
+        ("prompt_rows", "i8"),
     ]
 )
 _SEQUENCE = np.dtype([("request", "i8"), ("prompt_left", "i8"), ("output_left", "f8")])
@@ -143,6 +148,7 @@ def make_tables(
     levels: tuple[Level, ...],
     mix: Mix,
     *,
+    slowness: float,
     step_tokens: int,
     queue_limit: int,
     max_retries: int,
@@ -157,8 +163,8 @@ def make_tables(
         rows_LB=rows,
         tokens_LB=np.array([[shape.tokens_per_forward for shape in line] for line in shapes]),
         points_L=np.array([level.points_lost for level in levels]),
-        seconds=np.array([model.step_s(max(1, n)) for n in range(most)]),
-        cache_token_s=model.cache_token_s,
+        seconds=slowness * np.array([model.step_s(max(1, n)) for n in range(most)]),
+        cache_token_s=slowness * model.cache_token_s,
         cache_tokens=model.cache_tokens or np.iinfo(np.int64).max,
         step_tokens=step_tokens,
         queue_limit=queue_limit,

@@ -59,7 +59,8 @@ def start(world: World, count: int, now: float, ready_s: float, level: int) -> N
         replica = world.replicas[place]
         if replica.status == FREE:
             replica.status, replica.born_s, replica.level = STARTING, now, level
-            replica.all_steps, replica.busy_s = 0, 0.0
+            replica.all_steps, replica.busy_s, replica.decode_rows = 0, 0.0, 0.0
+            replica.prompt_steps, replica.prompt_rows = 0, 0
             set_event(world.tree, place, ready_s)
             count -= 1
 

@@ -71,7 +71,7 @@ def begin(world: World, tables: Tables, place: int, now: float) -> None:
     replica.step_s = step_s(tables, rows + chunk) + tables.cache_token_s * context
     replica.growth_s = tables.cache_token_s * (tokens + chunk)
     replica.room, replica.decoding, replica.used_level = room, decoding, level
-    replica.rows = rows / max(1, decoding)
+    replica.rows, replica.chunk = rows / max(1, decoding), chunk
     set_event(world.tree, place, now + _elapsed_s(replica.step_s, replica.growth_s, steps))
 
 
@@ -90,6 +90,9 @@ def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
     replica = world.replicas[place]
     replica.all_steps += replica.steps
     replica.busy_s += now - replica.start_s
+    replica.decode_rows += replica.steps * replica.decoding * replica.rows
+    replica.prompt_steps += replica.steps * (replica.chunk > 0)
+    replica.prompt_rows += replica.steps * replica.chunk
     give = replica.steps * replica.room
     for i in range(replica.running):
         sequence = world.batch[place, i]

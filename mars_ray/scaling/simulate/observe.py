@@ -57,11 +57,10 @@ class Observer:
     _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
     _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
     _means: tuple[float | None, float | None] = (None, None)
-    _steps: np.ndarray = field(init=False)
-    _busy_s: np.ndarray = field(init=False)
+    _done_5R: np.ndarray = field(init=False)  # as `_counted`
 
     def __post_init__(self) -> None:
-        self._steps = self._busy_s = np.zeros(len(self.world.replicas))
+        self._done_5R = np.zeros((5, len(self.world.replicas)))
 
     def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
         """The controller knows its own target and replicas at once; metrics come late."""
@@ -134,35 +133,48 @@ class Observer:
         return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
 
     def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
-        """Of a step's seconds the mean since the tick before, as an engine's counters give it."""
+        """Of steps the means since the tick before, as an engine's counters give them."""
         replicas = self.world.replicas
-        steps, busy_s = self._counted(now)
-        more, span = steps - self._steps, busy_s - self._busy_s
+        done_5R = self._counted(now)
+        more_5R = done_5R - self._done_5R
         # A new replica in the same place began at 0.
-        fresh = more < 0
-        more, span = np.where(fresh, steps, more), np.where(fresh, busy_s, span)
-        self._steps, self._busy_s = steps, busy_s
+        more_5R = np.where(more_5R[0] < 0, done_5R, more_5R)
+        self._done_5R = done_5R
         here = np.flatnonzero(replicas["status"] == READY)
         fields = [replicas[name][here].tolist() for name in ("running", "waiting", "rows")]
         return tuple(
             ReplicaLoad(
                 running=running,
                 waiting=waiting,
-                step_s=seconds / count if count > 0 else None,
+                step_s=seconds / steps if steps > 0 else None,
+                decode_rows=decoded / steps if steps > 0 else None,
+                prompt_rows=prompts / prompt_steps if prompt_steps > 0 else None,
+                prompt_share=prompt_steps / steps if steps > 0 else None,
                 positions=rows or None,
             )
-            for running, waiting, rows, count, seconds in zip(
-                *fields, more[here].tolist(), span[here].tolist(), strict=True
+            for running, waiting, rows, steps, seconds, decoded, prompt_steps, prompts in zip(
+                *fields, *more_5R[:, here].tolist(), strict=True
             )
         )
 
-    def _counted(self, now: float) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and busy seconds of every place, with those of the segment that runs."""
+    def _counted(self, now: float) -> np.ndarray:
+        """Steps, busy seconds, decoded rows, steps with prompts and their rows, of every place.
+
+        With those of the segment that runs.
+        """
         replicas = self.world.replicas
         middle = replicas["step_s"] + replicas["growth_s"] * (replicas["steps"] - 1) / 2
         gone = np.where(replicas["steps"] > 0, now - replicas["start_s"], 0.0)
         part = np.where(replicas["steps"] > 0, gone / np.maximum(middle, 1e-12), 0.0)
-        return replicas["all_steps"] + part, replicas["busy_s"] + gone
+        return np.stack(
+            [
+                replicas["all_steps"] + part,
+                replicas["busy_s"] + gone,
+                replicas["decode_rows"] + part * replicas["decoding"] * replicas["rows"],
+                replicas["prompt_steps"] + part * (replicas["chunk"] > 0),
+                replicas["prompt_rows"] + part * replicas["chunk"],
+            ]
+        )
 
     def _latencies(self, here: _Counters) -> tuple[np.ndarray, np.ndarray]:
         """Of the window: times to first tokens, and per token after them."""

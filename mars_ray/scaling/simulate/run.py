@@ -86,6 +86,7 @@ class _Run:
             given.model,
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
+            slowness=cluster.slowness,
             step_tokens=cluster.step_tokens,
             queue_limit=cluster.waiting_requests,
             max_retries=cluster.retries,
