@@ -1,11 +1,7 @@
 """A live autoscaled service beside its simulation: `benchmarks/live_autoscale.py CHECKPOINT`.
 
 Load from outside, with a rate that rises and falls, against Ray Serve on this machine; then the
-same requests and the same policy in the simulator. What the simulator is told of this machine is
-how many times longer than by the service model a token took at the median (two cores run replicas,
-proxy, ingress, controller and clients), how long a replica took to start, and what a reply's way
-added to a first token at the median of the first stage; when requests wait, and how many replicas
-there are when, it has to find by itself.
+same requests and the same policy in the simulator (live_simulation.py).
 """
 
 import argparse
@@ -15,13 +11,14 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import ray
+from live_simulation import LOOK_S, Asked, Watched, simulated
 from load_client import Client, Streamed, percentile
 from ray import serve
 from ray.util import list_named_actors
@@ -31,53 +28,20 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.config.simulate import Cluster, Kill
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
-from mars_ray.scaling.service_model import ServiceModel
-from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.simulate.result import Outcome, summarise
-from mars_ray.scaling.simulate.run import Fixture, simulate
-from mars_ray.scaling.traces.trace import Trace
 from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
 NAME = "live"
-LOOK_S = 0.5
 PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 NEW_TOKENS = 128
 _AGAIN_S = 1.0  # after a refusal
-_APPROACHES = 6  # to the slowness of the engines
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
-
-
-@dataclass(slots=True)
-class Asked:
-    """One request, by seconds since the beginning of the run."""
-
-    at_s: float
-    prompt_tokens: int
-    is_pinned: bool
-    first_s: float = 0.0
-    end_s: float = 0.0
-    tokens: int = 0
-    threshold: float | None = None
-    cut: int = 0  # streams that broke off and were asked for again
-    refused: int = 0
-
-
-@dataclass(slots=True)
-class Watched:
-    """The service from outside, every LOOK_S."""
-
-    at_s: list[float] = field(default_factory=list)
-    ready: list[int] = field(default_factory=list)
-    starting: list[int] = field(default_factory=list)
-    stopping: list[int] = field(default_factory=list)
-    threshold: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -93,42 +57,27 @@ def main() -> None:
     with _service(job) as url:
         watched, history = asyncio.run(_live(url, job, asked, rows, questions))
     live = _figures(rows, watched, job.scaling.slo)
-    cold_s = _cold_start(watched)
-    told = Cluster(
-        cold_start_s=cold_s,
-        tick_s=LOOK_S,
-        metrics_lag_s=LOOK_S,
-        routing="least-outstanding",
-        step_tokens=job.engine.max_step_tokens,
-        kills=(Kill(at_s=asked.kill_at),) if asked.kill_at else (),
-    )
-    slowness = _slowness(live["time_per_token_p50_s"], job, model, rows, told)
-    told = told.model_copy(update={"slowness": slowness})
-    overhead_s = _overhead(rows, _simulated(job, model, rows, told), asked.stage_s[0])
-    told = told.model_copy(update={"overhead_s": overhead_s})
-    outcome = _simulated(job, model, rows, told)
-    simulated = summarise(outcome, job.scaling.slo, 100.0)
+    twin = simulated(job, model, rows, watched, asked.stage_s[0], asked.kill_at)
+    figures = summarise(twin.outcome, job.scaling.slo, 100.0)
     result = {
         "rates": asked.rates,
         "stage_s": asked.stage_s,
         "kill_at_s": asked.kill_at,
-        "slowness": slowness,
-        "cold_start_s": cold_s,
-        "overhead_s": overhead_s,
+        "slowness": twin.slowness,
+        "cold_start_s": twin.cold_start_s,
+        "ways_s": {f"p{q}": float(np.percentile(twin.ways_s, q)) for q in (10, 50, 90)},
         "live": live,
-        "simulated": simulated,
-        "ratios": {key: simulated[key] / live[key] for key in ("ttft_p90_s", "replica_s")},
+        "simulated": figures,
+        "ratios": {key: figures[key] / live[key] for key in ("ttft_p90_s", "replica_s")},
         # at, prompt tokens, tokens, first token, end, threshold
         "requests": [_kept(row) for row in rows],
         "timeline": _timeline(watched, rows),
-        "simulated_timeline": _simulated_timeline(outcome),
+        "simulated_timeline": _simulated_timeline(twin.outcome),
         "reasons": _reasons(history),
         "provenance": provenance(),
     }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
-    shown = {
-        key: result[key] for key in ("slowness", "cold_start_s", "overhead_s", "live", "ratios")
-    }
+    shown = {key: result[key] for key in ("slowness", "cold_start_s", "ways_s", "live", "ratios")}
     print(json.dumps(shown, indent=1))
 
 
@@ -206,11 +155,15 @@ async def _live(
 ) -> tuple[Watched, list[Entry]]:
     watched = Watched()
     begin = time.perf_counter()
-    watching = asyncio.create_task(_watch(watched, job, begin))
+    watching = [
+        asyncio.create_task(_watch(watched, job, begin)),
+        asyncio.create_task(_probe(watched, url, questions[0], begin)),
+    ]
     kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
     pairs = zip(rows, questions, strict=True)
     await asyncio.gather(*kills, *(_ask(url, row, question, begin) for row, question in pairs))
-    watching.cancel()
+    for task in watching:
+        task.cancel()
     control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
     return watched, ray.get(control.history.remote())
 
@@ -260,6 +213,19 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         await asyncio.sleep(LOOK_S)
 
 
+async def _probe(watched: Watched, url: str, text: str, begin: float) -> None:
+    """A new connection each time, as for every request."""
+    while True:
+        asked_s = time.perf_counter()
+        with suppress(httpx.HTTPError):
+            async with httpx.AsyncClient() as client:
+                reply = await client.post(f"{url}/tokenize", json={"model": NAME, "prompt": text})
+            reply.raise_for_status()
+            watched.probe_at_s.append(asked_s - begin)
+            watched.probe_s.append(time.perf_counter() - asked_s)
+        await asyncio.sleep(LOOK_S)
+
+
 async def _kill(job: ServeJob, at: float) -> None:
     """One that has been there for a while, not one that has just been ordered."""
     await asyncio.sleep(at - _SETTLED_S - time.perf_counter())
@@ -276,7 +242,7 @@ def _replicas(job: ServeJob) -> list[str]:
 
 def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
     ttft = [row.first_s - row.at_s for row in rows]
-    pace = [(row.end_s - row.first_s) / max(1, row.tokens - 1) for row in rows]
+    pace = [row.pace_s for row in rows]
     looks = np.diff([0.0, *watched.at_s])
     alive = np.array(watched.ready) + np.array(watched.starting) + np.array(watched.stopping)
     within = [
@@ -301,70 +267,9 @@ def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
     }
 
 
-def _pace_p50(outcome: Outcome) -> float:
-    """Seconds a token after the first; a killed replica's requests may have none."""
-    rows = outcome.requests
-    return float(
-        np.nanmedian((rows["end_s"] - rows["first_s"]) / np.maximum(1, rows["output"] - 1))
-    )
-
-
 def _kept(row: Asked) -> list[float | None]:
     times = (round(second, 4) for second in (row.first_s, row.end_s))
     return [round(row.at_s, 4), row.prompt_tokens, row.tokens, *times, row.threshold]
-
-
-def _cold_start(watched: Watched) -> float:
-    """Seconds from the first look with a starting replica to the first with one more ready."""
-    starts, since = [], None
-    for at, ready, starting, before in zip(
-        watched.at_s, watched.ready, watched.starting, [0, *watched.ready], strict=False
-    ):
-        if since is not None and ready > before:
-            starts.append(at - since)
-            since = at if starting else None
-        elif since is None and starting:
-            since = at
-    return statistics.median(starts) if starts else 15.0
-
-
-def _slowness(
-    pace_s: float, job: ServeJob, model: ServiceModel, rows: list[Asked], told: Cluster
-) -> float:
-    """With which the median time per token is the live one; batches grow with it."""
-    slowness = 1.0
-    for _ in range(_APPROACHES):
-        slowed = told.model_copy(update={"slowness": slowness})
-        slowness *= pace_s / _pace_p50(_simulated(job, model, rows, slowed))
-    return slowness
-
-
-def _overhead(rows: list[Asked], outcome: Outcome, until_s: float) -> float:
-    """Seconds of a reply's way: what the first stage's first tokens took beyond the engine's."""
-    early = np.array([row.at_s < until_s for row in rows])
-    live = np.array([row.first_s - row.at_s for row in rows])
-    return max(0.0, float(np.median((live - outcome.ttft_s)[early])))
-
-
-def _simulated(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster) -> Outcome:
-    trace = Trace(
-        "live",
-        np.array([row.at_s for row in rows]),
-        np.array([row.prompt_tokens for row in rows]),
-        np.array([row.tokens for row in rows]),
-        pinned_threshold=np.array([float(row.is_pinned) for row in rows]),
-    )
-    fixture = Fixture(
-        trace,
-        model,
-        cluster,
-        model.levels,
-        set_point=1.0,
-        replicas=1,
-        most=job.scaling.max_replicas,
-        seed=0,
-    )
-    return simulate(fixture, Deciding(job.scaling, model))
 
 
 def _timeline(watched: Watched, rows: list[Asked]) -> dict[str, Any]:

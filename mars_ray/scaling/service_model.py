@@ -8,13 +8,15 @@ where the table is measured (`core/cost.py`: linear between its points and beyon
 max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
 
 m sequences that decode at a level with p rows and f committed tokens per forward, while requests
-of P prompt and D output tokens come and go, complete m f / D requests per step, so m f P / D rows
-of prompts must be forwarded beside each. The engine cuts prompts into chunks that fill a step up to
-S rows, so a share s of the steps is full and the others only decode:
+of P prompt and D output tokens come and go, complete m f / D requests per step, so q = m f P / D
+rows of prompts must be forwarded beside each. A prompt goes in one step, with the others that have
+come, or in chunks that fill steps up to S rows. So a share s of the steps has c rows of prompts,
+and the others only decode:
 
-    s = (m f P / D) / (S - m p),   mean step = (1 - s) t(m p, C) + s t(S, C),   C = m (P + D / 2)
+    c = min(S - m p, max(P, q)),   s = q / c,   C = m (P + D / 2),
+    mean step = (1 - s) t(m p, C) + s t(m p + c, C)
 
-or s t(S, C) from s = 1 on, where prompts are all that limits. With t for the mean step,
+or s t(m p + c, C) from s = 1 on, where prompts are all that limits. With t for the mean step,
 
     time per token = t / f,   tokens/s = m f / t,   requests/s = m f / (D t)
 
@@ -213,9 +215,10 @@ class ServiceModel:
         output = max(1.0, mix.output_tokens)
         prompts = batch * shape.tokens_per_forward * mix.prompt_tokens / output
         rows, context = batch * shape.positions, batch * mix.context_tokens
-        full = prompts / max(1.0, self.step_rows - rows)
-        seconds = full * self.step_s(max(rows, self.step_rows), context)
-        seconds += max(0.0, 1 - full) * self.step_s(rows, context)
+        chunk = max(1.0, min(self.step_rows - rows, max(mix.prompt_tokens, prompts)))
+        share = prompts / chunk
+        seconds = share * self.step_s(rows + chunk, context)
+        seconds += max(0.0, 1 - share) * self.step_s(rows, context)
         return Operating(batch, shape, seconds, output)
 
     def to_json(self) -> str:

@@ -61,6 +61,11 @@ def test_a_long_prompt_does_not_hold_up_the_others(model):
             first_of_long = step
             break
     assert first_of_long == 10  # 150 tokens, 15 rows each
+    totals = engine.totals  # and the short one's prompt before
+    assert (totals.steps, totals.prompt_steps) == (11, 11)
+    assert (totals.prompt_rows, totals.decode_rows, totals.sequences) == (152, 10, 10)
+    engine.step()
+    assert (engine.totals.steps, engine.totals.prompt_steps) == (12, 11)
 
 
 def test_a_thousand_requests_wait_their_turn(model):

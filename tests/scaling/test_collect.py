@@ -83,6 +83,20 @@ def test_shares_and_curves():
     assert seen.tokens_per_forward == {1.0: 2.0, 0.3: 3.0}
 
 
+def test_steps_of_a_replica_are_means_since_the_look_before():
+    """Those with prompts apart: 4 of 10 steps, 100 rows of prompts each."""
+    collector = Collector()
+    names = ("steps", "step_s", "sequences", "decode_rows", "prompt_steps", "prompt_rows")
+    collector.sample({"a": report(0, **dict.fromkeys(names, 5.0))}, 1, 1, 0)
+    sums = dict(zip(names, (15.0, 5.2, 35.0, 65.0, 9.0, 405.0), strict=True))
+    (load,) = collector.sample({"a": report(1, **sums)}, 1, 1, 1).loads
+    assert load.step_s == pytest.approx(0.02)
+    assert (load.decode_rows, load.positions) == (6.0, 2.0)
+    assert (load.prompt_rows, load.prompt_share) == (100.0, 0.4)
+    (idle,) = collector.sample({"a": report(2, **sums)}, 1, 1, 2).loads
+    assert idle.step_s is idle.prompt_rows is idle.prompt_share is idle.decode_rows is None
+
+
 def test_step_costs_are_medians_over_replicas():
     """A replica that was measured on a busy machine does not decide."""
     costs = [{"step_cost:1": s, "step_cost:8": 2 * s} for s in (0.010, 0.011, 0.5)]

@@ -21,7 +21,15 @@ ANY = st.one_of(
 COUNTS = st.integers(-5, 5000)
 LOADS = st.lists(
     st.builds(
-        ReplicaLoad, running=COUNTS, waiting=COUNTS, step_s=ANY, positions=ANY, threshold=ANY
+        ReplicaLoad,
+        running=COUNTS,
+        waiting=COUNTS,
+        step_s=ANY,
+        decode_rows=ANY,
+        prompt_rows=ANY,
+        prompt_share=ANY,
+        positions=ANY,
+        threshold=ANY,
     ),
     max_size=4,
 )

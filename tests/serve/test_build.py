@@ -10,7 +10,8 @@ from mars_ray.config.decode import BlockCachedMode, ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
-from mars_ray.serve.build import build_app, check, check_port
+from mars_ray.scaling.service_model import Level, ServiceModel
+from mars_ray.serve.build import build_app, check, check_port, service_model
 
 
 def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
@@ -52,6 +53,17 @@ def test_a_job_that_cannot_start_is_refused_before_a_cluster_starts(job, tmp_pat
         with pytest.raises(ConfigError, match="port="):
             check(job.model_copy(update={"port": port}))
     check(job.model_copy(update={"port": port}))
+
+
+def test_the_policy_counts_on_the_places_that_the_engine_has(job, tmp_path):
+    """Guards a fleet for batches of 64, by a model measured up to there, of engines that have 4."""
+    path = tmp_path / "model.json"
+    ServiceModel("m", ((1, 0.01), (64, 0.02)), (Level(1.0, 0.0, ()),), 64).save(path)
+    engine = job.engine.model_copy(update={"max_batch": 4, "max_step_tokens": 96})
+    given = service_model(job.model_copy(update={"service_model": str(path), "engine": engine}))
+    assert (given.max_batch, given.step_rows, given.seconds_at[-1]) == (4, 96, (64, 0.02))
+    beside = service_model(job.model_copy(update={"engine": engine}))
+    assert (beside.max_batch, beside.step_rows) == (4, 96)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""The simulation of a live run (live_autoscale.py): the same requests, the same policy.
+
+What the simulator is told of the machine is how many times longer than by the service model a token
+took at the median (two cores run replicas, proxy, ingress, controller and clients), how long a
+replica took to start, and what a reply's way takes: twice a second somebody asks the service for
+the tokens of a text, which goes the same way and needs no engine; a first token's way is the newest
+of these times, by a factor that makes it the live one's at the median of the first stage. When
+requests wait, and how many replicas there are when, the simulator has to find by itself.
+"""
+
+import statistics
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mars_ray.config.serve import ServeJob
+from mars_ray.config.simulate import Cluster, Kill
+from mars_ray.scaling.service_model import ServiceModel
+from mars_ray.scaling.simulate.policy import Deciding
+from mars_ray.scaling.simulate.result import Outcome
+from mars_ray.scaling.simulate.run import Fixture, simulate
+from mars_ray.scaling.traces.trace import Trace
+
+LOOK_S = 0.5
+_APPROACHES = 6  # to the slowness of the engines
+_COLD_S = 15.0  # if no replica was started
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, by seconds since the beginning of the run."""
+
+    at_s: float
+    prompt_tokens: int
+    is_pinned: bool
+    first_s: float = 0.0
+    end_s: float = 0.0
+    tokens: int = 0
+    threshold: float | None = None
+    cut: int = 0  # streams that broke off and were asked for again
+    refused: int = 0
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds a token after the first."""
+        return (self.end_s - self.first_s) / max(1, self.tokens - 1)
+
+
+@dataclass(slots=True)
+class Watched:
+    """The service from outside, every LOOK_S."""
+
+    at_s: list[float] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    starting: list[int] = field(default_factory=list)
+    stopping: list[int] = field(default_factory=list)
+    threshold: list[float] = field(default_factory=list)
+    # Of those who ask for a text's tokens: when, and how long it took.
+    probe_at_s: list[float] = field(default_factory=list)
+    probe_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The simulated run, and what it was told."""
+
+    outcome: Outcome
+    slowness: float
+    cold_start_s: float
+
+    @property
+    def ways_s(self) -> np.ndarray:
+        """By request, [N]."""
+        return np.asarray(self.outcome.overhead_s)
+
+
+def simulated(
+    job: ServeJob,
+    model: ServiceModel,
+    rows: list[Asked],
+    watched: Watched,
+    first_stage_s: float,
+    kill_at_s: float | None,
+) -> Twin:
+    """Of a live run that is over."""
+    told = Cluster(
+        cold_start_s=_cold_start(watched),
+        tick_s=LOOK_S,
+        metrics_lag_s=LOOK_S,
+        routing="least-outstanding",
+        step_tokens=job.engine.max_step_tokens,
+        kills=(Kill(at_s=kill_at_s),) if kill_at_s else (),
+    )
+    told = told.model_copy(update={"slowness": _slowness(job, model, rows, told)})
+    outcome = _run(job, model, rows, told)
+    outcome = replace(outcome, overhead_s=_ways(rows, watched, outcome, first_stage_s))
+    return Twin(outcome, told.slowness, told.cold_start_s)
+
+
+def _pace_p50(outcome: Outcome) -> float:
+    """Seconds a token after the first; a killed replica's requests may have none."""
+    rows = outcome.requests
+    return float(
+        np.nanmedian((rows["end_s"] - rows["first_s"]) / np.maximum(1, rows["output"] - 1))
+    )
+
+
+def _cold_start(watched: Watched) -> float:
+    """Seconds from the first look with a starting replica to the first with one more ready."""
+    starts, since = [], None
+    for at, ready, starting, before in zip(
+        watched.at_s, watched.ready, watched.starting, [0, *watched.ready], strict=False
+    ):
+        if since is not None and ready > before:
+            starts.append(at - since)
+            since = at if starting else None
+        elif since is None and starting:
+            since = at
+    return statistics.median(starts) if starts else _COLD_S
+
+
+def _slowness(job: ServeJob, model: ServiceModel, rows: list[Asked], told: Cluster) -> float:
+    """With which the median time per token is the live one; batches grow with it."""
+    pace_s = statistics.median(row.pace_s for row in rows)
+    slowness = 1.0
+    for _ in range(_APPROACHES):
+        slowed = told.model_copy(update={"slowness": slowness})
+        slowness *= pace_s / _pace_p50(_run(job, model, rows, slowed))
+    return slowness
+
+
+def _ways(rows: list[Asked], watched: Watched, outcome: Outcome, until_s: float) -> np.ndarray:
+    """Seconds of each reply's way, [N]; `outcome` is without any."""
+    at_s = np.array([row.at_s for row in rows])
+    newest = np.searchsorted(watched.probe_at_s, at_s, side="right") - 1
+    probed_s = np.array(watched.probe_s)[np.maximum(0, newest)]
+    early = at_s < until_s
+    beyond_s = np.array([row.first_s for row in rows]) - at_s - outcome.ttft_s
+    return probed_s * max(0.0, np.median(beyond_s[early]) / np.median(probed_s[early]))
+
+
+def _run(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster) -> Outcome:
+    trace = Trace(
+        "live",
+        np.array([row.at_s for row in rows]),
+        np.array([row.prompt_tokens for row in rows]),
+        np.array([row.tokens for row in rows]),
+        pinned_threshold=np.array([float(row.is_pinned) for row in rows]),
+    )
+    fixture = Fixture(
+        trace,
+        model,
+        cluster,
+        model.levels,
+        set_point=1.0,
+        replicas=1,
+        most=job.scaling.max_replicas,
+        seed=0,
+    )
+    return simulate(fixture, Deciding(job.scaling, model))

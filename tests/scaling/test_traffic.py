@@ -1,0 +1,73 @@
+"""What the policy learns about its engines."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scaling.fleets import config, sample
+from scaling.simulated import MODEL, poisson, run
+
+from mars_ray.scaling.sample import ReplicaLoad, Sample
+from mars_ray.scaling.simulate.policy import Deciding
+from mars_ray.scaling.traffic import Traffic, observe_traffic
+
+# 20 rows take 10 ms, and 320, which half of the steps have, 230 ms.
+MIXED = ReplicaLoad(
+    running=4, step_s=0.120, decode_rows=20, prompt_rows=300, prompt_share=0.5, positions=5
+)
+
+
+def learnt(load: ReplicaLoad, seconds: float, traffic: Traffic | None = None) -> Traffic:
+    """After so long, with a look every half second."""
+    traffic = traffic or Traffic()
+    for _ in range(int(2 * seconds)):
+        seen = sample(1, 2.0, loads=(load,))
+        traffic = observe_traffic(traffic, seen, MODEL, 0.5)
+    return traffic
+
+
+def test_steps_with_prompts_do_not_look_slow():
+    """Guards a price paid twice: at the mean of all rows a step would take 80 ms, not 120."""
+    assert learnt(MIXED, 600).slowness == pytest.approx(1.0, abs=1e-6)
+
+
+def test_slow_engines_are_known_within_a_minute_and_stay_known():
+    """Guards minutes of too few replicas when a service model was measured on another machine."""
+    slow = replace(MIXED, step_s=2 * MIXED.step_s)
+    assert learnt(slow, 10).slowness == pytest.approx(1.5, abs=0.05)
+    assert learnt(slow, 60).slowness > 1.8
+    known = learnt(slow, 900)
+    assert known.slowness == pytest.approx(2.0, abs=0.02)
+    assert learnt(MIXED, 10, known).slowness > 1.9, "one that is slow for a moment is not"
+
+
+def test_an_idle_fleet_teaches_nothing():
+    """Guards a slowness forgotten over night."""
+    known = learnt(replace(MIXED, step_s=0.240), 300)
+    for _ in range(3600):
+        known = observe_traffic(known, Sample(running=1, target=1, arrivals_per_s=0.0), MODEL, 1.0)
+    assert known.slowness > 1.9
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
+def test_replicas_follow_the_engines_and_not_the_model(slowness):
+    """With a service model that is wrong by two, requests are in time once that is known.
+
+    By the model a replica carries 40 requests/s: 20 tokens in 10 steps of 10 ms, four at once.
+    """
+    policy = Deciding(
+        config(
+            slo={"ttft_s": 0.5, "time_per_token_s": 0.05},
+            cold_start_s=10,
+            max_replicas=12,
+            scale_down_window_s=20,
+        ),
+        replace(MODEL, step_rows=100),
+    )
+    given = poisson(60, 9000, 50, 20)
+    outcome = run(given, policy, replicas=2, most=12, cold_start_s=10.0, slowness=slowness)
+    late = given.arrival_s > 90
+    in_time = outcome.ttft_s[late] <= 0.5
+    assert np.mean(in_time) > 0.99
+    fewest = 60 * slowness / 40
+    assert fewest <= outcome.timeline.ready[-1] <= 2 * fewest + 1
