@@ -7,19 +7,21 @@ same requests and the same policy in the simulator (live_simulation.py).
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import ray
-from live_simulation import LOOK_S, Asked, Watched, simulated
-from load_client import Client, Streamed, percentile
+from live_load import NAME, Asked, Probe, load
+from live_simulation import LOOK_S, Watched, simulated
+from load_client import percentile
 from ray import serve
 from ray.util import list_named_actors
 
@@ -37,10 +39,7 @@ from mars_ray.scaling.simulate.result import Outcome, summarise
 from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
-NAME = "live"
 PINNED_EVERY = 10  # requests: one of so many pins threshold 1
-NEW_TOKENS = 128
-_AGAIN_S = 1.0  # after a refusal
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
 
 
@@ -55,9 +54,10 @@ def main() -> None:
     for row, question in zip(rows, questions, strict=True):
         row.prompt_tokens = len(encode_prompt([Message("user", question)], tokenizer))
     with _service(job) as url:
-        watched, history = asyncio.run(_live(url, job, asked, rows, questions))
+        seen = asyncio.run(_live(url, job, asked, rows, questions))
+    rows, probes, watched, history = seen
     live = _figures(rows, watched, job.scaling.slo)
-    twin = simulated(job, model, rows, watched, asked.stage_s[0], asked.kill_at)
+    twin = simulated(job, model, rows, watched, probes, asked.stage_s[0], asked.kill_at)
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
     result = {
         "rates": asked.rates,
@@ -152,54 +152,24 @@ def _service(job: ServeJob) -> Iterator[str]:
 
 async def _live(
     url: str, job: ServeJob, asked: argparse.Namespace, rows: list[Asked], questions: list[str]
-) -> tuple[Watched, list[Entry]]:
+) -> tuple[list[Asked], list[Probe], Watched, list[Entry]]:
+    """The rows come back with what has become of them."""
     watched = Watched()
-    begin = time.perf_counter()
-    watching = [
-        asyncio.create_task(_watch(watched, job, begin)),
-        asyncio.create_task(_probe(watched, url, questions[0], begin)),
-    ]
-    kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
-    pairs = zip(rows, questions, strict=True)
-    await asyncio.gather(*kills, *(_ask(url, row, question, begin) for row, question in pairs))
-    for task in watching:
-        task.cancel()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        loop = asyncio.get_running_loop()
+        # Which is there once it has said the time, the same in both processes.
+        begin = await loop.run_in_executor(pool, time.perf_counter)
+        watching = asyncio.create_task(_watch(watched, job, begin))
+        kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
+        clients = loop.run_in_executor(pool, load, url, rows, questions, begin)
+        (rows, probes), *_ = await asyncio.gather(clients, *kills)
+    watching.cancel()
     control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
-    return watched, ray.get(control.history.remote())
-
-
-async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
-    """Until there is a whole answer: what breaks off is asked for again, what is refused later."""
-    await asyncio.sleep(max(0.0, begin + row.at_s - time.perf_counter()))
-    body: dict[str, Any] = {
-        "model": NAME,
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": NEW_TOKENS,
-    }
-    if row.is_pinned:
-        body["threshold"] = 1.0
-    while True:
-        asked_s = time.perf_counter()
-        client = Client(url)
-        try:
-            done: Streamed = await client.chat(body)
-        except (RuntimeError, KeyError, OSError, asyncio.IncompleteReadError) as error:
-            is_refusal = " 429 " in str(error) or " 503 " in str(error)
-            row.refused += is_refusal
-            row.cut += not is_refusal
-            await asyncio.sleep(_AGAIN_S * is_refusal)
-            continue
-        finally:
-            client.close()
-        row.first_s = asked_s + done.first_s - begin
-        row.end_s = asked_s + done.total_s - begin
-        row.tokens, row.threshold = done.tokens, done.threshold
-        return
+    return rows, probes, watched, ray.get(control.history.remote())
 
 
 async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
-    control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
+    control: Any = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
     while True:
         status = await asyncio.to_thread(serve.status)
         states = status.applications[APP_NAME].deployments[job.deployment].replica_states
@@ -208,21 +178,8 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         watched.ready.append(counts.get("RUNNING", 0))
         watched.starting.append(counts.get("STARTING", 0))
         watched.stopping.append(counts.get("STOPPING", 0))
-        point: Any = ray.get(control.wait.remote(None))
+        point = await control.wait.remote(None)
         watched.threshold.append(point.threshold)
-        await asyncio.sleep(LOOK_S)
-
-
-async def _probe(watched: Watched, url: str, text: str, begin: float) -> None:
-    """A new connection each time, as for every request."""
-    while True:
-        asked_s = time.perf_counter()
-        with suppress(httpx.HTTPError):
-            async with httpx.AsyncClient() as client:
-                reply = await client.post(f"{url}/tokenize", json={"model": NAME, "prompt": text})
-            reply.raise_for_status()
-            watched.probe_at_s.append(asked_s - begin)
-            watched.probe_s.append(time.perf_counter() - asked_s)
         await asyncio.sleep(LOOK_S)
 
 

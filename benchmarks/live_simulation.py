@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from live_load import Asked, Probe
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import Cluster, Kill
@@ -27,26 +28,6 @@ _COLD_S = 15.0  # if no replica was started
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request, by seconds since the beginning of the run."""
-
-    at_s: float
-    prompt_tokens: int
-    is_pinned: bool
-    first_s: float = 0.0
-    end_s: float = 0.0
-    tokens: int = 0
-    threshold: float | None = None
-    cut: int = 0  # streams that broke off and were asked for again
-    refused: int = 0
-
-    @property
-    def pace_s(self) -> float:
-        """Seconds a token after the first."""
-        return (self.end_s - self.first_s) / max(1, self.tokens - 1)
-
-
-@dataclass(slots=True)
 class Watched:
     """The service from outside, every LOOK_S."""
 
@@ -55,9 +36,6 @@ class Watched:
     starting: list[int] = field(default_factory=list)
     stopping: list[int] = field(default_factory=list)
     threshold: list[float] = field(default_factory=list)
-    # Of those who ask for a text's tokens: when, and how long it took.
-    probe_at_s: list[float] = field(default_factory=list)
-    probe_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +57,7 @@ def simulated(
     model: ServiceModel,
     rows: list[Asked],
     watched: Watched,
+    probes: list[Probe],
     first_stage_s: float,
     kill_at_s: float | None,
 ) -> Twin:
@@ -93,7 +72,7 @@ def simulated(
     )
     told = told.model_copy(update={"slowness": _slowness(job, model, rows, told)})
     outcome = _run(job, model, rows, told)
-    outcome = replace(outcome, overhead_s=_ways(rows, watched, outcome, first_stage_s))
+    outcome = replace(outcome, overhead_s=_ways(rows, probes, outcome, first_stage_s))
     return Twin(outcome, told.slowness, told.cold_start_s)
 
 
@@ -129,11 +108,11 @@ def _slowness(job: ServeJob, model: ServiceModel, rows: list[Asked], told: Clust
     return slowness
 
 
-def _ways(rows: list[Asked], watched: Watched, outcome: Outcome, until_s: float) -> np.ndarray:
+def _ways(rows: list[Asked], probes: list[Probe], outcome: Outcome, until_s: float) -> np.ndarray:
     """Seconds of each reply's way, [N]; `outcome` is without any."""
     at_s = np.array([row.at_s for row in rows])
-    newest = np.searchsorted(watched.probe_at_s, at_s, side="right") - 1
-    probed_s = np.array(watched.probe_s)[np.maximum(0, newest)]
+    newest = np.searchsorted([probe.at_s for probe in probes], at_s, side="right") - 1
+    probed_s = np.array([probe.took_s for probe in probes])[np.maximum(0, newest)]
     early = at_s < until_s
     beyond_s = np.array([row.first_s for row in rows]) - at_s - outcome.ttft_s
     return probed_s * max(0.0, np.median(beyond_s[early]) / np.median(probed_s[early]))

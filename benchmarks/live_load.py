@@ -1,0 +1,103 @@
+"""The clients of a live run: a process of their own, in which nothing else keeps them waiting."""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from load_client import Client, Streamed
+
+NAME = "live"
+NEW_TOKENS = 128
+_AGAIN_S = 1.0  # after a refusal
+_PROBE_S = 0.5
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, by seconds since the beginning of the run."""
+
+    at_s: float
+    prompt_tokens: int
+    is_pinned: bool
+    first_s: float = 0.0
+    end_s: float = 0.0
+    tokens: int = 0
+    threshold: float | None = None
+    cut: int = 0  # streams that broke off and were asked for again
+    refused: int = 0
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds a token after the first."""
+        return (self.end_s - self.first_s) / max(1, self.tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Somebody asked for the tokens of a text: no work for an engine."""
+
+    at_s: float
+    took_s: float
+
+
+def load(
+    url: str, rows: list[Asked], questions: list[str], begin: float
+) -> tuple[list[Asked], list[Probe]]:
+    """All of them, each at its time; `begin` is of `time.perf_counter`, the same for all."""
+    return asyncio.run(_load(url, rows, questions, begin))
+
+
+async def _load(
+    url: str, rows: list[Asked], questions: list[str], begin: float
+) -> tuple[list[Asked], list[Probe]]:
+    probes: list[Probe] = []
+    probing = asyncio.create_task(_probe(probes, url, questions[0], begin))
+    pairs = zip(rows, questions, strict=True)
+    await asyncio.gather(*(_ask(url, row, question, begin) for row, question in pairs))
+    probing.cancel()
+    return rows, probes
+
+
+async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
+    """Until there is a whole answer: what breaks off is asked for again, what is refused later."""
+    await asyncio.sleep(max(0.0, begin + row.at_s - time.perf_counter()))
+    body: dict[str, Any] = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": NEW_TOKENS,
+    }
+    if row.is_pinned:
+        body["threshold"] = 1.0
+    while True:
+        asked_s = time.perf_counter()
+        client = Client(url)
+        try:
+            done: Streamed = await client.chat(body)
+        except (RuntimeError, KeyError, OSError, asyncio.IncompleteReadError) as error:
+            is_refusal = " 429 " in str(error) or " 503 " in str(error)
+            row.refused += is_refusal
+            row.cut += not is_refusal
+            await asyncio.sleep(_AGAIN_S * is_refusal)
+            continue
+        finally:
+            client.close()
+        row.first_s = asked_s + done.first_s - begin
+        row.end_s = asked_s + done.total_s - begin
+        row.tokens, row.threshold = done.tokens, done.threshold
+        return
+
+
+async def _probe(probes: list[Probe], url: str, text: str, begin: float) -> None:
+    """A new connection each time, as for every request."""
+    while True:
+        asked_s = time.perf_counter()
+        with suppress(httpx.HTTPError):
+            async with httpx.AsyncClient() as client:
+                reply = await client.post(f"{url}/tokenize", json={"model": NAME, "prompt": text})
+            reply.raise_for_status()
+            probes.append(Probe(asked_s - begin, time.perf_counter() - asked_s))
+        await asyncio.sleep(_PROBE_S)
