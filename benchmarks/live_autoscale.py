@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from live_load import NAME, Asked, Probe, load
+from live_load import NAME, Asked, load
 from live_simulation import LOOK_S, Watched, simulated
 from load_client import percentile
 from ray import serve
@@ -39,6 +39,7 @@ from mars_ray.scaling.simulate.result import Outcome, summarise
 from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
+_COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
 PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
 
@@ -55,20 +56,20 @@ def main() -> None:
         row.prompt_tokens = len(encode_prompt([Message("user", question)], tokenizer))
     with _service(job) as url:
         seen = asyncio.run(_live(url, job, asked, rows, questions))
-    rows, probes, watched, history = seen
+    rows, watched, history = seen
     live = _figures(rows, watched, job.scaling.slo)
-    twin = simulated(job, model, rows, watched, probes, asked.stage_s[0], asked.kill_at)
+    twin = simulated(job, model, rows, watched, asked.stage_s[0], asked.kill_at)
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
+    figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
+    told = {name: getattr(twin.told, name) for name in ("slowness", "cold_start_s", "overhead_s")}
     result = {
         "rates": asked.rates,
         "stage_s": asked.stage_s,
         "kill_at_s": asked.kill_at,
-        "slowness": twin.slowness,
-        "cold_start_s": twin.cold_start_s,
-        "ways_s": {f"p{q}": float(np.percentile(twin.ways_s, q)) for q in (10, 50, 90)},
+        **told,
         "live": live,
         "simulated": figures,
-        "ratios": {key: figures[key] / live[key] for key in ("ttft_p90_s", "replica_s")},
+        "ratios": {key: figures[key] / live[key] for key in _COMPARED},
         # at, prompt tokens, tokens, first token, end, threshold
         "requests": [_kept(row) for row in rows],
         "timeline": _timeline(watched, rows),
@@ -77,7 +78,7 @@ def main() -> None:
         "provenance": provenance(),
     }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
-    shown = {key: result[key] for key in ("slowness", "cold_start_s", "ways_s", "live", "ratios")}
+    shown = {key: result[key] for key in (*told, "live", "ratios")}
     print(json.dumps(shown, indent=1))
 
 
@@ -152,7 +153,7 @@ def _service(job: ServeJob) -> Iterator[str]:
 
 async def _live(
     url: str, job: ServeJob, asked: argparse.Namespace, rows: list[Asked], questions: list[str]
-) -> tuple[list[Asked], list[Probe], Watched, list[Entry]]:
+) -> tuple[list[Asked], Watched, list[Entry]]:
     """The rows come back with what has become of them."""
     watched = Watched()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -162,10 +163,10 @@ async def _live(
         watching = asyncio.create_task(_watch(watched, job, begin))
         kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
         clients = loop.run_in_executor(pool, load, url, rows, questions, begin)
-        (rows, probes), *_ = await asyncio.gather(clients, *kills)
+        rows, *_ = await asyncio.gather(clients, *kills)
     watching.cancel()
     control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
-    return rows, probes, watched, ray.get(control.history.remote())
+    return rows, watched, ray.get(control.history.remote())
 
 
 async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
@@ -216,6 +217,7 @@ def _figures(rows: list[Asked], watched: Watched, slo: Slo) -> dict[str, Any]:
         "ttft_p50_s": statistics.median(ttft),
         "ttft_p90_s": percentile(ttft, 0.9),
         "ttft_p99_s": percentile(ttft, 0.99),
+        "answer_p90_s": percentile([row.end_s - row.at_s for row in rows], 0.9),
         "time_per_token_p50_s": statistics.median(pace),
         "time_per_token_p90_s": percentile(pace, 0.9),
         "replica_s": float((looks * alive).sum()),

@@ -2,17 +2,14 @@
 
 import asyncio
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from load_client import Client, Streamed
 
 NAME = "live"
 NEW_TOKENS = 128
 _AGAIN_S = 1.0  # after a refusal
-_PROBE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -35,30 +32,15 @@ class Asked:
         return (self.end_s - self.first_s) / max(1, self.tokens - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Somebody asked for the tokens of a text: no work for an engine."""
-
-    at_s: float
-    took_s: float
-
-
-def load(
-    url: str, rows: list[Asked], questions: list[str], begin: float
-) -> tuple[list[Asked], list[Probe]]:
+def load(url: str, rows: list[Asked], questions: list[str], begin: float) -> list[Asked]:
     """All of them, each at its time; `begin` is of `time.perf_counter`, the same for all."""
     return asyncio.run(_load(url, rows, questions, begin))
 
 
-async def _load(
-    url: str, rows: list[Asked], questions: list[str], begin: float
-) -> tuple[list[Asked], list[Probe]]:
-    probes: list[Probe] = []
-    probing = asyncio.create_task(_probe(probes, url, questions[0], begin))
+async def _load(url: str, rows: list[Asked], questions: list[str], begin: float) -> list[Asked]:
     pairs = zip(rows, questions, strict=True)
     await asyncio.gather(*(_ask(url, row, question, begin) for row, question in pairs))
-    probing.cancel()
-    return rows, probes
+    return rows
 
 
 async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
@@ -89,15 +71,3 @@ async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
         row.end_s = asked_s + done.total_s - begin
         row.tokens, row.threshold = done.tokens, done.threshold
         return
-
-
-async def _probe(probes: list[Probe], url: str, text: str, begin: float) -> None:
-    """A new connection each time, as for every request."""
-    while True:
-        asked_s = time.perf_counter()
-        with suppress(httpx.HTTPError):
-            async with httpx.AsyncClient() as client:
-                reply = await client.post(f"{url}/tokenize", json={"model": NAME, "prompt": text})
-            reply.raise_for_status()
-            probes.append(Probe(asked_s - begin, time.perf_counter() - asked_s))
-        await asyncio.sleep(_PROBE_S)

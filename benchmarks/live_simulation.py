@@ -2,21 +2,20 @@
 
 What the simulator is told of the machine is how many times longer than by the service model a token
 took at the median (two cores run replicas, proxy, ingress, controller and clients), how long a
-replica took to start, and what a reply's way takes: twice a second somebody asks the service for
-the tokens of a text, which goes the same way and needs no engine; a first token's way is the newest
-of these times, by a factor that makes it the live one's at the median of the first stage. When
-requests wait, and how many replicas there are when, the simulator has to find by itself.
+replica took to start, and what a reply's way added to a first token at the median of the first
+stage. When requests wait, and how many replicas there are when, it has to find by itself.
 """
 
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-from live_load import Asked, Probe
+from live_load import Asked
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import Cluster, Kill
 from mars_ray.scaling.service_model import ServiceModel
+from mars_ray.scaling.simulate.arrays import DONE
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.simulate.result import Outcome
 from mars_ray.scaling.simulate.run import Fixture, simulate
@@ -43,13 +42,13 @@ class Twin:
     """The simulated run, and what it was told."""
 
     outcome: Outcome
-    slowness: float
-    cold_start_s: float
+    told: Cluster
 
     @property
-    def ways_s(self) -> np.ndarray:
-        """By request, [N]."""
-        return np.asarray(self.outcome.overhead_s)
+    def answers_s(self) -> list[float]:
+        """Seconds of whole answers, of those that were given."""
+        rows = self.outcome.requests[self.outcome.requests["outcome"] == DONE]
+        return (rows["end_s"] - rows["arrival_s"] + self.told.overhead_s).tolist()
 
 
 def simulated(
@@ -57,7 +56,6 @@ def simulated(
     model: ServiceModel,
     rows: list[Asked],
     watched: Watched,
-    probes: list[Probe],
     first_stage_s: float,
     kill_at_s: float | None,
 ) -> Twin:
@@ -71,9 +69,9 @@ def simulated(
         kills=(Kill(at_s=kill_at_s),) if kill_at_s else (),
     )
     told = told.model_copy(update={"slowness": _slowness(job, model, rows, told)})
-    outcome = _run(job, model, rows, told)
-    outcome = replace(outcome, overhead_s=_ways(rows, probes, outcome, first_stage_s))
-    return Twin(outcome, told.slowness, told.cold_start_s)
+    overhead_s = _overhead(rows, _run(job, model, rows, told), first_stage_s)
+    told = told.model_copy(update={"overhead_s": overhead_s})
+    return Twin(_run(job, model, rows, told), told)
 
 
 def _pace_p50(outcome: Outcome) -> float:
@@ -108,14 +106,11 @@ def _slowness(job: ServeJob, model: ServiceModel, rows: list[Asked], told: Clust
     return slowness
 
 
-def _ways(rows: list[Asked], probes: list[Probe], outcome: Outcome, until_s: float) -> np.ndarray:
-    """Seconds of each reply's way, [N]; `outcome` is without any."""
-    at_s = np.array([row.at_s for row in rows])
-    newest = np.searchsorted([probe.at_s for probe in probes], at_s, side="right") - 1
-    probed_s = np.array([probe.took_s for probe in probes])[np.maximum(0, newest)]
-    early = at_s < until_s
-    beyond_s = np.array([row.first_s for row in rows]) - at_s - outcome.ttft_s
-    return probed_s * max(0.0, np.median(beyond_s[early]) / np.median(probed_s[early]))
+def _overhead(rows: list[Asked], outcome: Outcome, until_s: float) -> float:
+    """Seconds of a reply's way: what the first stage's first tokens took beyond the engine's."""
+    early = np.array([row.at_s < until_s for row in rows])
+    live = np.array([row.first_s - row.at_s for row in rows])
+    return max(0.0, float(np.median((live - outcome.ttft_s)[early])))
 
 
 def _run(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster) -> Outcome:

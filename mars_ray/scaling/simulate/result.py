@@ -35,7 +35,7 @@ class Outcome:
     end_s: float
     replica_s: float
     below_set_point_s: float
-    overhead_s: float | Floats
+    overhead_s: float
     reasons: tuple[tuple[float, str], ...]  # of decisions that changed something
 
     @property
