@@ -19,7 +19,7 @@ from mars_ray.scaling.simulate.run import EXACT, Fixture, Progress, simulate
 from mars_ray.scaling.traces.trace import Trace
 
 # Knob settings from cheap to safe: how much of a replica's capacity is to be used.
-_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
 # Of a window's requests, those that the clairvoyant one wants in time.
 _KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
 # What capacity is counted at, over the time per token that is owed. Well below these, the time that
@@ -27,7 +27,7 @@ _KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
 _AIMS = (1.06, 1.02, 0.98, 0.94, 0.9)
 # A fleet that is warm when a run begins is made for this much of its beginning, and has this much
 # to spare.
-_BEGINNING_S, _SPARE = 120.0, 1.25
+_BEGINNING_S, _SPARE = 120.0, 1.5
 _WINDOW_S = 30.0
 # No larger fleet is looked at after this attainment, or after so many that brought no more.
 _ALL, _LOOK, _MORE = 0.9995, 3, 1e-4
