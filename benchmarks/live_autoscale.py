@@ -176,11 +176,12 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         status = await asyncio.to_thread(serve.status)
         states = status.applications[APP_NAME].deployments[job.deployment].replica_states
         counts = {str(getattr(state, "value", state)): n for state, n in states.items()}
+        point = await control.wait.remote(None)
+        # Nothing is awaited between these: they are cut off together.
         watched.at_s.append(time.perf_counter() - begin)
         watched.ready.append(counts.get("RUNNING", 0))
         watched.starting.append(counts.get("STARTING", 0))
         watched.stopping.append(counts.get("STOPPING", 0))
-        point = await control.wait.remote(None)
         watched.threshold.append(point.threshold)
         await asyncio.sleep(LOOK_S)
 

@@ -1,7 +1,8 @@
 """The simulation of a live run (live_autoscale.py): the same requests, the same policy.
 
-What the simulator is told of the machine is how many times longer than by the service model a token
-took at the median (two cores run replicas, proxy, ingress, controller and clients), how long a
+What the simulator is told of the machine is how many times longer than by the service model steps
+take, so that a token takes what it took at the median (two cores run replicas, proxy, ingress,
+controller and clients), how long a
 replica took to start, and what a reply's way added to a first token at the median of the first
 stage. When requests wait, and how many replicas there are when, it has to find by itself.
 """

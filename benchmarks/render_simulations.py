@@ -110,8 +110,8 @@ def live(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{lowered} A token took {result['slowness']:.2f} times what the service model says, "
-        f"a replica {result['cold_start_s']:.0f} s to start, and a reply's way "
+        f"{lowered} Steps were told to take {result['slowness']:.2f} times what the service model "
+        f"says, a replica {result['cold_start_s']:.0f} s to start, and a reply's way "
         f"{1e3 * result['overhead_s']:.0f} ms. {machine(result['provenance'])}.",
     ]
 

@@ -190,8 +190,9 @@ class Engine:
         forward_s = time.monotonic()
         rows = forward(self._backend, work, self.card.mask_token_id)
         end_s = time.monotonic()
-        self.totals.add(work, end_s - begin_s)
+        self.totals.add(work)
         events = self._commit(work, rows)
+        self.totals.seconds += time.monotonic() - begin_s
         if self.control:
             self.control.cost.observe(self.last_rows, end_s - forward_s)
         return events

@@ -11,16 +11,15 @@ class StepTotals:
     """Means over any span are differences of two readings."""
 
     steps: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of whole steps, with what they commit
     prompt_steps: int = 0  # that had rows of prompts
     prompt_rows: int = 0  # computed, not found in the prefix cache
     sequences: int = 0  # decoding, one count per step
     decode_rows: int = 0  # of those
 
-    def add(self, work: Several[Work], seconds: float) -> None:
-        """A step before its tokens are committed, and how long it took."""
+    def add(self, work: Several[Work]) -> None:
+        """A step before its tokens are committed."""
         self.steps += 1
-        self.seconds += seconds
         self.prompt_steps += any(not item.sequence.forwards for item in work)
         for item in work:
             if item.sequence.forwards:

@@ -145,7 +145,7 @@ def _load(seen: tuple[Report, ...]) -> ReplicaLoad:
         step_s=_rise(before, newest, STEP_S) / steps if steps else None,
         decode_rows=decode_rows / steps if steps else None,
         prompt_rows=prompt_rows / prompt_steps if prompt_steps else None,
-        prompt_share=prompt_steps / steps if steps else None,
+        prompt_share=prompt_steps / steps if steps and PROMPT_STEPS in newest.sums else None,
         positions=decode_rows / sequences if sequences else None,
         threshold=newest.sums.get(THRESHOLD),
     )

@@ -10,10 +10,10 @@ max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arit
 m sequences that decode at a level with p rows and f committed tokens per forward, while requests
 of P prompt and D output tokens come and go, complete m f / D requests per step, so q = m f P / D
 rows of prompts must be forwarded beside each. A prompt goes in one step, with the others that have
-come, or in chunks that fill steps up to S rows. So a share s of the steps has c rows of prompts,
-and the others only decode:
+come by chance (Poisson's law), or in chunks that fill steps up to S rows. So a share s of the steps
+has c rows of prompts, and the others only decode:
 
-    c = min(S - m p, max(P, q)),   s = q / c,   C = m (P + D / 2),
+    c = min(S - m p, q / (1 - exp(-q / P))),   s = q / c,   C = m (P + D / 2),
     mean step = (1 - s) t(m p, C) + s t(m p + c, C)
 
 or s t(m p + c, C) from s = 1 on, where prompts are all that limits. With t for the mean step,
@@ -30,6 +30,7 @@ the engine picks the shape with the most tokens/s at its batch, and so does `at`
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -215,7 +216,8 @@ class ServiceModel:
         output = max(1.0, mix.output_tokens)
         prompts = batch * shape.tokens_per_forward * mix.prompt_tokens / output
         rows, context = batch * shape.positions, batch * mix.context_tokens
-        chunk = max(1.0, min(self.step_rows - rows, max(mix.prompt_tokens, prompts)))
+        come = -math.expm1(-prompts / max(1.0, mix.prompt_tokens))
+        chunk = max(1.0, min(self.step_rows - rows, prompts / come if come else 1.0))
         share = prompts / chunk
         seconds = share * self.step_s(rows + chunk, context)
         seconds += max(0.0, 1 - share) * self.step_s(rows, context)

@@ -29,10 +29,11 @@ class Traffic:
     output_tokens: float = 128.0
     # (class or PINNED, share), sorted by name.
     class_shares: tuple[tuple[str, float], ...] = ()
-    measured_s: float = _TRUST_S  # behind what follows, forgotten slowly
-    # Measured seconds of a step over the model's.
+    # Measured seconds of a step over the model's, and how long that was measured.
     slowness: float = 1.0
-    # (threshold, what masks bring beyond the first token over what the model says).
+    stepped_s: float = 0.0
+    # (threshold, what masks bring beyond the first token over what the model says); how long.
+    drafted_s: float = 0.0
     gains: tuple[tuple[float, float], ...] = ()
 
     def rounded(self) -> "Traffic":
@@ -52,23 +53,35 @@ def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: f
     kept = traffic.requests * math.exp(-dt / _FORGET_S)
     weight = new / (kept + new) if new > 0 else 0.0
     slowness = _slowness(sample, traffic, model)
-    measured_s = traffic.measured_s * math.exp(-dt / _FORGET_S)
-    told_s = dt if slowness is not None else 0.0
-    told = told_s / (measured_s + told_s) if told_s else 0.0
+    positions = _positions(sample.loads)
+    drafted = positions >= _DRAFTING and bool(sample.tokens_per_forward)
     return replace(
         traffic,
         requests=kept + new,
         prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, weight),
         output_tokens=_towards(traffic.output_tokens, sample.output_tokens, weight),
         class_shares=_shares(traffic, sample, weight),
-        measured_s=max(_TRUST_S, measured_s + told_s),
-        slowness=_towards(traffic.slowness, slowness, told),
-        gains=_gains(traffic, sample, model, told),
+        slowness=_towards(traffic.slowness, slowness, _news(traffic.stepped_s, dt)),
+        stepped_s=_longer(traffic.stepped_s, dt) if slowness is not None else traffic.stepped_s,
+        gains=_gains(traffic, sample, model, positions, dt) if drafted else traffic.gains,
+        drafted_s=_longer(traffic.drafted_s, dt) if drafted else traffic.drafted_s,
     )
 
 
 def _towards(old: float, new: float | None, weight: float) -> float:
     return old if new is None else old + weight * (new - old)
+
+
+def _news(measured_s: float, dt: float) -> float:
+    """Weight of the next `dt` seconds of measuring, after so many and what the model says.
+
+    Time without anything to measure forgets nothing.
+    """
+    return dt / (_TRUST_S + measured_s + dt)
+
+
+def _longer(measured_s: float, dt: float) -> float:
+    return min(_FORGET_S, measured_s + dt)
 
 
 def _shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str, float], ...]:
@@ -83,7 +96,8 @@ def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | 
     measured = expected = 0.0
     context = traffic.prompt_tokens + traffic.output_tokens / 2
     for load in sample.loads:
-        if load.running and load.step_s and load.decode_rows is not None:
+        known = load.decode_rows is not None and load.prompt_share is not None
+        if load.running and load.step_s and known:
             measured += load.step_s
             expected += _expected_s(load, load.running * context, model)
     return min(_MOST_SLOW, max(_LEAST_SLOW, measured / expected)) if expected else None
@@ -100,11 +114,10 @@ def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float
 
 
 def _gains(
-    traffic: Traffic, sample: Sample, model: ServiceModel, weight: float
+    traffic: Traffic, sample: Sample, model: ServiceModel, positions: float, dt: float
 ) -> tuple[tuple[float, float], ...]:
-    positions = _positions(sample.loads)
-    if positions < _DRAFTING:
-        return traffic.gains
+    """With `positions` rows of a sequence that decodes."""
+    weight = _news(traffic.drafted_s, dt)
     old = dict(traffic.gains)
     gains = dict(old)
     for level in model.levels:

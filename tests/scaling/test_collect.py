@@ -95,6 +95,9 @@ def test_steps_of_a_replica_are_means_since_the_look_before():
     assert (load.prompt_rows, load.prompt_share) == (100.0, 0.4)
     (idle,) = collector.sample({"a": report(2, **sums)}, 1, 1, 2).loads
     assert idle.step_s is idle.prompt_rows is idle.prompt_share is idle.decode_rows is None
+    before = {name: value for name, value in sums.items() if name != "prompt_steps"}
+    (older,) = collector.sample({"a": report(3, **before | {"steps": 20.0})}, 1, 1, 3).loads
+    assert (older.step_s, older.prompt_share) == (0.0, None), "of a release that did not count them"
 
 
 def test_step_costs_are_medians_over_replicas():

@@ -1,11 +1,15 @@
 """The service model: hand-worked numbers, its physics, its file, and what it is built from."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scaling.simulated import run, trace
 
 from mars_ray.core.frontier import Frontier
 from mars_ray.errors import ConfigError
@@ -43,6 +47,27 @@ def test_prompts_fill_steps():
     """A step completes 10 * 2 / 100 requests of 970 prompt tokens: a fifth of the steps is full."""
     operating = MODEL.at(LEVELS[1], 10, Mix(970, 100))
     assert operating.step_s == pytest.approx(0.8 * 0.004 + 0.2 * 0.04)
+
+
+def test_short_prompts_share_steps_by_chance():
+    """0.2 prompts of 100 tokens a step: 18% of the steps have any, and 110 rows of them."""
+    operating = MODEL.at(LEVELS[1], 10, Mix(100, 100))
+    some = 1 - math.exp(-0.2)
+    longer = 0.004 + (30 + 20 / some - 100) * 4e-5
+    assert operating.step_s == pytest.approx((1 - some) * 0.004 + some * longer)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(20, 60), (100, 50), (100, 200), (600, 60)])
+def test_a_busy_replica_carries_what_the_model_says(prompt, output):
+    """Against the simulator, which makes every step: within 5%, whatever the prompts."""
+    model = replace(MODEL, levels=(Level(1.0, 0.0, ()),), max_batch=40)
+    outputs = np.random.default_rng(0).geometric(1 / output, 3000)
+    given = trace(*((0.0, prompt, int(tokens)) for tokens in outputs))
+    done = run(given, model=model, step_tokens=1000, waiting_requests=5000)
+    # Without the last ones, who have the replica to themselves.
+    end_s = np.sort(done.requests["end_s"])[2700]
+    said = model.at(model.levels[0], 40, Mix(prompt, float(outputs.mean()))).requests_per_s
+    assert 2700 / end_s == pytest.approx(said, rel=0.05)
 
 
 def test_where_prompts_are_all_there_is_no_level_helps():

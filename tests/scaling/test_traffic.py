@@ -1,12 +1,14 @@
 """What the policy learns about its engines."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from scaling.fleets import config, sample
-from scaling.simulated import MODEL, poisson, run
+from scaling.simulated import MODEL, poisson, run, trace
 
+from mars_ray.scaling.decide import decide
+from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.sample import ReplicaLoad, Sample
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.traffic import Traffic, observe_traffic
@@ -38,15 +40,34 @@ def test_slow_engines_are_known_within_a_minute_and_stay_known():
     assert learnt(slow, 60).slowness > 1.8
     known = learnt(slow, 900)
     assert known.slowness == pytest.approx(2.0, abs=0.02)
-    assert learnt(MIXED, 10, known).slowness > 1.9, "one that is slow for a moment is not"
+    assert learnt(replace(slow, step_s=0.960), 5, known).slowness < 2.1, "a moment is no news"
 
 
 def test_an_idle_fleet_teaches_nothing():
-    """Guards a slowness forgotten over night."""
+    """Guards a slowness forgotten over night, and a first minute that outweighs all before."""
     known = learnt(replace(MIXED, step_s=0.240), 300)
     for _ in range(3600):
         known = observe_traffic(known, Sample(running=1, target=1, arrivals_per_s=0.0), MODEL, 1.0)
     assert known.slowness > 1.9
+    assert learnt(replace(MIXED, step_s=0.960), 5, known).slowness < 2.1
+
+
+def test_what_masks_bring_is_learnt_from_the_first_drafts_on():
+    """Guards minutes of wrong rungs when a busy fleet, which had no masks, begins to draft."""
+    busy = learnt(replace(MIXED, positions=1.0), 600)
+    assert busy.gains == ()
+    for _ in range(60):
+        seen = sample(1, 2.0, loads=(replace(MIXED, positions=2.0),), tokens_per_forward={1.0: 1.5})
+        busy = observe_traffic(busy, seen, MODEL, 0.5)
+    assert dict(busy.gains)[1.0] == pytest.approx(0.625, abs=0.03), (
+        "0.5 is true, and 1 was believed"
+    )
+
+
+def test_a_report_without_steps_of_prompts_teaches_nothing():
+    """Guards a fleet three times too large while replicas of an older release still report."""
+    old = replace(MIXED, prompt_rows=None, prompt_share=None)
+    assert learnt(old, 60).slowness == 1.0
 
 
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
@@ -71,3 +92,36 @@ def test_replicas_follow_the_engines_and_not_the_model(slowness):
     assert np.mean(in_time) > 0.99
     fewest = 60 * slowness / 40
     assert fewest <= outcome.timeline.ready[-1] <= 2 * fewest + 1
+
+
+@dataclass
+class Remembering:
+    """A policy that shows what it was told and what it has learnt."""
+
+    state: State = field(default_factory=State)
+    samples: list[Sample] = field(default_factory=list)
+
+    def __call__(self, seen: Sample, now: float) -> Decision:
+        self.samples.append(seen)
+        wants = config(min_replicas=2, max_replicas=2, threshold={"floor": 1.0})
+        decision = decide(seen, self.state, wants, replace(MODEL, step_rows=400), now)
+        self.state = decision.state
+        return decision
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
+def test_simulated_engines_report_what_real_ones_do(slowness):
+    """Prompts of 300 rows take 210 ms where decoding takes 10: what is learnt is the truth."""
+    policy = Remembering()
+    run(poisson(4, 800, 300, 20), policy, replicas=2, step_tokens=400, slowness=slowness)
+    assert policy.state.traffic.slowness == pytest.approx(slowness, rel=0.1)
+
+
+def test_a_simulated_report_by_hand():
+    """150 prompt tokens in steps of 100 and 50 rows, then 20 tokens in 10 steps of two rows."""
+    policy = Remembering()
+    run(trace((0.0, 150, 21)), policy, replicas=2, step_tokens=100)
+    (load,) = (load for load in policy.samples[1].loads if load.step_s)
+    assert load.step_s == pytest.approx(0.010)
+    assert (load.prompt_rows, load.prompt_share) == (75, pytest.approx(2 / 12))
+    assert load.decode_rows == pytest.approx(20 / 12)

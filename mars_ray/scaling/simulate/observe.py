@@ -133,7 +133,10 @@ class Observer:
         return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
 
     def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
-        """Of steps the means since the tick before, as an engine's counters give them."""
+        """Of steps the means since the tick before, as an engine's counters give them.
+
+        But `positions`, which are those of the newest steps.
+        """
         replicas = self.world.replicas
         done_5R = self._counted(now)
         more_5R = done_5R - self._done_5R
