@@ -108,14 +108,16 @@ class MetricsReader:
 
     path: Path
     offset: int = 0
+    inode: int = 0  # who cuts back puts another file in the place
 
     def new(self) -> list[dict[str, Any]]:
         """The complete lines that were added since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self.offset:
-                self.offset = 0
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.inode or status.st_size < self.offset:
+                self.offset, self.inode = 0, status.st_ino
             file.seek(self.offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self.offset += len(whole) + len(newline)

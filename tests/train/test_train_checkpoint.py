@@ -131,6 +131,21 @@ def test_the_reader_follows_and_survives_a_cut(tmp_path):
     assert [line["step"] for line in reader.new()] == [1]
 
 
+def test_the_reader_survives_a_cut_that_has_grown_again(tmp_path):
+    """Guards an offset in the middle of a line: more was written than cut before the next look."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    reader = MetricsReader(path)
+    reader.new()
+    writer = MetricsWriter(path, step=1, total_steps=3, workers=2)
+    writer.write("train", 2, {"loss": 0.123456789})
+    assert path.stat().st_size > reader.offset
+    assert [line["step"] for line in reader.new()] == [0, 1, 1, 2]
+    writer.write("train", 3, {"loss": 1.0})
+    assert [line["step"] for line in reader.new()] == [3]
+    writer.close()
+
+
 def test_means_by_hand_and_across_a_checkpoint():
     """Guards a logged mean that starts anew where a checkpoint fell between two log lines."""
     # 10 weights of the body, 5 of the head, attention 2 wide; a million FLOPs a second at best.
