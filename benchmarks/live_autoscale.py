@@ -43,7 +43,7 @@ from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
-PINNED_EVERY = 10  # requests: one of so many pins threshold 1
+_PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
 
 
@@ -58,8 +58,7 @@ def main() -> None:
     for row, question in zip(rows, questions, strict=True):
         row.prompt_tokens = len(encode_prompt([Message("user", question)], tokenizer))
     with _service(job) as url:
-        seen = asyncio.run(_live(url, job, asked, rows, questions))
-    rows, watched, history = seen
+        rows, watched, history = asyncio.run(_live(url, job, asked, rows, questions))
     live = _figures(rows, watched, job.scaling.slo)
     twin = simulated(job, model, rows, watched, asked.stage_s[0], asked.kill_at)
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
@@ -130,7 +129,7 @@ def _arrivals(asked: argparse.Namespace) -> list[Asked]:
     for rate, seconds in zip(asked.rates, asked.stage_s, strict=True):
         at = begin + draw.expovariate(rate)
         while at < begin + seconds:
-            rows.append(Asked(at, 0, len(rows) % PINNED_EVERY == 0))
+            rows.append(Asked(at, 0, len(rows) % _PINNED_EVERY == 0))
             at += draw.expovariate(rate)
         begin += seconds
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 from load_client import Client, Streamed
 
 NAME = "live"
-NEW_TOKENS = 128
+_NEW_TOKENS = 128
 _AGAIN_S = 1.0  # after a refusal
 
 
@@ -50,7 +50,7 @@ async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
         "model": NAME,
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": NEW_TOKENS,
+        "max_tokens": _NEW_TOKENS,
     }
     if row.is_pinned:
         body["threshold"] = 1.0

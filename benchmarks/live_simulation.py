@@ -2,9 +2,9 @@
 
 What the simulator is told of the machine is how many times longer than by the service model steps
 take, so that a token takes what it took at the median (two cores run replicas, proxy, ingress,
-controller and clients), how long a
-replica took to start, and what a reply's way added to a first token at the median of the first
-stage. When requests wait, and how many replicas there are when, it has to find by itself.
+controller and clients), how long a replica took to start, and what a reply's way added to a first
+token at the median of the first stage. When requests wait, and how many replicas there are when, it
+has to find by itself.
 """
 
 import statistics
@@ -17,6 +17,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import Cluster, Kill
 from mars_ray.scaling.service_model import ServiceModel
 from mars_ray.scaling.simulate.arrays import DONE
+from mars_ray.scaling.simulate.observe import token_times
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.simulate.result import Outcome
 from mars_ray.scaling.simulate.run import Fixture, simulate
@@ -77,10 +78,8 @@ def simulated(
 
 def _pace_p50(outcome: Outcome) -> float:
     """Seconds a token after the first; a killed replica's requests may have none."""
-    rows = outcome.requests
-    return float(
-        np.nanmedian((rows["end_s"] - rows["first_s"]) / np.maximum(1, rows["output"] - 1))
-    )
+    every = np.arange(len(outcome.requests))
+    return float(np.nanmedian(token_times(outcome.requests, every)))
 
 
 def _cold_start(watched: Watched) -> float:
