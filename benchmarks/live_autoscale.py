@@ -1,11 +1,12 @@
 """A live autoscaled service beside its simulation.
 
-Load from outside, with a rate that rises and falls, against Ray Serve on this machine; then the
-same requests and the same policy in the simulator (live_simulation.py). Of the committed results
-one was made by the defaults, on an otherwise idle machine, after `mars-ray train
+Load from outside, by a trace or at rates that rise and fall, against Ray Serve on this machine;
+then the same requests and the same policy in the simulator (live_simulation.py). Of the committed
+results one was made by the defaults, on an otherwise idle machine, after `mars-ray train
 jobs/train-gsm8k.toml`, and live_kill.json with
 
-    --stage-s 60 150 60 --kill-at 150 --output benchmarks/results/live_kill.json
+    --rates 1 3 1 --stage-s 60 150 60 --ttft-s 1 --kill-at 150
+    --output benchmarks/results/live_kill.json
 """
 
 import argparse
@@ -34,15 +35,18 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.config.traces import AzureTrace
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
 from mars_ray.scaling.simulate.result import Outcome, summarise
+from mars_ray.scaling.traces.load import load_trace
 from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
+_TOLD = ("slowness", "crowding", "cold_start_s", "overhead_s")
 _PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
 
@@ -60,13 +64,12 @@ def main() -> None:
     with _service(job) as url:
         rows, watched, history = asyncio.run(_live(url, job, asked, rows, questions))
     live = _figures(rows, watched, job.scaling.slo)
-    twin = simulated(job, model, rows, watched, asked.stage_s[0], asked.kill_at)
+    twin = simulated(job, model, rows, watched, asked.kill_at)
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
     figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
-    told = {name: getattr(twin.told, name) for name in ("slowness", "cold_start_s", "overhead_s")}
+    told = {name: getattr(twin.told, name) for name in _TOLD}
     result = {
-        "rates": asked.rates,
-        "stage_s": asked.stage_s,
+        **({"rates": asked.rates, "stage_s": asked.stage_s} if asked.rates else _trace(asked)),
         "kill_at_s": asked.kill_at,
         **told,
         "live": live,
@@ -90,12 +93,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="jobs/models/gsm8k-cpu.json", help="its service model")
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/live.json"))
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 3.0, 1.0])
-    parser.add_argument("--stage-s", type=float, nargs="+", default=[60, 300, 60])
+    parser.add_argument("--trace", default="data/AzureLLMInferenceTrace_code.csv", help="arrivals")
+    parser.add_argument("--rate-factor", type=float, default=0.5, help="share of them")
+    parser.add_argument("--duration-s", type=float, default=420, help="of the trace")
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of a trace: requests/s")
+    parser.add_argument("--stage-s", type=float, nargs="+", help="seconds of each rate")
     parser.add_argument("--kill-at", type=float, help="seconds: one replica dies")
     parser.add_argument("--max-batch", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=2, help="at most")
-    parser.add_argument("--ttft-s", type=float, default=1.0)
+    parser.add_argument("--ttft-s", type=float, default=20.0)
     parser.add_argument("--time-per-token-s", type=float, default=0.05)
     parser.add_argument("--floor", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
@@ -123,16 +129,31 @@ def _job(asked: argparse.Namespace) -> ServeJob:
 
 
 def _arrivals(asked: argparse.Namespace) -> list[Asked]:
-    """Poisson, stage by stage."""
+    """Of the trace only when they come: questions and answers are the model's own."""
+    if asked.rates:
+        at_s = _poisson(asked)
+    else:
+        given = _trace(asked)
+        source = AzureTrace(path=given.pop("trace"), **given)
+        at_s = load_trace(source, asked.seed).arrival_s.tolist()
+    return [Asked(at, 0, i % _PINNED_EVERY == 0) for i, at in enumerate(at_s)]
+
+
+def _trace(asked: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(asked, name) for name in ("trace", "rate_factor", "duration_s")}
+
+
+def _poisson(asked: argparse.Namespace) -> list[float]:
+    """Stage by stage."""
     draw = random.Random(asked.seed)
-    rows, begin = [], 0.0
+    at_s, begin = [], 0.0
     for rate, seconds in zip(asked.rates, asked.stage_s, strict=True):
         at = begin + draw.expovariate(rate)
         while at < begin + seconds:
-            rows.append(Asked(at, 0, len(rows) % _PINNED_EVERY == 0))
+            at_s.append(at)
             at += draw.expovariate(rate)
         begin += seconds
-    return rows
+    return at_s
 
 
 def _questions(asked: argparse.Namespace, count: int) -> list[str]:

@@ -23,7 +23,8 @@ def plot(result: dict[str, Any]) -> Figure:
         load.plot(line["at_s"], line["outstanding"], **look)
         replicas.plot(line["at_s"], line["ready"], drawstyle="steps-post", **look)
         threshold.plot(line["at_s"], line["threshold"], drawstyle="steps-post", **look)
-    _stages(load, result)
+    if "rates" in result:
+        _stages(load, result)
     load.set_ylabel("requests in the system")
     load.legend(frameon=False, fontsize=9)
     replicas.set_ylabel("replicas ready")

@@ -1,10 +1,10 @@
 """The simulation of a live run (live_autoscale.py): the same requests, the same policy.
 
 What the simulator is told of the machine is how many times longer than by the service model steps
-take, so that a token takes what it took at the median (two cores run replicas, proxy, ingress,
-controller and clients), how long a replica took to start, and what a reply's way added to a first
-token at the median of the first stage. When requests wait, and how many replicas there are when, it
-has to find by itself.
+take while one replica computes, and while more do, so that a token takes what it took at the median
+(two cores run replicas, proxy, ingress, controller and clients), how long a replica took to start,
+and what a reply's way added to a first token at the median of those who met nobody. When requests
+wait, for how long, and how many replicas there are when, it has to find by itself.
 """
 
 import statistics
@@ -58,7 +58,6 @@ def simulated(
     model: ServiceModel,
     rows: list[Asked],
     watched: Watched,
-    first_stage_s: float,
     kill_at_s: float | None,
 ) -> Twin:
     """Of a live run that is over."""
@@ -70,16 +69,9 @@ def simulated(
         step_tokens=job.engine.max_step_tokens,
         kills=(Kill(at_s=kill_at_s),) if kill_at_s else (),
     )
-    told = told.model_copy(update={"slowness": _slowness(job, model, rows, told)})
-    overhead_s = _overhead(rows, _run(job, model, rows, told), first_stage_s)
-    told = told.model_copy(update={"overhead_s": overhead_s})
+    told = _paced(told, job, model, rows, watched)
+    told = told.model_copy(update={"overhead_s": _overhead(rows, _run(job, model, rows, told))})
     return Twin(_run(job, model, rows, told), told)
-
-
-def _pace_p50(outcome: Outcome) -> float:
-    """Seconds a token after the first; a killed replica's requests may have none."""
-    every = np.arange(len(outcome.requests))
-    return float(np.nanmedian(token_times(outcome.requests, every)))
 
 
 def _cold_start(watched: Watched) -> float:
@@ -96,21 +88,39 @@ def _cold_start(watched: Watched) -> float:
     return statistics.median(starts) if starts else _COLD_S
 
 
-def _slowness(job: ServeJob, model: ServiceModel, rows: list[Asked], told: Cluster) -> float:
-    """With which the median time per token is the live one; batches grow with it."""
-    pace_s = statistics.median(row.pace_s for row in rows)
-    slowness = 1.0
+def _paced(
+    told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked], watched: Watched
+) -> Cluster:
+    """With which median times per token are the live ones; batches grow with it."""
+    pace_s = np.array([row.pace_s for row in rows])
+    fewest, most = _ready(rows, watched)
+    alone, together = most == 1, fewest > 1
+    slowness, crowding = 1.0, 1.0
     for _ in range(_APPROACHES):
-        slowed = told.model_copy(update={"slowness": slowness})
-        slowness *= pace_s / _pace_p50(_run(job, model, rows, slowed))
-    return slowness
+        told = told.model_copy(update={"slowness": slowness, "crowding": (1.0, crowding)})
+        requests = _run(job, model, rows, told).requests
+        ratio = pace_s / token_times(requests, np.arange(len(requests)))
+        slowness *= float(np.nanmedian(ratio[alone]))
+        if together.any():
+            crowding *= float(np.nanmedian(ratio[together]) / np.nanmedian(ratio[alone]))
+    return told
 
 
-def _overhead(rows: list[Asked], outcome: Outcome, until_s: float) -> float:
-    """Seconds of a reply's way: what the first stage's first tokens took beyond the engine's."""
-    early = np.array([row.at_s < until_s for row in rows])
-    live = np.array([row.first_s - row.at_s for row in rows])
-    return max(0.0, float(np.median((live - outcome.ttft_s)[early])))
+def _ready(rows: list[Asked], watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+    """The fewest and the most replicas that were ready at looks while a request was answered."""
+    ready = np.array(watched.ready)
+    first = np.searchsorted(watched.at_s, [row.first_s for row in rows])
+    last = np.searchsorted(watched.at_s, [row.end_s for row in rows])
+    looks = [ready[max(0, a - 1) : b + 1] for a, b in zip(first, last, strict=True)]
+    return np.array([seen.min() for seen in looks]), np.array([seen.max() for seen in looks])
+
+
+def _overhead(rows: list[Asked], outcome: Outcome) -> float:
+    """Seconds of a reply's way: what first tokens took beyond the engine's, with nobody before."""
+    at_s, end_s = (np.array([getattr(row, name) for row in rows]) for name in ("at_s", "end_s"))
+    first_s = np.array([row.first_s for row in rows])
+    free = [bool((end_s[:i] < at_s[i]).all()) for i in range(len(rows))]
+    return max(0.0, float(np.median((first_s - at_s - outcome.ttft_s)[free])))
 
 
 def _run(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster) -> Outcome:

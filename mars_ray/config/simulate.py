@@ -1,6 +1,6 @@
 """A simulated comparison: traces, policies, seeds, and the cluster they run on."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -65,6 +65,12 @@ class Cluster(Config):
     )
     slowness: float = Field(
         default=1.0, gt=0, description="of the engines: times what the service model says of a step"
+    )
+    crowding: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        default=(1.0,),
+        min_length=1,
+        description="of replicas that share a machine: times longer steps take while one, two, ... "
+        "of the fleet compute; the last is for more",
     )
     step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
     retries: int = Field(default=1, ge=0, description="of a request whose replica died")

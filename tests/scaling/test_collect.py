@@ -52,6 +52,16 @@ def test_a_late_report_counts_with_what_was_before():
     assert (seen.arrivals_per_s, seen.age_s) == (5, 3)
 
 
+def test_reports_a_moment_apart_are_one():
+    """Guards a rate without end of five requests, when a replica's clock was set back a little."""
+    collector = Collector()
+    rates = [
+        collector.sample({"a": report(at_s, arrived=arrived)}, 1, 1, at_s).arrivals_per_s
+        for at_s, arrived in ((0, 0), (1, 5), (1.00001, 10), (2, 15))
+    ]
+    assert rates == [None, 5, 5, 10]
+
+
 def test_a_replica_that_started_anew_counts_from_zero():
     """Sums that fall are another process's; no rate is negative."""
     collector = Collector()

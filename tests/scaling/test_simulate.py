@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scaling.simulated import MODEL, fixture, poisson, run, trace
 
 from mars_ray.config.scaling import ScalingConfig, Slo
+from mars_ray.config.simulate import Kill
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.service_model import Mix
 from mars_ray.scaling.simulate.arrays import DONE, FAILED, SHED, make_tables, make_world
@@ -46,6 +47,33 @@ def test_two_requests_by_hand():
     firsts, ends = outcome.requests["first_s"], outcome.requests["end_s"]
     assert firsts.tolist() == pytest.approx([0.010, 0.040])
     assert ends.tolist() == pytest.approx([0.050, 0.050])
+
+
+def test_replicas_on_one_machine_slow_each_other_down():
+    """Steps of two that compute take twice as long; one that runs already goes on as it began.
+
+    First: prompt done at 10 ms, a step to 20 ms, then 20 ms each while the other one computes; the
+    last one is short again. Second: arrives at 12 ms, prompt done at 32 ms, the rest at 52 ms.
+    """
+    given = trace((0.0, 80, 9), (0.012, 50, 3))
+    outcome = run(given, replicas=2, routing="least-outstanding", crowding=(1.0, 2.0))
+    firsts, ends = outcome.requests["first_s"], outcome.requests["end_s"]
+    assert firsts.tolist() == pytest.approx([0.010, 0.032])
+    assert ends.tolist() == pytest.approx([0.070, 0.052])
+
+
+def test_a_dead_replica_crowds_no_more():
+    """Killed at 35 ms; what it had starts anew at 50 ms at most, beside the other, at full pace."""
+    given = trace((0.0, 80, 41), (0.001, 80, 41))
+    outcome = run(
+        given,
+        replicas=2,
+        routing="least-outstanding",
+        crowding=(1.0, 2.0),
+        kills=(Kill(at_s=0.035),),
+    )
+    ends = outcome.requests["end_s"]
+    assert ends.max() <= 0.050 + 0.010 + 20 * 0.010 + 1e-9
 
 
 def test_a_cached_token_costs_in_every_step():
@@ -91,6 +119,7 @@ def test_segments_equal_single_steps(rows, changed):
         made.levels,
         Mix(50, 20),
         slowness=1.0,
+        crowding=(1.0,),
         step_tokens=100,
         queue_limit=1000,
         max_retries=0,
@@ -123,6 +152,20 @@ def test_littles_law():
     spent = (outcome.requests["end_s"] - outcome.requests["arrival_s"]).mean()
     rate = 8000 / outcome.trace.duration_s
     assert outcome.timeline.outstanding.mean() == pytest.approx(rate * spent, rel=0.05)
+
+
+def test_requests_at_second_zero_are_no_rate_without_end():
+    """The first look comes at second 0 too: as traces begin there, policies would order all."""
+    rates = []
+
+    def policy(sample, now: float) -> Decision:
+        rates.append(sample.arrivals_per_s)
+        return Decision(1, 1.0, 0.0, "one", State())
+
+    run(trace((0.0, 10, 40), (0.0, 10, 40), (1.5, 10, 40)), policy, tick_s=0.5, metrics_lag_s=0.5)
+    known = [rate for rate in rates if rate is not None]
+    assert max(known) == pytest.approx(4.0)
+    assert sum(known) * 0.5 == pytest.approx(3), "and none is forgotten"
 
 
 def test_a_cold_start_takes_its_time_and_is_paid_for():
@@ -247,8 +290,9 @@ def test_the_policy_sees_only_what_is_old_enough():
         return Decision(1, 1.0, 0.0, "", State())
 
     run(poisson(20, 200, 10, 5), policy, metrics_lag_s=3)
-    assert [sample.age_s for sample in seen[:5]] == [None, None, None, 3.0, 3.0]
-    assert seen[3].arrivals_per_s == 0  # of the tick at 0 s
+    assert [sample.age_s for sample in seen[:6]] == [None, None, None, None, 3.0, 3.0]
+    # Of the first second: nothing can be measured at its beginning.
+    assert seen[4].arrivals_per_s == pytest.approx(20, abs=10)
     assert seen[6].arrivals_per_s > 5
     assert seen[6].loads[0].step_s == pytest.approx(0.010)
 

@@ -21,7 +21,7 @@ FREE, STARTING, READY, DRAINING = range(4)
 # Outcome of a request.
 OPEN, DONE, SHED, FAILED = range(4)
 # Places of `World.counts`.
-NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED = range(9)
+NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED, BUSY = range(10)
 NOBODY = -1
 
 _REQUEST = np.dtype(
@@ -86,6 +86,7 @@ class Tables(NamedTuple):
     points_L: Floats  # of accuracy lost per token
     seconds: Floats  # of a step, by rows
     cache_token_s: float
+    crowding: Floats  # times longer it takes, by replicas that compute; the last is for more
     cache_tokens: int  # that fit a replica
     step_tokens: int  # rows that a step may have
     queue_limit: int  # requests that may wait at a replica
@@ -112,7 +113,7 @@ def make_world(
 ) -> World:
     """No replica yet. `thresholds` of the levels, falling."""
     leaves = 1 << max(0, places - 1).bit_length()
-    counts = np.zeros(9, np.int64)
+    counts = np.zeros(10, np.int64)
     counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
     replicas = np.zeros(places, _REPLICA)
     replicas["head"] = replicas["tail"] = NOBODY
@@ -149,6 +150,7 @@ def make_tables(
     mix: Mix,
     *,
     slowness: float,
+    crowding: tuple[float, ...],
     step_tokens: int,
     queue_limit: int,
     max_retries: int,
@@ -165,6 +167,7 @@ def make_tables(
         points_L=np.array([level.points_lost for level in levels]),
         seconds=slowness * np.array([model.step_s(max(1, n)) for n in range(most)]),
         cache_token_s=slowness * model.cache_token_s,
+        crowding=np.array(crowding),
         cache_tokens=model.cache_tokens or np.iinfo(np.int64).max,
         step_tokens=step_tokens,
         queue_limit=queue_limit,

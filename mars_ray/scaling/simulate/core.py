@@ -3,6 +3,7 @@
 import numpy as np
 
 from mars_ray.scaling.simulate.arrays import (
+    BUSY,
     DRAINING,
     ENDS,
     FAILED,
@@ -45,7 +46,7 @@ def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
             _become_ready(world, tables, place, event_s)
             continue
         end_segment(world, tables, place, event_s)
-        begin(world, tables, place, event_s)
+        _go_on(world, tables, place, event_s)
         if world.replicas[place].status == DRAINING and world.replicas[place].steps == 0:
             _free(world, place, event_s)
 
@@ -98,6 +99,7 @@ def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
     for place in places:
         running = world.batch[place, : world.replicas[place].running].copy()
         queued = world.replicas[place].head
+        _count_busy(world, tables, place, -int(world.replicas[place].steps > 0), now)
         _free(world, place, now)
         for sequence in running:
             _again(world, tables, sequence.request, now)
@@ -144,9 +146,28 @@ def _route(world: World, tables: Tables, number: int, now: float) -> None:
     world.requests[number].replica = place
     _enqueue(world, place, number)
     if replica.steps == 0:
-        begin(world, tables, place, now)
+        _go_on(world, tables, place, now)
     elif replica.running < world.batch.shape[1]:
         cut(world, place, now)
+
+
+@compiled
+def _go_on(world: World, tables: Tables, place: int, now: float) -> None:
+    """Its next segment; if it joins or leaves the replicas that compute, theirs change too."""
+    replica = world.replicas[place]
+    before = replica.steps > 0
+    begin(world, tables, place, now)
+    _count_busy(world, tables, place, int(replica.steps > 0) - int(before), now)
+
+
+@compiled
+def _count_busy(world: World, tables: Tables, place: int, change: int, now: float) -> None:
+    world.counts[BUSY] += change
+    if change == 0 or len(tables.crowding) == 1:
+        return
+    for other in range(len(world.replicas)):
+        if other != place:
+            cut(world, other, now)
 
 
 @compiled

@@ -35,6 +35,9 @@ class Observed(Sample):
     ttft_p99_s: float | None = None
 
 
+_NOTHING = Observed(running=0, target=0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Counters:
     """At one moment, since the beginning."""
@@ -64,12 +67,14 @@ class Observer:
 
     def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
         """The controller knows its own target and replicas at once; metrics come late."""
-        self._samples.append((now, self._measure(now)))
+        if now > self._past[-1].at_s:
+            # Nothing is measured in no time: a request at second 0 would be a rate without end.
+            self._samples.append((now, self._measure(now)))
         while len(self._samples) > 1 and self._samples[1][0] <= now - self.lag_s + 1e-9:
             self._samples.popleft()
-        at_s, measured = self._samples[0]
+        at_s, measured = self._samples[0] if self._samples else (now, _NOTHING)
         if at_s > now - self.lag_s + 1e-9:
-            measured = Observed(running=0, target=0)  # nothing has arrived yet
+            measured = _NOTHING  # has arrived yet
         return replace(
             measured,
             running=int(np.count_nonzero(self.world.replicas["status"] == READY)),
@@ -90,7 +95,7 @@ class Observer:
         self._past.append(here)
         while len(self._past) > 2 and self._past[1].at_s <= now - self.latency_window_s:
             self._past.popleft()
-        span = max(1e-9, now - before.at_s)
+        span = now - before.at_s
         refused = here.refused - before.refused
         arrived = here.arrivals - before.arrivals
         prompt, output = self._token_means(before, here)

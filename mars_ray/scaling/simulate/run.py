@@ -87,6 +87,7 @@ class _Run:
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
             slowness=cluster.slowness,
+            crowding=cluster.crowding,
             step_tokens=cluster.step_tokens,
             queue_limit=cluster.waiting_requests,
             max_retries=cluster.retries,
