@@ -46,7 +46,6 @@ from mars_ray.serve.build import APP_NAME, service_model, start
 from mars_ray.serve.control import Entry, end_control
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
-_TOLD = ("slowness", "crowding", "cold_start_s", "overhead_s")
 _PINNED_EVERY = 10  # requests: one of so many pins threshold 1
 _SETTLED_S = 15.0  # a replica that was there so long ago serves
 
@@ -67,7 +66,11 @@ def main() -> None:
     twin = simulated(job, model, rows, watched, asked.kill_at)
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
     figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
-    told = {name: getattr(twin.told, name) for name in _TOLD}
+    told = {
+        "slowness": [pace.slowness for pace in twin.told.paces],
+        "cold_start_s": twin.told.cold_start_s,
+        "overhead_s": twin.told.overhead_s,
+    }
     result = {
         **({"rates": asked.rates, "stage_s": asked.stage_s} if asked.rates else _trace(asked)),
         "kill_at_s": asked.kill_at,
@@ -94,14 +97,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/live.json"))
     parser.add_argument("--trace", default="data/AzureLLMInferenceTrace_code.csv", help="arrivals")
-    parser.add_argument("--rate-factor", type=float, default=0.5, help="share of them")
+    parser.add_argument("--rate-factor", type=float, default=1.0, help="times as many")
     parser.add_argument("--duration-s", type=float, default=420, help="of the trace")
     parser.add_argument("--rates", type=float, nargs="+", help="instead of a trace: requests/s")
     parser.add_argument("--stage-s", type=float, nargs="+", help="seconds of each rate")
     parser.add_argument("--kill-at", type=float, help="seconds: one replica dies")
     parser.add_argument("--max-batch", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=2, help="at most")
-    parser.add_argument("--ttft-s", type=float, default=20.0)
+    parser.add_argument("--ttft-s", type=float, default=60.0)
     parser.add_argument("--time-per-token-s", type=float, default=0.05)
     parser.add_argument("--floor", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)

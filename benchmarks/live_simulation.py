@@ -1,10 +1,10 @@
 """The simulation of a live run (live_autoscale.py): the same requests, the same policy.
 
 What the simulator is told of the machine is how many times longer than by the service model steps
-take while one replica computes, and while more do, so that a token takes what it took at the median
-(two cores run replicas, proxy, ingress, controller and clients), how long a replica took to start,
-and what a reply's way added to a first token at the median of those who met nobody. When requests
-wait, for how long, and how many replicas there are when, it has to find by itself.
+take, for each ten seconds, so that a token takes what it took at the median (two shared cores run
+replicas, proxy, ingress, controller and clients, and others run beside them); how long a replica
+took to start; and what a reply's way added to a first token at the median of those who met nobody.
+When requests wait, for how long, and how many replicas there are when, it has to find by itself.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import numpy as np
 from live_load import Asked
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.simulate import Cluster, Kill
+from mars_ray.config.simulate import Cluster, Kill, Pace
 from mars_ray.scaling.service_model import ServiceModel
 from mars_ray.scaling.simulate.arrays import DONE
 from mars_ray.scaling.simulate.observe import token_times
@@ -25,6 +25,8 @@ from mars_ray.scaling.traces.trace import Trace
 
 LOOK_S = 0.5
 _APPROACHES = 6  # to the slowness of the engines
+_PACE_S = 10.0  # for which it holds
+_FEW = 2  # answers that tell nothing of it
 _COLD_S = 15.0  # if no replica was started
 
 
@@ -69,7 +71,7 @@ def simulated(
         step_tokens=job.engine.max_step_tokens,
         kills=(Kill(at_s=kill_at_s),) if kill_at_s else (),
     )
-    told = _paced(told, job, model, rows, watched)
+    told = _paced(told, job, model, rows)
     told = told.model_copy(update={"overhead_s": _overhead(rows, _run(job, model, rows, told))})
     return Twin(_run(job, model, rows, told), told)
 
@@ -85,34 +87,25 @@ def _cold_start(watched: Watched) -> float:
             since = at if starting else None
         elif since is None and starting:
             since = at
-    return statistics.median(starts) if starts else _COLD_S
+    return statistics.fmean(starts) if starts else _COLD_S
 
 
-def _paced(
-    told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked], watched: Watched
-) -> Cluster:
+def _paced(told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked]) -> Cluster:
     """With which median times per token are the live ones; batches grow with it."""
-    pace_s = np.array([row.pace_s for row in rows])
-    fewest, most = _ready(rows, watched)
-    alone, together = most == 1, fewest > 1
-    slowness, crowding = 1.0, 1.0
+    pace_s, first_s, end_s = (
+        np.array([getattr(row, name) for row in rows]) for name in ("pace_s", "first_s", "end_s")
+    )
+    window = ((first_s + end_s) / 2 / _PACE_S).astype(int)
+    slowness = np.ones(window.max() + 1)
     for _ in range(_APPROACHES):
-        told = told.model_copy(update={"slowness": slowness, "crowding": (1.0, crowding)})
+        paces = (Pace(at_s=i * _PACE_S, slowness=each) for i, each in enumerate(slowness.tolist()))
+        told = told.model_copy(update={"paces": tuple(paces)})
         requests = _run(job, model, rows, told).requests
         ratio = pace_s / token_times(requests, np.arange(len(requests)))
-        slowness *= float(np.nanmedian(ratio[alone]))
-        if together.any():
-            crowding *= float(np.nanmedian(ratio[together]) / np.nanmedian(ratio[alone]))
+        known = [i for i in range(len(slowness)) if np.isfinite(ratio[window == i]).sum() > _FEW]
+        nearer = [slowness[i] * np.nanmedian(ratio[window == i]) for i in known]
+        slowness = np.interp(np.arange(len(slowness)), known, nearer)
     return told
-
-
-def _ready(rows: list[Asked], watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-    """The fewest and the most replicas that were ready at looks while a request was answered."""
-    ready = np.array(watched.ready)
-    first = np.searchsorted(watched.at_s, [row.first_s for row in rows])
-    last = np.searchsorted(watched.at_s, [row.end_s for row in rows])
-    looks = [ready[max(0, a - 1) : b + 1] for a, b in zip(first, last, strict=True)]
-    return np.array([seen.min() for seen in looks]), np.array([seen.max() for seen in looks])
 
 
 def _overhead(rows: list[Asked], outcome: Outcome) -> float:

@@ -1,5 +1,6 @@
 """Tables of simulations and of live runs beside them, for render.py."""
 
+import statistics
 from typing import Any
 
 from render_sweeps import machine
@@ -102,7 +103,7 @@ def live(result: dict[str, Any]) -> list[str]:
         ratio = f"{other / one:.2f}" if one else "-"
         lines.append(f"| {name} | {form.format(one)} | {form.format(other)} | {ratio} |")
     told = result["live"]
-    crowded = result["slowness"] * result["crowding"][-1]
+    slow = result["slowness"]
     lowered = (
         f"{told['lowered']} answers had a lower threshold, {told['pinned_below_floor']} of those "
         f"that pin one; {told['cut']} streams broke off and were asked for again, "
@@ -111,8 +112,8 @@ def live(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{lowered} Steps were told to take {result['slowness']:.2f} times what the service model "
-        f"says while one replica computes and {crowded:.2f} times while more do, a replica "
+        f"{lowered} Steps were told to take {min(slow):.1f} to {max(slow):.1f} times what the service "
+        f"model says ({statistics.median(slow):.1f} at the median of ten seconds each), a replica "
         f"{result['cold_start_s']:.0f} s to start, and a reply's way "
         f"{1e3 * result['overhead_s']:.0f} ms. {machine(result['provenance'])}.",
     ]

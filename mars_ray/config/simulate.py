@@ -1,6 +1,6 @@
 """A simulated comparison: traces, policies, seeds, and the cluster they run on."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,13 @@ class Kill(Config):
     replicas: int = Field(default=1, ge=1)
 
 
+class Pace(Config):
+    """How fast the machines are from then on."""
+
+    at_s: float = Field(ge=0)
+    slowness: float = Field(gt=0, description="times what a step takes otherwise")
+
+
 class Cluster(Config):
     """What is not the policy's to choose."""
 
@@ -66,15 +73,10 @@ class Cluster(Config):
     slowness: float = Field(
         default=1.0, gt=0, description="of the engines: times what the service model says of a step"
     )
-    crowding: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        default=(1.0,),
-        min_length=1,
-        description="of replicas that share a machine: times longer steps take while one, two, ... "
-        "of the fleet compute; the last is for more",
-    )
     step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
     retries: int = Field(default=1, ge=0, description="of a request whose replica died")
     kills: tuple[Kill, ...] = ()
+    paces: tuple[Pace, ...] = ()
 
 
 class SimulateJob(Config):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scaling.simulated import MODEL, fixture, poisson, run, trace
 
 from mars_ray.config.scaling import ScalingConfig, Slo
-from mars_ray.config.simulate import Kill
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.service_model import Mix
 from mars_ray.scaling.simulate.arrays import DONE, FAILED, SHED, make_tables, make_world
@@ -49,31 +48,16 @@ def test_two_requests_by_hand():
     assert ends.tolist() == pytest.approx([0.050, 0.050])
 
 
-def test_replicas_on_one_machine_slow_each_other_down():
-    """Steps of two that compute take twice as long; one that runs already goes on as it began.
+def test_machines_that_become_slower():
+    """Twice as slow from 25 ms on, as before from 55 ms on; a step that runs goes on as it began.
 
-    First: prompt done at 10 ms, a step to 20 ms, then 20 ms each while the other one computes; the
-    last one is short again. Second: arrives at 12 ms, prompt done at 32 ms, the rest at 52 ms.
+    Prompt done at 10 ms, steps to 20, 30, 50, 70 and 80 ms: eleven tokens. No step, no change.
     """
-    given = trace((0.0, 80, 9), (0.012, 50, 3))
-    outcome = run(given, replicas=2, routing="least-outstanding", crowding=(1.0, 2.0))
-    firsts, ends = outcome.requests["first_s"], outcome.requests["end_s"]
-    assert firsts.tolist() == pytest.approx([0.010, 0.032])
-    assert ends.tolist() == pytest.approx([0.070, 0.052])
-
-
-def test_a_dead_replica_crowds_no_more():
-    """Killed at 35 ms; what it had starts anew at 50 ms at most, beside the other, at full pace."""
-    given = trace((0.0, 80, 41), (0.001, 80, 41))
-    outcome = run(
-        given,
-        replicas=2,
-        routing="least-outstanding",
-        crowding=(1.0, 2.0),
-        kills=(Kill(at_s=0.035),),
-    )
-    ends = outcome.requests["end_s"]
-    assert ends.max() <= 0.050 + 0.010 + 20 * 0.010 + 1e-9
+    paces = ({"at_s": 0.025, "slowness": 2.0}, {"at_s": 0.055, "slowness": 1.0})
+    given = trace((0.0, 80, 11), (0.100, 80, 3))
+    outcome = run(given, paces=paces, tick_s=0.5)
+    assert outcome.requests["first_s"].tolist() == pytest.approx([0.010, 0.110])
+    assert outcome.requests["end_s"].tolist() == pytest.approx([0.080, 0.120])
 
 
 def test_a_cached_token_costs_in_every_step():
@@ -119,7 +103,6 @@ def test_segments_equal_single_steps(rows, changed):
         made.levels,
         Mix(50, 20),
         slowness=1.0,
-        crowding=(1.0,),
         step_tokens=100,
         queue_limit=1000,
         max_retries=0,

@@ -21,7 +21,7 @@ FREE, STARTING, READY, DRAINING = range(4)
 # Outcome of a request.
 OPEN, DONE, SHED, FAILED = range(4)
 # Places of `World.counts`.
-NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED, BUSY = range(10)
+NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED = range(9)
 NOBODY = -1
 
 _REQUEST = np.dtype(
@@ -86,7 +86,6 @@ class Tables(NamedTuple):
     points_L: Floats  # of accuracy lost per token
     seconds: Floats  # of a step, by rows
     cache_token_s: float
-    crowding: Floats  # times longer it takes, by replicas that compute; the last is for more
     cache_tokens: int  # that fit a replica
     step_tokens: int  # rows that a step may have
     queue_limit: int  # requests that may wait at a replica
@@ -106,6 +105,7 @@ class World(NamedTuple):
     first_log: Ints  # requests by time of the first token; a retried one may be in it twice
     end_log: Ints  # requests by time of their end
     spent_s: Floats  # [1] of replicas that are gone
+    slowness: Floats  # [1] of all steps that begin
 
 
 def make_world(
@@ -113,7 +113,7 @@ def make_world(
 ) -> World:
     """No replica yet. `thresholds` of the levels, falling."""
     leaves = 1 << max(0, places - 1).bit_length()
-    counts = np.zeros(10, np.int64)
+    counts = np.zeros(9, np.int64)
     counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
     replicas = np.zeros(places, _REPLICA)
     replicas["head"] = replicas["tail"] = NOBODY
@@ -127,6 +127,7 @@ def make_world(
         first_log=np.zeros(len(trace) * (retries + 1), np.int64),
         end_log=np.zeros(len(trace), np.int64),
         spent_s=np.zeros(1),
+        slowness=np.ones(1),
     )
 
 
@@ -150,7 +151,6 @@ def make_tables(
     mix: Mix,
     *,
     slowness: float,
-    crowding: tuple[float, ...],
     step_tokens: int,
     queue_limit: int,
     max_retries: int,
@@ -167,7 +167,6 @@ def make_tables(
         points_L=np.array([level.points_lost for level in levels]),
         seconds=slowness * np.array([model.step_s(max(1, n)) for n in range(most)]),
         cache_token_s=slowness * model.cache_token_s,
-        crowding=np.array(crowding),
         cache_tokens=model.cache_tokens or np.iinfo(np.int64).max,
         step_tokens=step_tokens,
         queue_limit=queue_limit,

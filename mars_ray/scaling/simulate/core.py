@@ -3,7 +3,6 @@
 import numpy as np
 
 from mars_ray.scaling.simulate.arrays import (
-    BUSY,
     DRAINING,
     ENDS,
     FAILED,
@@ -46,7 +45,7 @@ def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
             _become_ready(world, tables, place, event_s)
             continue
         end_segment(world, tables, place, event_s)
-        _go_on(world, tables, place, event_s)
+        begin(world, tables, place, event_s)
         if world.replicas[place].status == DRAINING and world.replicas[place].steps == 0:
             _free(world, place, event_s)
 
@@ -99,7 +98,6 @@ def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
     for place in places:
         running = world.batch[place, : world.replicas[place].running].copy()
         queued = world.replicas[place].head
-        _count_busy(world, tables, place, -int(world.replicas[place].steps > 0), now)
         _free(world, place, now)
         for sequence in running:
             _again(world, tables, sequence.request, now)
@@ -119,6 +117,14 @@ def set_levels(world: World, level: int, now: float) -> None:
             replica.level = level
             if replica.status != STARTING:
                 cut(world, place, now)
+
+
+@compiled
+def set_slowness(world: World, slowness: float, now: float) -> None:
+    """Of all replicas, from their next step on."""
+    world.slowness[0] = slowness
+    for place in range(len(world.replicas)):
+        cut(world, place, now)
 
 
 @compiled
@@ -146,28 +152,9 @@ def _route(world: World, tables: Tables, number: int, now: float) -> None:
     world.requests[number].replica = place
     _enqueue(world, place, number)
     if replica.steps == 0:
-        _go_on(world, tables, place, now)
+        begin(world, tables, place, now)
     elif replica.running < world.batch.shape[1]:
         cut(world, place, now)
-
-
-@compiled
-def _go_on(world: World, tables: Tables, place: int, now: float) -> None:
-    """Its next segment; if it joins or leaves the replicas that compute, theirs change too."""
-    replica = world.replicas[place]
-    before = replica.steps > 0
-    begin(world, tables, place, now)
-    _count_busy(world, tables, place, int(replica.steps > 0) - int(before), now)
-
-
-@compiled
-def _count_busy(world: World, tables: Tables, place: int, change: int, now: float) -> None:
-    world.counts[BUSY] += change
-    if change == 0 or len(tables.crowding) == 1:
-        return
-    for other in range(len(world.replicas)):
-        if other != place:
-            cut(world, other, now)
 
 
 @compiled

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from mars_ray.scaling.simulate.arrays import BUSY, DONE, ENDS, FIRSTS, NOBODY, Tables, World
+from mars_ray.scaling.simulate.arrays import DONE, ENDS, FIRSTS, NOBODY, Tables, World
 from mars_ray.scaling.simulate.compiled import compiled
 from mars_ray.scaling.simulate.tree import set_event
 
@@ -67,11 +67,10 @@ def begin(world: World, tables: Tables, place: int, now: float) -> None:
     if chunk > 0:
         # The first prompt fills steps alone until its last one, which others may share.
         steps = min(steps, max(1, (first - 1) // room))
-    busy = world.counts[BUSY] + (replica.steps == 0)
-    crowding = float(tables.crowding[min(busy, len(tables.crowding)) - 1])
+    slowness = float(world.slowness[0])
     replica.start_s, replica.steps = now, steps
-    replica.step_s = crowding * (step_s(tables, rows + chunk) + tables.cache_token_s * context)
-    replica.growth_s = crowding * tables.cache_token_s * (tokens + chunk)
+    replica.step_s = slowness * (step_s(tables, rows + chunk) + tables.cache_token_s * context)
+    replica.growth_s = slowness * tables.cache_token_s * (tokens + chunk)
     replica.room, replica.decoding, replica.used_level = room, decoding, level
     replica.rows, replica.chunk = rows / max(1, decoding), chunk
     set_event(world.tree, place, now + _elapsed_s(replica.step_s, replica.growth_s, steps))

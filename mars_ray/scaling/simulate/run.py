@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mars_ray.config.simulate import Cluster, Kill
+from mars_ray.config.simulate import Cluster, Kill, Pace
 from mars_ray.scaling.decision import Decision
 from mars_ray.scaling.service_model import PLAIN, Level, Mix, ServiceModel
 from mars_ray.scaling.simulate.arrays import (
@@ -22,7 +22,7 @@ from mars_ray.scaling.simulate.arrays import (
     make_tables,
     make_world,
 )
-from mars_ray.scaling.simulate.core import advance, drain, kill, set_levels, start
+from mars_ray.scaling.simulate.core import advance, drain, kill, set_levels, set_slowness, start
 from mars_ray.scaling.simulate.observe import Observer
 from mars_ray.scaling.simulate.policy import Policy
 from mars_ray.scaling.simulate.result import Outcome, Timeline
@@ -87,7 +87,6 @@ class _Run:
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
             slowness=cluster.slowness,
-            crowding=cluster.crowding,
             step_tokens=cluster.step_tokens,
             queue_limit=cluster.waiting_requests,
             max_retries=cluster.retries,
@@ -102,14 +101,14 @@ class _Run:
     def run(self, progress: Progress | None) -> Outcome:
         """Ticks until every request has ended."""
         trace, tick_s = self.fixture.trace, self.fixture.cluster.tick_s
-        kills = sorted(self.fixture.cluster.kills, key=lambda k: k.at_s)
+        cluster = self.fixture.cluster
+        events = sorted((*cluster.kills, *cluster.paces), key=lambda event: event.at_s)
         rng = np.random.default_rng([self.fixture.seed, 3])
         now, tick, total = 0.0, 0, len(trace)
         while self.world.counts[ENDS] < total and now < trace.duration_s + _PATIENCE_S:
             now = tick * tick_s
-            while kills and kills[0].at_s <= now:
-                self._advance(kills[0].at_s)
-                self._kill(kills.pop(0), rng)
+            while events and events[0].at_s <= now:
+                self._happen(events.pop(0), rng)
             self._advance(now)
             self._tick(now)
             tick += 1
@@ -157,7 +156,11 @@ class _Run:
         kept = [level.threshold >= min(1.0, threshold) for level in self.fixture.levels]
         return max(0, sum(kept) - 1)
 
-    def _kill(self, event: Kill, rng: np.random.Generator) -> None:
+    def _happen(self, event: Kill | Pace, rng: np.random.Generator) -> None:
+        self._advance(event.at_s)
+        if isinstance(event, Pace):
+            set_slowness(self.world, event.slowness, event.at_s)
+            return
         ready = np.flatnonzero(self.world.replicas["status"] == READY)
         places = rng.choice(ready, min(event.replicas, len(ready)), replace=False)
         kill(self.world, self.tables, places, event.at_s)
