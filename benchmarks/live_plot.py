@@ -26,7 +26,8 @@ def plot(result: dict[str, Any]) -> Figure:
     if "rates" in result:
         _stages(load, result)
     load.set_ylabel("requests in the system")
-    load.legend(frameon=False, fontsize=9)
+    # Above the axes: rates are written inside.
+    load.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
     replicas.set_ylabel("replicas ready")
     replicas.set_ylim(bottom=0)
     replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
