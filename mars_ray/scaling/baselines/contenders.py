@@ -24,7 +24,7 @@ _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0
 _KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
 # What capacity is counted at, over the time per token that is owed. Well below these, the time that
 # even one sequence takes is too long for some service models, and nothing can be counted.
-_AIMS = (1.06, 1.02, 0.98, 0.94, 0.9, 0.86, 0.82)
+_AIMS = (1.06, 1.02, 0.98, 0.94, 0.9)
 # A fleet that is warm when a run begins is made for this much of its beginning, and has this much
 # to spare.
 _BEGINNING_S, _SPARE = 120.0, 1.5
