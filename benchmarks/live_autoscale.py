@@ -55,6 +55,28 @@ def main() -> None:
     asked = _arguments()
     job = _job(asked)
     model = service_model(job)
+    kept = json.loads(asked.again.read_text()) if asked.again else _live_run(asked, job)
+    rows, watched = _told_of(kept)
+    twin = simulated(job, model, rows, watched, kept["kill_at_s"])
+    figures = summarise(twin.outcome, job.scaling.slo, 100.0)
+    figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
+    more = {
+        "slo": job.scaling.slo.model_dump(),
+        "slowness": [slowdown.slowness for slowdown in twin.told.slowdowns],
+        "cold_start_s": twin.told.cold_start_s,
+        "overhead_s": twin.told.overhead_s,
+        "simulated": figures,
+        "ratios": {key: figures[key] / kept["live"][key] for key in _COMPARED},
+        "simulated_timeline": _simulated_timeline(twin.outcome),
+        "simulated_commit": provenance()["commit"],
+    }
+    asked.output.write_text(json.dumps(kept | more, indent=1) + "\n")
+    shown = {key: (kept | more)[key] for key in ("live", "slowness", "ratios")}
+    print(json.dumps(shown, indent=1))
+
+
+def _live_run(asked: argparse.Namespace, job: ServeJob) -> dict[str, Any]:
+    """What is kept of it."""
     rows = _arrivals(asked)
     questions = _questions(asked, len(rows))
     tokenizer = load_tokenizer(asked.checkpoint)
@@ -62,32 +84,25 @@ def main() -> None:
         row.prompt_tokens = len(encode_prompt([Message("user", question)], tokenizer))
     with _service(job) as url:
         rows, watched, history = asyncio.run(_live(url, job, asked, rows, questions))
-    live = _figures(rows, watched, job.scaling.slo)
-    twin = simulated(job, model, rows, watched, asked.kill_at)
-    figures = summarise(twin.outcome, job.scaling.slo, 100.0)
-    figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
-    told = {
-        "slowness": [pace.slowness for pace in twin.told.paces],
-        "cold_start_s": twin.told.cold_start_s,
-        "overhead_s": twin.told.overhead_s,
-    }
-    result = {
+    return {
         **({"rates": asked.rates, "stage_s": asked.stage_s} if asked.rates else _trace(asked)),
         "kill_at_s": asked.kill_at,
-        **told,
-        "live": live,
-        "simulated": figures,
-        "ratios": {key: figures[key] / live[key] for key in _COMPARED},
+        "live": _figures(rows, watched, job.scaling.slo),
         # at, prompt tokens, tokens, first token, end, threshold
         "requests": [_kept(row) for row in rows],
         "timeline": _timeline(watched, rows),
-        "simulated_timeline": _simulated_timeline(twin.outcome),
         "reasons": _reasons(history),
         "provenance": provenance(),
     }
-    asked.output.write_text(json.dumps(result, indent=1) + "\n")
-    shown = {key: result[key] for key in (*told, "live", "ratios")}
-    print(json.dumps(shown, indent=1))
+
+
+def _told_of(kept: dict[str, Any]) -> tuple[list[Asked], Watched]:
+    rows = []
+    for i, (at_s, prompt, tokens, first_s, end_s, threshold) in enumerate(kept["requests"]):
+        is_pinned = i % _PINNED_EVERY == 0
+        rows.append(Asked(at_s, prompt, is_pinned, first_s, end_s, tokens, threshold))
+    looks = kept["timeline"]
+    return rows, Watched(looks["at_s"], looks["ready"], looks["starting"])
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,6 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="jobs/models/gsm8k-cpu.json", help="its service model")
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/live.json"))
+    parser.add_argument("--again", type=Path, help="a result: only its simulation is made again")
     parser.add_argument("--trace", default="data/AzureLLMInferenceTrace_code.csv", help="arrivals")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="times as many")
     parser.add_argument("--duration-s", type=float, default=420, help="of the trace")
@@ -108,7 +124,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--time-per-token-s", type=float, default=0.05)
     parser.add_argument("--floor", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if len(asked.rates or ()) != len(asked.stage_s or ()):
+        parser.error("--rates and --stage-s need as many numbers")
+    return asked
 
 
 def _job(asked: argparse.Namespace) -> ServeJob:

@@ -45,11 +45,11 @@ class Kill(Config):
     replicas: int = Field(default=1, ge=1)
 
 
-class Pace(Config):
-    """How fast the machines are from then on."""
+class Slowdown(Config):
+    """All machines are slower, or faster, until the next one."""
 
     at_s: float = Field(ge=0)
-    slowness: float = Field(gt=0, description="times what a step takes otherwise")
+    slowness: float = Field(gt=0, description="times what a step takes by `Cluster.slowness`")
 
 
 class Cluster(Config):
@@ -76,7 +76,7 @@ class Cluster(Config):
     step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
     retries: int = Field(default=1, ge=0, description="of a request whose replica died")
     kills: tuple[Kill, ...] = ()
-    paces: tuple[Pace, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
 
 
 class SimulateJob(Config):

@@ -25,8 +25,7 @@ VERIFIED_FORWARDS = "verified_forwards"
 TOKENS_AT, OF_CLASS = "tokens_at:", "class:"
 # No sum: seconds of a step as measured at the start, with its rows behind it.
 STEP_COST = "step_cost:"
-# Reports closer than this are one, the first: a clock that was set back would make of few requests
-# a rate without end.
+# Reports closer than this are one, the first: of few requests they would make a rate without end.
 _LEAST_S = 0.05
 
 
@@ -96,8 +95,10 @@ class Collector:
 
 
 def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
-    is_new = not seen or report.at_s >= seen[-1].at_s + _LEAST_S
-    return (*seen[-1:], report) if is_new else seen
+    if not seen or report.at_s < seen[-1].at_s:
+        # The first one, or a clock was set back, and no difference of times means anything.
+        return (report,)
+    return (seen[-1], report) if report.at_s >= seen[-1].at_s + _LEAST_S else seen
 
 
 def _flows(pairs: _Pairs) -> dict[str, Any]:

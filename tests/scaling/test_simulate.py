@@ -53,11 +53,21 @@ def test_machines_that_become_slower():
 
     Prompt done at 10 ms, steps to 20, 30, 50, 70 and 80 ms: eleven tokens. No step, no change.
     """
-    paces = ({"at_s": 0.025, "slowness": 2.0}, {"at_s": 0.055, "slowness": 1.0})
+    slowdowns = ({"at_s": 0.025, "slowness": 2.0}, {"at_s": 0.055, "slowness": 1.0})
     given = trace((0.0, 80, 11), (0.100, 80, 3))
-    outcome = run(given, paces=paces, tick_s=0.5)
+    outcome = run(given, slowdowns=slowdowns, tick_s=0.5)
     assert outcome.requests["first_s"].tolist() == pytest.approx([0.010, 0.110])
     assert outcome.requests["end_s"].tolist() == pytest.approx([0.080, 0.120])
+
+
+def test_all_of_a_step_is_slower():
+    """From second 0 on, what cached tokens cost included: times twice those of the normal run."""
+    given = trace((0.0, 100, 25), (0.0, 60, 9))
+    model = replace(MODEL, cache_token_s=1e-4)
+    slow = run(given, model=model, slowdowns=({"at_s": 0.0, "slowness": 2.0},))
+    normal = run(given, model=model)
+    for name in ("first_s", "end_s"):
+        np.testing.assert_allclose(slow.requests[name], 2 * normal.requests[name])
 
 
 def test_a_cached_token_costs_in_every_step():

@@ -35,6 +35,7 @@ class Observed(Sample):
     ttft_p99_s: float | None = None
 
 
+# Before the first metrics arrive.
 _NOTHING = Observed(running=0, target=0)
 
 
@@ -74,7 +75,7 @@ class Observer:
             self._samples.popleft()
         at_s, measured = self._samples[0] if self._samples else (now, _NOTHING)
         if at_s > now - self.lag_s + 1e-9:
-            measured = _NOTHING  # has arrived yet
+            measured = _NOTHING
         return replace(
             measured,
             running=int(np.count_nonzero(self.world.replicas["status"] == READY)),

@@ -1,11 +1,12 @@
 """One simulated run: the virtual clock, the controller's ticks, the scenario."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mars_ray.config.simulate import Cluster, Kill, Pace
+from mars_ray.config.simulate import Cluster, Kill, Slowdown
 from mars_ray.scaling.decision import Decision
 from mars_ray.scaling.service_model import PLAIN, Level, Mix, ServiceModel
 from mars_ray.scaling.simulate.arrays import (
@@ -102,7 +103,7 @@ class _Run:
         """Ticks until every request has ended."""
         trace, tick_s = self.fixture.trace, self.fixture.cluster.tick_s
         cluster = self.fixture.cluster
-        events = sorted((*cluster.kills, *cluster.paces), key=lambda event: event.at_s)
+        events = sorted((*cluster.kills, *cluster.slowdowns), key=lambda event: event.at_s)
         rng = np.random.default_rng([self.fixture.seed, 3])
         now, tick, total = 0.0, 0, len(trace)
         while self.world.counts[ENDS] < total and now < trace.duration_s + _PATIENCE_S:
@@ -156,11 +157,13 @@ class _Run:
         kept = [level.threshold >= min(1.0, threshold) for level in self.fixture.levels]
         return max(0, sum(kept) - 1)
 
-    def _happen(self, event: Kill | Pace, rng: np.random.Generator) -> None:
-        self._advance(event.at_s)
-        if isinstance(event, Pace):
+    def _happen(self, event: Kill | Slowdown, rng: np.random.Generator) -> None:
+        if isinstance(event, Slowdown):
+            # What begins in that very moment is slower already.
+            self._advance(math.nextafter(event.at_s, -1))
             set_slowness(self.world, event.slowness, event.at_s)
             return
+        self._advance(event.at_s)
         ready = np.flatnonzero(self.world.replicas["status"] == READY)
         places = rng.choice(ready, min(event.replicas, len(ready)), replace=False)
         kill(self.world, self.tables, places, event.at_s)
