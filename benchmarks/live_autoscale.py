@@ -3,10 +3,9 @@
 Load from outside, by a trace or at rates that rise and fall, against Ray Serve on this machine;
 then the same requests and the same policy in the simulator (live_simulation.py). Of the committed
 results one was made by the defaults, on an otherwise idle machine, after `mars-ray train
-jobs/train-gsm8k.toml`, and live_kill.json with
+jobs/train-gsm8k.toml`, live_lossless.json with `--floor 1`, and live_kill.json with
 
     --rates 1 3 1 --stage-s 60 150 60 --ttft-s 1 --kill-at 150
-    --output benchmarks/results/live_kill.json
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """The simulation of a live run (live_autoscale.py): the same requests, the same policy.
 
 What the simulator is told of the machine is how many times longer than by the service model steps
-take, for each ten seconds with answers at threshold 1, so that a token of theirs takes what it took
-at the median (two shared cores run replicas, proxy, ingress, controller and clients, and the host
-has other guests); how long a replica took to start; and what a reply's way added to a first token
-at the median of those who met nobody. When requests wait, for how long, how many replicas there are
-when, and what threshold is in force, it has to find by itself.
+take, for each ten seconds with answers at threshold 1, so that these take together as long as they
+did (two shared cores run replicas, proxy, ingress, controller and clients, and the host has other
+guests); how long a replica took to start; and what a reply's way added to a first token at the
+median of those who met nobody. When requests wait, for how long, how many replicas there are when,
+and what threshold is in force, it has to find by itself.
 """
 
 import statistics
@@ -18,7 +18,6 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import Cluster, Kill, Slowdown
 from mars_ray.scaling.service_model import ServiceModel
 from mars_ray.scaling.simulate.arrays import DONE
-from mars_ray.scaling.simulate.observe import token_times
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.simulate.result import Outcome
 from mars_ray.scaling.simulate.run import Fixture, simulate
@@ -92,23 +91,24 @@ def _cold_start(watched: Watched) -> float:
 
 
 def _paced(told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked]) -> Cluster:
-    """With which median times per token are the live ones; batches grow with it.
+    """With which the answers of each window take as long as live; batches grow with it.
 
-    Of answers that neither run lowered: else a threshold would be taken for the machine's pace.
+    Answers that neither run lowered: else a threshold would be taken for the machine's pace.
     """
-    pace_s, first_s, end_s = (
-        np.array([getattr(row, name) for row in rows]) for name in ("pace_s", "first_s", "end_s")
+    tokens, first_s, end_s = (
+        np.array([getattr(row, name) for row in rows]) for name in ("tokens", "first_s", "end_s")
     )
-    lossless = np.array([row.threshold == 1 and row.tokens > 1 for row in rows])
+    lossless = np.array([row.threshold == 1 for row in rows]) & (tokens > 1)
     window = ((first_s + end_s) / 2 / _PACE_S).astype(int)
     slowness = np.ones(window.max() + 1)
     for _ in range(_APPROACHES):
         requests = _run(job, model, rows, told).requests
         alike = lossless & (requests["lowest"] == 0) & (requests["outcome"] == DONE)
-        ratio = pace_s / token_times(requests, np.arange(len(requests)))
         known = [i for i in range(len(slowness)) if (alike & (window == i)).sum() > _FEW]
         for i in known:
-            slowness[i] *= np.median(ratio[alike & (window == i)])
+            here = alike & (window == i)
+            simulated_s = (requests["end_s"] - requests["first_s"])[here]
+            slowness[i] *= (end_s - first_s)[here].sum() / simulated_s.sum()
         told = told.model_copy(update={"slowdowns": _slowdowns(known, slowness)})
     return told
 

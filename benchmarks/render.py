@@ -257,6 +257,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "simulate_kills": simulation,
     "simulate_cold_starts": cold_starts,
     "live": live,
+    "live_lossless": live,
     "live_kill": live,
     "simulator_speed": simulator_speed,
     "steps_0_5b": steps,
