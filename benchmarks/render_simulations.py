@@ -112,10 +112,11 @@ def live(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{lowered} Steps were told to take {min(slow):.1f} to {max(slow):.1f} times what the "
-        f"service model says ({statistics.median(slow):.1f} at the median of ten seconds each), "
-        f"a replica {result['cold_start_s']:.0f} s to start, and a reply's way "
-        f"{1e3 * result['overhead_s']:.0f} ms. {machine(result['provenance'])}.",
+        f"{lowered} Steps were told to take {statistics.median(slow):.1f} times what the service "
+        f"model says at the median of {len(slow)} times ten seconds, a replica "
+        f"{result['cold_start_s']:.0f} s to start, and a reply's way "
+        f"{1e3 * result['overhead_s']:.0f} ms. {machine(result['provenance'])}; "
+        f"simulated at {result['simulated_commit']}.",
     ]
 
 
