@@ -115,10 +115,9 @@ def _paced(told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked])
 
 def _slowdowns(known: list[int], slowness: np.ndarray) -> tuple[Slowdown, ...]:
     """Each until the next; the first from the beginning."""
-    begins = [0, *known[1:]]
     return tuple(
-        Slowdown(at_s=begin * _PACE_S, slowness=float(slowness[i]))
-        for begin, i in zip(begins, known, strict=True)
+        Slowdown(at_s=i * _PACE_S if i != known[0] else 0.0, slowness=float(slowness[i]))
+        for i in known
     )
 
 
