@@ -3,7 +3,7 @@
 What the simulator is told of the machine is how many times longer than by the service model steps
 take, for each ten seconds with answers at threshold 1, so that these take together as long as they
 did (two shared cores run replicas, proxy, ingress, controller and clients, and the host has other
-guests); how long a replica took to start; and what a reply's way added to a first token at the
+guests); how long each replica took to start; and what a reply's way added to a first token at the
 median of those who met nobody. When requests wait, for how long, how many replicas there are when,
 and what threshold is in force, it has to find by itself.
 """
@@ -63,8 +63,10 @@ def simulated(
     kill_at_s: float | None,
 ) -> Twin:
     """Of a live run that is over."""
+    starts = _cold_starts(watched) or [_COLD_S]
     told = Cluster(
-        cold_start_s=_cold_start(watched),
+        first_cold_starts_s=tuple(starts),
+        cold_start_s=statistics.fmean(starts),
         tick_s=LOOK_S,
         metrics_lag_s=LOOK_S,
         routing="least-outstanding",
@@ -76,7 +78,7 @@ def simulated(
     return Twin(_run(job, model, rows, told), told)
 
 
-def _cold_start(watched: Watched) -> float:
+def _cold_starts(watched: Watched) -> list[float]:
     """Seconds from the first look with a starting replica to the first with one more ready."""
     starts, since = [], None
     for at, ready, starting, before in zip(
@@ -87,7 +89,7 @@ def _cold_start(watched: Watched) -> float:
             since = at if starting else None
         elif since is None and starting:
             since = at
-    return statistics.fmean(starts) if starts else _COLD_S
+    return starts
 
 
 def _paced(told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked]) -> Cluster:

@@ -1,6 +1,6 @@
 """A simulated comparison: traces, policies, seeds, and the cluster they run on."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -56,6 +56,9 @@ class Cluster(Config):
     """What is not the policy's to choose."""
 
     cold_start_s: float = Field(default=100.0, ge=0, description="until a new replica answers")
+    first_cold_starts_s: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        default=(), description="of the first replicas that are ordered, where each is known"
+    )
     tick_s: float = Field(default=1.0, gt=0, description="between two calls of the policy")
     metrics_lag_s: float = Field(default=1.0, ge=0, description="age of what the policy sees")
     latency_window_s: float = Field(

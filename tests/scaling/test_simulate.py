@@ -170,6 +170,22 @@ def test_a_cold_start_takes_its_time_and_is_paid_for():
     assert outcome.replica_s == pytest.approx(outcome.end_s + outcome.end_s - 10)
 
 
+def test_the_first_cold_starts_may_be_known_each():
+    """A run that took place is simulated with its own, and the policy hears of the newest."""
+    seen = []
+    script = Script((0, 1, 1.0), (10, 3, 1.0), (60, 4, 1.0))
+
+    def policy(sample, now: float) -> Decision:
+        seen.append(sample.cold_start_s)
+        return script(sample, now)
+
+    slow = poisson(1, 100, 10, 5)
+    outcome = run(slow, policy, most=4, first_cold_starts_s=(5, 20), cold_start_s=8)
+    at = outcome.timeline.at_s.searchsorted([14, 16, 29, 31, 67, 69])
+    assert outcome.timeline.ready[at].tolist() == [1, 2, 2, 3, 3, 4]
+    assert [seen[i] for i in at] == [None, 5, 5, 20, 20, 8]
+
+
 def test_with_no_replica_requests_are_held_until_one_is_ready():
     """Guards losing what comes while all replicas start."""
     late = Script((0, 0, 1.0), (1, 1, 1.0))

@@ -66,7 +66,9 @@ class _Run:
     target: int = field(init=False)
     threshold: float = field(init=False)
     shed: float = 0.0
-    cold_start_s: float | None = None
+    ordered: int = 0  # replicas, after the beginning
+    coming: list[tuple[float, float]] = field(default_factory=list)  # ready at; cold start
+    cold_start_s: float | None = None  # newest measured
     lowered_s: float = 0.0
     ticks: list[tuple[float, ...]] = field(default_factory=list)
     reasons: list[tuple[float, str]] = field(default_factory=list)
@@ -137,20 +139,28 @@ class _Run:
         set_levels(self.world, level, now)
         status = self.world.replicas["status"]
         alive = int(np.count_nonzero((status == READY) | (status == STARTING)))
-        if alive < self.target:
-            # What is wanted before the first request has been there for long.
-            cold_s = self.fixture.cluster.cold_start_s if now > 0 else 0.0
-            start(self.world, self.target - alive, now, now + cold_s, level)
-        elif alive > self.target:
+        for _ in range(self.target - alive):
+            self._order(now, level)
+        if alive > self.target:
             drain(self.world, alive - self.target, now)
-        self._measure_cold_start()
+        self._measure_cold_start(now)
 
-    def _measure_cold_start(self) -> None:
-        # It is known once the first one is over.
-        if self.cold_start_s is None:
-            replicas = self.world.replicas
-            if ((replicas["status"] == READY) & (replicas["born_s"] > 0)).any():
-                self.cold_start_s = self.fixture.cluster.cold_start_s
+    def _order(self, now: float, level: int) -> None:
+        """A replica. What is wanted before the first request has been there for long."""
+        cold_s = 0.0
+        if now > 0:
+            cluster = self.fixture.cluster
+            first = cluster.first_cold_starts_s[self.ordered :]
+            cold_s = first[0] if first else cluster.cold_start_s
+            self.ordered += 1
+            self.coming.append((now + cold_s, cold_s))
+        start(self.world, 1, now, now + cold_s, level)
+
+    def _measure_cold_start(self, now: float) -> None:
+        """Of the newest replica that has come: it is known once it is over."""
+        self.coming.sort()
+        while self.coming and self.coming[0][0] <= now:
+            _, self.cold_start_s = self.coming.pop(0)
 
     def _level_of(self, threshold: float) -> int:
         """The lowest level that is not below the threshold."""
