@@ -9,7 +9,6 @@ follows), T heads of queries, keys and values together, D head size, V vocabular
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
+from mars_ray.decode.linear import Linear, ReorderedLinear, linear_of
 from mars_ray.errors import ModelError
 from mars_ray.model.forward import output_head
 
@@ -39,8 +39,8 @@ class Attention(Protocol):
 
 
 class Runner:
-    """A Qwen2, Qwen3 or Llama model. Its parameters become views of larger ones: it stays usable,
-    and nothing is held twice."""
+    """A Qwen2, Qwen3 or Llama model, whose matrices it takes over: where they are reordered
+    (`linear.py`) the model is of no further use, and nothing but a tied head is held twice."""
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
@@ -60,9 +60,9 @@ class Runner:
         # Spent in the model so far; on a GPU, in launching it and in waiting for what it says.
         self.seconds = 0.0
         self._embedding: Tensor = base.embed_tokens.weight
-        self._layers = [_Layer.of(layer) for layer in base.layers]
+        self._layers = [_Layer.of(layer, self._embedding) for layer in base.layers]
         self._norm = _Norm.of(base.norm)
-        self._head = _Linear.of([cast(nn.Linear, output_head(model))])
+        self._head = linear_of([cast(nn.Linear, output_head(model))], self._embedding)
         index_1N = torch.arange(positions, device=model.device)[None]
         cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
         half = cos_1ND.shape[-1] // 2
@@ -87,30 +87,6 @@ class Runner:
         logits_PV = self._head(hidden_PH).float()
         self.seconds += time.perf_counter() - started
         return logits_PV
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """Linear layers with the same input as one, transposed as matrix products want it."""
-
-    weight_IO: Tensor
-    bias_O: Tensor | None
-
-    @classmethod
-    def of(cls, modules: list[nn.Linear]) -> "_Linear":
-        weight = _joined([module.weight for module in modules])
-        biases = [module.bias for module in modules if module.bias is not None]
-        return cls(weight.t(), _joined(biases) if biases else None)
-
-    def __call__(self, x_NI: Tensor) -> Tensor:
-        if self.bias_O is None:
-            return torch.mm(x_NI, self.weight_IO)
-        return torch.addmm(self.bias_O, x_NI, self.weight_IO)
-
-    def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """The product and the residual connection in one operation."""
-        sum_NO = torch.addmm(residual_NO, x_NI, self.weight_IO)
-        return sum_NO if self.bias_O is None else sum_NO.add_(self.bias_O)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,35 +126,35 @@ class _Layer:
     """A decoder layer."""
 
     input_norm: _Norm
-    qkv: _Linear
+    qkv: Linear | ReorderedLinear
     head_norm: _HeadNorm | None
     query_heads: int
     key_heads: int
     head_size: int
     scale: float
-    attention_out: _Linear
+    attention_out: Linear | ReorderedLinear
     mlp_norm: _Norm
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear | ReorderedLinear
+    down: Linear | ReorderedLinear
 
     @classmethod
-    def of(cls, layer: Any) -> "_Layer":
+    def of(cls, layer: Any, keep: Tensor) -> "_Layer":
         attention, mlp = layer.self_attn, layer.mlp
         size = attention.head_dim
         query_heads = attention.q_proj.out_features // size
         key_heads = attention.k_proj.out_features // size
         return cls(
             _Norm.of(layer.input_layernorm),
-            _Linear.of([attention.q_proj, attention.k_proj, attention.v_proj]),
+            linear_of([attention.q_proj, attention.k_proj, attention.v_proj], keep),
             _HeadNorm.of(attention, query_heads, key_heads),
             query_heads,
             key_heads,
             size,
             attention.scaling,
-            _Linear.of([attention.o_proj]),
+            linear_of([attention.o_proj], keep),
             _Norm.of(layer.post_attention_layernorm),
-            _Linear.of([mlp.gate_proj, mlp.up_proj]),
-            _Linear.of([mlp.down_proj]),
+            linear_of([mlp.gate_proj, mlp.up_proj], keep),
+            linear_of([mlp.down_proj], keep),
         )
 
     def forward(self, x_NH: Tensor, turn: Turn, index: int, attention: Attention) -> Tensor:
@@ -190,14 +166,3 @@ class _Layer:
         x_NH = self.attention_out.add_to(x_NH, attended_NH)
         gate_NI, up_NI = self.gate_up(self.mlp_norm(x_NH)).chunk(2, dim=-1)
         return self.down.add_to(x_NH, silu(gate_NI) * up_NI)
-
-
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """One tensor of all rows; the parts become views of it."""
-    parts = list(parts)
-    if len(parts) == 1:
-        return parts[0].detach()
-    whole = torch.cat(parts)
-    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        part.data = view
-    return whole

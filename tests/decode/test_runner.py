@@ -1,5 +1,7 @@
 """The lean forward against transformers' own modules, for every architecture and option."""
 
+from typing import cast
+
 import pytest
 import torch
 from decode.models import SHAPE
@@ -14,9 +16,11 @@ from transformers import (
 
 from mars_ray.decode.attention.dense import DenseAttention, Group
 from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.linear import Linear
 from mars_ray.decode.runner import Runner
 from mars_ray.errors import ModelError
 
+LARGE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -88,9 +92,36 @@ def test_weights_are_not_held_twice():
     model = awake("qwen2")
     runner = Runner(model, 64)
     attention = model.model.layers[0].self_attn
-    joined = runner._layers[0].qkv.weight_IO.untyped_storage().data_ptr()
+    joined = cast(Linear, runner._layers[0].qkv).weight_IO.untyped_storage().data_ptr()
     for module in (attention.q_proj, attention.k_proj, attention.v_proj):
         assert module.weight.untyped_storage().data_ptr() == joined
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_large_matrices_are_reordered_and_given_up_by_the_model(dtype, tied):
+    """The same logits, bit by bit however many rows there are, and no weight held twice but that of
+    a head that is the embedding too."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN does not multiply bfloat16 here")
+    torch.manual_seed(0)
+    large = SHAPE | {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 600}
+    model = Qwen2ForCausalLM(Qwen2Config(**large, tie_word_embeddings=tied)).eval().to(dtype)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias.data.normal_()
+    ids = torch.randint(0, 600, (1, 50), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(ids).logits[0].float()
+        runner = Runner(model, 64)
+        hidden = runner.hidden_states(ids[0], torch.arange(50), one_sequence(model, 50))
+        got = runner.logits(hidden)
+        alone = torch.cat([runner.logits(hidden[i : i + 1]) for i in range(50)])
+    tolerance = (1e-5 if dtype == torch.float32 else 0.03) * float(expected.abs().max())
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+    assert torch.equal(got, alone)
+    empty = {name for name, weight in model.named_parameters() if weight.numel() == 0}
+    assert {name.split(".")[-2] for name in empty} == (LARGE if tied else LARGE | {"lm_head"})
 
 
 def test_unsupported_models_are_refused():
