@@ -1,10 +1,10 @@
 """Benchmarks that take a job file."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
 from mars_ray.config.model import PresetName
 
@@ -26,14 +26,16 @@ class BenchDecodeJob(Config):
     random_weights: PresetName | None = Field(
         default=None, description="instead of a checkpoint: a shape, for the cost of a step"
     )
-    modes: tuple[Mode, ...] = Field(default=(ExactMode(), VerifiedMode()), min_length=1)
-    peers: tuple[Peer, ...] = ()
-    lockstep: tuple[LockstepDecoder, ...] = ()
+    modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
+        default=(ExactMode(), VerifiedMode()), min_length=1
+    )
+    peers: Annotated[tuple[Peer, ...], DISTINCT] = ()
+    lockstep: Annotated[tuple[LockstepDecoder, ...], DISTINCT] = ()
     peer_pythons: dict[str, str] = Field(
         default={}, description="interpreters of peers with environments of their own"
     )
-    batch_sizes: tuple[int, ...] = Field(default=(1, 4, 8, 16), min_length=1)
-    step_positions: tuple[int, ...] = Field(
+    batch_sizes: Annotated[tuple[int, ...], DISTINCT] = Field(default=(1, 4, 8, 16), min_length=1)
+    step_positions: Annotated[tuple[int, ...], DISTINCT] = Field(
         default=(), description="measure a step by positions per sequence, at every batch size"
     )
     prompts: int = Field(default=16, ge=1, description="per round, in batches; at least one batch")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.decode import EngineConfig, ExactMode, Mode
 
 
@@ -37,6 +37,6 @@ class EvaluateJob(Config):
     )
     task: Task
     # Every other mode is compared, problem by problem, with `exact`, so `exact` is always run.
-    modes: tuple[Mode, ...] = (ExactMode(),)
+    modes: Annotated[tuple[Mode, ...], DISTINCT] = (ExactMode(),)
     max_new_tokens: int = Field(default=256, ge=1)
     engine: EngineConfig = EngineConfig()

@@ -1,10 +1,10 @@
 """A simulated comparison: traces, policies, seeds, and the cluster they run on."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.traces import TraceSource
 
@@ -90,24 +90,18 @@ class SimulateJob(Config):
     service_model: str = Field(description="JSON file (docs/simulator.md)")
     accuracy: float = Field(default=100.0, gt=0, le=100, description="of lossless answers, percent")
     traces: dict[str, TraceSource] = Field(min_length=1)
-    policies: tuple[PolicyName, ...] = Field(default=ALL_POLICIES, min_length=1)
+    policies: Annotated[tuple[PolicyName, ...], DISTINCT] = Field(
+        default=ALL_POLICIES, min_length=1
+    )
     scaling: ScalingConfig = ScalingConfig()
     cluster: Cluster = Cluster()
     fixed_threshold: float = Field(
         default=0.9, ge=0, le=1, description="of the policy fixed-threshold"
     )
-    seeds: tuple[int, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    seeds: Annotated[tuple[int, ...], DISTINCT] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     tuning_seeds: int = Field(
         default=2, ge=1, description="policies are tuned on so many of the seeds, the first ones"
     )
-    cold_starts_s: tuple[float, ...] = Field(
+    cold_starts_s: Annotated[tuple[float, ...], DISTINCT] = Field(
         default=(), description="other cold starts, for the sensitivity; all policies again"
     )
-
-    @model_validator(mode="after")
-    def _distinct(self) -> Self:
-        for name in ("seeds", "policies", "cold_starts_s"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} holds a value twice")
-        return self

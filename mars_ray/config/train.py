@@ -206,6 +206,20 @@ class TrainJob(Config):
         return self
 
     @model_validator(mode="after")
+    def _anchored_rows_are_everywhere(self) -> Self:
+        sharded = isinstance(self.engine, DeepSpeedEngine) and self.engine.zero_stage == 3
+        if not sharded or self.cluster.workers == 1:
+            return self
+        for name, stage in self.stages.items():
+            # Forwards are collective there, and a worker's rows may have no anchored one.
+            if isinstance(stage.objective, MarsObjective) and stage.objective.anchor_weight:
+                raise ValueError(
+                    f"stages.{name}.objective.anchor_weight does not work with engine.zero_stage 3 "
+                    "on several workers; use stage 2"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _output_dir_is_a_directory(self) -> Self:
         if "://" in self.output_dir:
             raise ValueError(

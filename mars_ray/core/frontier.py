@@ -4,6 +4,7 @@ Stored as `frontier.json` beside the checkpoint. No torch: policies and simulato
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,26 @@ from mars_ray.core.pareto import undominated
 from mars_ray.errors import CheckpointError
 
 FRONTIER_FILE = "frontier.json"
+# Settings of modes that a label has where they are set.
+_SHOWN = {
+    "threshold": " {:g}",
+    "measure": " {}",
+    "window": " W={}",
+    "groups": " G={}",
+    "cache_block": ", blocks of {}",
+    "guesses": ", {} guesses",
+    "draft_tokens": ", {} drafts",
+}
+
+
+def mode_label(mode: Mapping[str, Any]) -> str:
+    """For example `confidence 0.95`; other settings than a mode's own defaults have another one."""
+    shown = [
+        form.format(mode[key])
+        for key, form in _SHOWN.items()
+        if mode.get(key) is not None and mode[key] != "probability"
+    ]
+    return mode["type"] + "".join(shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +66,7 @@ class FrontierPoint:
     @property
     def label(self) -> str:
         """For example `confidence 0.95`."""
-        parts = [self.mode["type"]]
-        if self.threshold is not None:
-            parts.append(f"{self.threshold:g}")
-        if "measure" in self.mode and self.mode["measure"] != "probability":
-            parts.append(self.mode["measure"])
-        if "window" in self.mode and self.mode["window"] is not None:
-            parts.append(f"W={self.mode['window']}")
-        if "groups" in self.mode and self.mode["groups"] is not None:
-            parts.append(f"G={self.mode['groups']}")
-        return " ".join(parts)
+        return mode_label(self.mode)
 
 
 @dataclass(frozen=True, slots=True)

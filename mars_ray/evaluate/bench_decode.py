@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.config.bench import BenchDecodeJob
-from mars_ray.config.decode import Mode
 from mars_ray.config.model import PresetModel, PresetName
+from mars_ray.core.frontier import mode_label
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.errors import MarsError
@@ -177,19 +177,13 @@ def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]
 
 
 def _contenders(job: BenchDecodeJob) -> list[_Contender]:
-    ours = [_Contender(_label(mode), "mars", {"mode": mode.model_dump()}) for mode in job.modes]
+    modes = [mode.model_dump() for mode in job.modes]
+    ours = [_Contender(f"mars-ray {mode_label(mode)}", "mars", {"mode": mode}) for mode in modes]
     lockstep = [
         _Contender(f"lockstep {own.threshold:g}, cache: {own.cache}", "lockstep", own.model_dump())
         for own in job.lockstep
     ]
     return ours + lockstep + [_Contender(peer, peer) for peer in job.peers]
-
-
-def _label(mode: Mode) -> str:
-    threshold = getattr(mode, "threshold", None)
-    label = f"mars-ray {mode.type}" + ("" if threshold is None else f" {threshold:g}")
-    block = getattr(mode, "cache_block", None)
-    return label + ("" if block is None else f", blocks of {block}")
 
 
 def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:

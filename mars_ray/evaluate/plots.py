@@ -15,6 +15,8 @@ _STYLE = {
     "verified": ("#0072B2", "o"),
     "confidence": ("#D55E00", "^"),
     "block_cached": ("#009E73", "v"),
+    "jacobi": ("#CC79A7", "D"),
+    "speculative": ("#E69F00", "P"),
 }
 
 

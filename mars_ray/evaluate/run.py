@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.decode import ExactMode, Mode, Sampling
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask
-from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint
+from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, mode_label
 from mars_ray.core.statistics import paired_difference, wilson_interval
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine, generate_all, load_engine
@@ -75,7 +75,7 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
             encode_prompt([Message("user", problem.question)], tokenizer) for problem in problems
         ]
         for mode in modes:
-            task = bars.add_task(_label(mode), total=len(problems))
+            task = bars.add_task(mode_label(mode.model_dump()), total=len(problems))
             requests = _requests(prompts, mode, job.max_new_tokens, stop_ids(engine.model))
             advance = partial(bars.advance, task)
             results.append(_measure(engine, tokenizer, mode, problems, requests, advance))
@@ -162,8 +162,3 @@ def _write(
                 row = {"mode": result.mode.model_dump(), "question": problem.question}
                 row |= {"text": text, "answer": problem.answer, "correct": correct}
                 file.write(json.dumps(row) + "\n")
-
-
-def _label(mode: Mode) -> str:
-    settings = mode.model_dump()
-    return f"{mode.type} {settings['threshold']:g}" if "threshold" in settings else mode.type

@@ -41,6 +41,7 @@ class TrainState:
     identity: str  # of the job, see plan.identity_hash
     loader: LoaderState
     metrics: dict[str, float]  # the last known
+    data: str = ""  # StagePlan.data; empty in checkpoints of versions before
 
 
 def directory_of(run_dir: Path, step: int) -> Path:
@@ -89,6 +90,8 @@ def write(
                 shutil.rmtree(directory, ignore_errors=True)
                 trainer.mkdir(parents=True)
                 (directory / STATE).write_text(json.dumps(asdict(state), indent=1))
+        # Collective itself: on all ranks or on none.
+        with ranks.together():
             write_model(directory / MODEL)
         with ranks.together():
             torch.save(rank_state, trainer / f"rank_{ranks.rank}.pt")

@@ -29,18 +29,21 @@ def best_checkpoint(run_dir: Path, config: CheckpointConfig) -> Path:
     return checkpoint.directory_of(run_dir, steps[0])
 
 
-def fetch_newest(run_dir: Path, config: CheckpointConfig, stage: str) -> None:
-    """Bring the newest checkpoint of the store here, if it is newer than all that are here.
+def fetch_copies(run_dir: Path, config: CheckpointConfig, stage: str) -> None:
+    """Bring the store's best checkpoints here, and its newest if it is newer than all here.
 
     Raises CheckpointError if there is a store and it does not answer, or what it has is damaged.
     """
     if config.storage_path is None:
         return
     store = CheckpointStore(config.storage_path, stage)
-    here = checkpoint.newest(run_dir)
-    newest = max(store.steps(), default=-1)
-    if newest > (checkpoint.step_of(here) if here else -1):
-        store.download(newest, run_dir)
+    here = {checkpoint.step_of(path) for path in checkpoint.complete(run_dir)}
+    scores = _stored_scores(store, config)
+    wanted = set(_best(scores, config)[: config.best.keep] if config.best else ())
+    if max(scores, default=-1) > max(here, default=-1):
+        wanted.add(max(scores))
+    for step in wanted - here:
+        store.download(step, run_dir)
 
 
 class Keeper:
@@ -116,10 +119,8 @@ class _Uploader:
                 self._busy.discard(directory)
 
     def _prune(self) -> None:
-        best = self._config.best
-        steps = self._store.steps()
-        scores = {step: self._store.metric(step, best.metric) if best else None for step in steps}
-        for step in steps - kept(scores, self._config):
+        scores = _stored_scores(self._store, self._config)
+        for step in scores.keys() - kept(scores, self._config):
             self._store.delete(step)
 
 
@@ -130,6 +131,11 @@ def _best(scores: Mapping[int, float | None], config: CheckpointConfig) -> list[
     sign = 1 if config.best.mode == "min" else -1
     scored = [(sign * score, -step) for step, score in scores.items() if score is not None]
     return [-step for _, step in sorted(scored)]
+
+
+def _stored_scores(store: CheckpointStore, config: CheckpointConfig) -> dict[int, float | None]:
+    best = config.best
+    return {step: store.metric(step, best.metric) if best else None for step in store.steps()}
 
 
 def _local_scores(run_dir: Path, config: CheckpointConfig) -> dict[int, float | None]:

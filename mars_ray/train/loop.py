@@ -213,6 +213,7 @@ class TrainLoop:
             identity=identity_hash(parts.plan.job),
             loader=parts.loader.state(),
             metrics=self._metrics,
+            data=parts.plan.data,
         )
         checkpoint.write(directory, parts.ranks, state, self._rank_state(), parts.write_model)
         self._saved_step = self._step

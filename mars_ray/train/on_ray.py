@@ -34,7 +34,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
-from mars_ray.train.keeping import fetch_newest
+from mars_ray.train.keeping import fetch_copies
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.plan import StagePlan
@@ -96,7 +96,7 @@ def _prepare(plan: StagePlan) -> None:
             f"the run directory {plan.run_dir} cannot be used: {error}. Mend or mount its "
             f"storage, or choose another output_dir; then {_AGAIN}"
         ) from error
-    fetch_newest(plan.run_dir, plan.job.checkpoint, plan.stage)
+    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
 
 
 class _Fit(threading.Thread):

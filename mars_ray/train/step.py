@@ -65,8 +65,9 @@ class TrainStep(nn.Module):
             self.model, layout.input_ids_BR, layout.position_BR, attention_mask(layout)
         )
         hidden_NH, target_N = hidden_BRH[wanted_BR], layout.target_BR[wanted_BR]
+        head = output_head(self.model)
         if coefficient_BR is None:
-            ce_N, predicted_N = self._predict(hidden_NH, target_N)
+            ce_N, predicted_N = head(hidden_NH, target_N, self.chunk_rows)
             predicted_BR = torch.full_like(layout.target_BR, -1)
             return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
                 wanted_BR, predicted_N
@@ -74,8 +75,7 @@ class TrainStep(nn.Module):
         coefficient_N = coefficient_BR[wanted_BR]
         if self._acceptance_weight:
             coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
-        head = output_head(self.model)
-        loss, ce_N = head(hidden_NH, target_N, coefficient_N, self.chunk_rows)
+        loss, ce_N = head(hidden_NH, target_N, self.chunk_rows, coefficient_N)
         sums = _stream_sums(layout, wanted_BR, ce_N)
         if self._anchor and layout.is_anchored_BR.any():
             kl_A = self._divergence(layout, hidden_BRH)
@@ -88,8 +88,9 @@ class TrainStep(nn.Module):
         """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
         factor_N = torch.ones_like(target_N, dtype=torch.float32)
         noisy_N = depth_N > 0
-        if noisy_N.any():
-            ce_M, _ = self._predict(hidden_NH[noisy_N], target_N[noisy_N])
+        # Also without any: every rank calls the head as often.
+        ce_M, _ = output_head(self.model)(hidden_NH[noisy_N], target_N[noisy_N], self.chunk_rows)
+        if len(ce_M):
             weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
             factor_N[noisy_N] = torch.lerp(
                 torch.ones_like(weight_M), weight_M, self._acceptance_weight
@@ -112,23 +113,12 @@ class TrainStep(nn.Module):
         heads = output_head(self.model), output_head(anchor)
         return torch.cat([checkpoint(_kl, *heads, *pair, use_reentrant=False) for pair in chunks])
 
-    def _predict(self, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy and argmax of each row, a chunk at a time."""
-        head = output_head(self.model)
-        ce, predicted = [], []
-        for rows_NH, target in zip(
-            hidden_NH.split(self.chunk_rows), target_N.split(self.chunk_rows), strict=True
-        ):
-            logits_NV = head(rows_NH).float()
-            ce.append(nn.functional.cross_entropy(logits_NV, target, reduction="none"))
-            predicted.append(logits_NV.argmax(dim=-1))
-        return torch.cat(ce), torch.cat(predicted)
-
 
 class _LossHead(nn.Linear):
     """The model's own output projection, which can go on to the loss.
 
     A module, because ZeRO-3 brings a weight together only while the module that owns it is called.
+    Chunks are made inside: a call is a collective there, and ranks have unequal numbers of rows.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -137,11 +127,32 @@ class _LossHead(nn.Linear):
         super().__init__(head.in_features, head.out_features, bias=False, device="meta")
         self.weight = head.weight
 
-    def forward(self, input: Tensor, *loss_of: Any) -> Any:  # noqa: A002 - nn.Linear's name
-        """Logits (N, V); with (target, coefficient, chunk rows) loss and cross-entropies."""
-        if loss_of:
-            return WeightedCrossEntropy.apply(input, self.weight, *loss_of)
-        return super().forward(input)
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - nn.Linear's name
+        target_N: Tensor | None = None,
+        chunk_rows: int = 0,
+        coefficient_N: Tensor | None = None,
+    ) -> Any:
+        """Logits (N, V); with targets cross-entropies and predictions, both (N,); with coefficients
+        the loss and cross-entropies."""
+        if target_N is None:
+            return super().forward(input)
+        if coefficient_N is None:
+            return self._predicted(input, target_N, chunk_rows)
+        return WeightedCrossEntropy.apply(input, self.weight, target_N, coefficient_N, chunk_rows)
+
+    def _predicted(
+        self, hidden_NH: Tensor, target_N: Tensor, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        ce, predicted = [], []
+        for rows_NH, target in zip(
+            hidden_NH.split(chunk_rows), target_N.split(chunk_rows), strict=True
+        ):
+            logits_NV = super().forward(rows_NH).float()
+            ce.append(nn.functional.cross_entropy(logits_NV, target, reduction="none"))
+            predicted.append(logits_NV.argmax(dim=-1))
+        return torch.cat(ce), torch.cat(predicted)
 
 
 def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:

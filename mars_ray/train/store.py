@@ -24,13 +24,18 @@ _PARALLEL_FILES = 4
 _CHUNK_BYTES = 16 * 1024 * 1024
 
 
+def below(uri: str, *names: str) -> str:
+    """The URI of a directory further down."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
+
+
 class CheckpointStore:
     """The copies of one stage."""
 
     def __init__(self, uri: str, stage: str) -> None:
         """Raises CheckpointError if the URI means nothing to pyarrow."""
-        parts = urlsplit(uri)
-        self.name = shown(urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{stage}")))
+        self.name = shown(below(uri, stage))
         with self._explained("open", uri):
             self._files, root = FileSystem.from_uri(uri)
         self._root = f"{root.rstrip('/')}/{stage}"

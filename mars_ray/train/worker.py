@@ -259,6 +259,11 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
             f"{directory} was written by another job (its resolved configuration differs). "
             "Choose another output_dir, or delete this one"
         )
+    if state.data and state.data != plan.data:
+        raise CheckpointError(
+            f"{directory} was trained on other conversations than there are now: a file of [data] "
+            "has changed, or how it is tokenised. Put it back, or choose another output_dir"
+        )
     return state
 
 

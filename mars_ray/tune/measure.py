@@ -45,7 +45,7 @@ def measure(
         jobs[trial.trial] = _job(job, trial.trial, output_dir / trial.model, verified)
     missing = {name: each for name, each in jobs.items() if not _is_measured(each)}
     console.print(f"generating with {len(missing)} of {len(jobs)} models")
-    evaluate = ray.remote(num_cpus=1, max_retries=job.retries)(_evaluate)
+    evaluate = ray.remote(num_cpus=1, num_gpus=_gpus(job), max_retries=job.retries)(_evaluate)
     waiting = [evaluate.remote(each) for each in missing.values()]
     with Bars(console) as bars:
         task = bars.add_task("models that have generated", total=len(waiting))
@@ -54,6 +54,12 @@ def measure(
             ray.get(done)
             bars.advance(task)
     return {name: read_frontier(each.output_dir or "") for name, each in jobs.items()}
+
+
+def _gpus(job: TuneJob) -> float:
+    """Of one that generates: none where the trials have none either."""
+    on_cpu = job.objectives.engine.device == "cpu"
+    return 0 if on_cpu else min(1, job.train.cluster.gpus_per_worker)
 
 
 def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:

@@ -75,7 +75,7 @@ def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[
     table = {"summary": summary, "trials": [asdict(row) for row in rows]}
     table |= {"job": job.model_dump(mode="json"), "provenance": provenance()}
     (directory / "results.json").write_text(json.dumps(table, indent=1) + "\n")
-    flat = [_flat(row) for row in rows]
+    flat = _flat(rows)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), directory / "results.parquet")
 
 
@@ -141,15 +141,16 @@ def _lossless(frontier: Frontier | None) -> float | None:
     return speeds[0] if speeds else None
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    table = asdict(row)
-    values = table.pop("values")
-    # Of one type in a column: tables, lists and mixed choices as JSON.
-    return table | {key: _column(value) for key, value in values.items()}
-
-
-def _column(value: Any) -> Any:
-    return float(value) if isinstance(value, float) else json.dumps(value)
+def _flat(rows: list[Row]) -> list[dict[str, Any]]:
+    """Settings as columns, each of one type: numbers, or else JSON."""
+    other = {
+        key for row in rows for key, value in row.values.items() if type(value) not in (int, float)
+    }
+    return [
+        {name: value for name, value in asdict(row).items() if name != "values"}
+        | {key: json.dumps(v) if key in other else float(v) for key, v in row.values.items()}
+        for row in rows
+    ]
 
 
 def _cells(row: Row) -> list[str]:

@@ -25,12 +25,13 @@ from ray import tune
 from ray.tune.experiment import Trial
 from rich.console import Console
 
+from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.initial import initial_model
-from mars_ray.train.plan import stage_plan, with_absolute_paths
+from mars_ray.train.plan import absolute_path, stage_plan, with_absolute_paths
 from mars_ray.train.run import run_training
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger, ended
 from mars_ray.tune.search import domains, scheduler_of, searcher_of
@@ -45,6 +46,8 @@ _SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "5",
+    # A trial whose loss is not finite ends without metrics.
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
 }
 
@@ -81,12 +84,17 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
 
 def absolute(job: TuneJob) -> TuneJob:
     """The same job, independent of the working directory, with one cache for all trials."""
-    output_dir = Path(job.output_dir).expanduser().absolute()
+    output_dir = absolute_path(job.output_dir)
     train = with_absolute_paths(job.train)
     if train.data.cache_dir is None:
-        cached = train.data.model_copy(update={"cache_dir": str(output_dir / "cache")})
+        cached = train.data.model_copy(update={"cache_dir": str(Path(output_dir) / "cache")})
         train = train.model_copy(update={"data": cached})
-    return job.model_copy(update={"output_dir": str(output_dir), "train": train})
+    task = job.objectives.task
+    if isinstance(task, Gsm8kTask):
+        task = task.model_copy(update={"path": absolute_path(task.path)})
+    objectives = job.objectives.model_copy(update={"task": task})
+    update = {"output_dir": output_dir, "train": train, "objectives": objectives}
+    return job.model_copy(update=update)
 
 
 def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:

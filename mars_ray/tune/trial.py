@@ -23,6 +23,7 @@ from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity_hash, stage_plan
+from mars_ray.train.store import below
 from mars_ray.tune.space import trial_job, values_at
 
 _POLL_S = 0.3
@@ -151,10 +152,13 @@ def _log_to(path: Path) -> None:
 
 
 def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:
-    """The trial's training job, in a directory of its own."""
+    """The trial's training job, in a directory of its own, here and in the store of copies."""
     trained = trial_job(job, values)
-    directory = Path(job.output_dir) / "trials" / trial / identity_hash(trained)
-    return trained.model_copy(update={"output_dir": str(directory)})
+    place = ("trials", trial, identity_hash(trained))
+    kept, directory = trained.checkpoint, Path(job.output_dir).joinpath(*place)
+    if kept.storage_path is not None:
+        kept = kept.model_copy(update={"storage_path": below(kept.storage_path, *place)})
+    return trained.model_copy(update={"output_dir": str(directory), "checkpoint": kept})
 
 
 def hand_over(directory: Path, plan: StagePlan) -> None:

@@ -107,6 +107,17 @@ def test_settings_of_a_cluster_that_contradict_each_other():
     assert "needs zero_stage 3" in refusal(zero_2)
 
 
+def test_anchored_rows_need_whole_weights():
+    """Guards workers that wait for each other: one whose rows have no anchored one stays away."""
+    anchored = [
+        "data.own={type='corpus', count=4}",
+        "stages.mars.objective.anchor_weight=1.0",
+        "cluster.workers=2",
+    ]
+    message = refusal("engine={type='deepspeed', zero_stage=3}", *anchored)
+    assert "anchor_weight does not work with engine.zero_stage 3" in message
+
+
 def test_unusable_files_and_overrides(tmp_path):
     """Each says what is wrong instead of a traceback."""
     with pytest.raises(ConfigError, match="no such job file"):

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from mars_ray.config.bench import BenchDecodeJob
+from mars_ray.core.frontier import mode_label
 from mars_ray.evaluate.bench_decode import run_bench_decode
 
 SMALL = {
@@ -48,6 +49,23 @@ def test_peers_answer_the_same_prompts_with_the_same_tokens():
     # Six of the prompt at once, then four more tokens to forward for the four that follow.
     assert exact["positions_per_token"] == pytest.approx((6 + 4) / 5)
     assert set(result["peers"]) == {"mars", "transformers", "transformers-continuous"}
+
+
+def test_contenders_are_told_apart():
+    """Guards figures that are put together of two modes, and a run that fails at its end."""
+    block = {"type": "block_cached", "cache_block": 16}
+    modes = [{"type": "verified", "window": 4}, {"type": "verified", "window": 8}, block]
+    modes += [{"type": "jacobi"}, {"type": "speculative", "draft_tokens": 2, "window": 0}]
+    job = BenchDecodeJob.model_validate(SMALL | {"modes": modes})
+    assert [mode_label(mode.model_dump()) for mode in job.modes] == [
+        "verified 1 W=4",
+        "verified 1 W=8",
+        "block_cached 0.95, blocks of 16",
+        "jacobi, 4 guesses",
+        "speculative 1 W=0, 2 drafts",
+    ]
+    with pytest.raises(ValidationError, match="twice"):
+        BenchDecodeJob.model_validate(SMALL | {"modes": [block, block]})
 
 
 def test_a_job_names_one_model():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, VerifiedMode
+from mars_ray.config.decode import ConfidenceMode, EngineConfig, JacobiMode, VerifiedMode
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask
 from mars_ray.config.model import PresetModel
 from mars_ray.core.frontier import read_frontier
@@ -45,7 +45,7 @@ def job(checkpoint: Path, **changes) -> EvaluateJob:
     settings = {
         "checkpoint": str(checkpoint),
         "task": CorpusTask(count=6),
-        "modes": (VerifiedMode(), ConfidenceMode(threshold=0.0)),
+        "modes": (VerifiedMode(), ConfidenceMode(threshold=0.0), JacobiMode(guesses=2)),
         "max_new_tokens": 12,
         "engine": EngineConfig(max_batch=4, max_context=256),
     }
@@ -58,8 +58,10 @@ def test_a_sweep_writes_what_it_found(checkpoint, tmp_path):
     evaluation = run_evaluation(job(checkpoint, output_dir=str(tmp_path)), Console(quiet=True))
     frontier = read_frontier(tmp_path)
     assert frontier == evaluation.frontier
-    assert [point.label for point in frontier.points] == ["exact", "verified 1", "confidence 0"]
-    exact, verified, confidence = frontier.points
+    labels = ["exact", "verified 1", "confidence 0", "jacobi, 2 guesses"]
+    assert [point.label for point in frontier.points] == labels
+    exact, verified, confidence, jacobi = frontier.points
+    assert jacobi.identical == 1
     assert exact.tokens_per_forward == 1
     assert verified.identical == 1
     assert verified.tokens == exact.tokens
@@ -67,7 +69,7 @@ def test_a_sweep_writes_what_it_found(checkpoint, tmp_path):
     assert evaluation.plot.read_bytes().startswith(b"\x89PNG")
     assert evaluation.plot.stat().st_size > 10_000
     answers = (tmp_path / "answers.jsonl").read_text().splitlines()
-    assert len(answers) == 3 * 6
+    assert len(answers) == 4 * 6
     assert json.loads(json.dumps(summary(evaluation)))["points"]["exact"]["accuracy"] == 0
     print_table(evaluation, Console(quiet=True))
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +171,27 @@ def test_another_jobs_checkpoint_is_refused(model, tmp_path, straight):
     error = try_alone(plan, directory_of(straight[0].run_dir, 10))
     assert isinstance(error, CheckpointError)
     assert "another job" in str(error)
+
+
+def test_a_checkpoint_of_other_conversations_is_refused(model, tmp_path):
+    """Guards going on at the old place of other data; fewer workers' memory is no such change."""
+    source = tmp_path / "rows.jsonl"
+    table = {"max_length": 128, "train": {"type": "files", "paths": [str(source)]}}
+    job = changed(make_job(model, tmp_path / "out", data=table), "mars", steps=2)
+    _write_rows(source, "4")
+    run_alone(make_plan(job, model))
+    saved = directory_of(make_plan(job, model).run_dir, 2)
+    again = make_plan(changed(job, "mars", micro_batch_size=1), model)
+    assert run_alone(again, saved).step == 2
+    _write_rows(source, "4, which is all that there is to say")
+    error = try_alone(make_plan(job, model), saved)
+    assert isinstance(error, CheckpointError)
+    assert "was trained on other conversations" in str(error)
+
+
+def _write_rows(path: Path, answer: str) -> None:
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}]
+    path.write_text((json.dumps({"messages": messages}) + "\n") * 8)
 
 
 def test_an_output_directory_of_another_job_is_refused(model, tmp_path):

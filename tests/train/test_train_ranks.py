@@ -17,13 +17,15 @@ from train.small_jobs import (
     spawn,
 )
 
-from mars_ray.errors import MarsError
-from mars_ray.train.checkpoint import directory_of, read_rank_state
+from mars_ray.data.loader import LoaderState
+from mars_ray.errors import CheckpointError, MarsError
+from mars_ray.train.checkpoint import TrainState, directory_of, read_rank_state, write
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 
 STEPS = 20
+STATE = TrainState(1, 20, 0.0, 2, "job", LoaderState(0, 1), {})
 
 
 def train_all(plans: list[tuple[StagePlan, Path | None]], results: Path) -> None:
@@ -45,6 +47,27 @@ def one_rank(model, tmp_path_factory):
     plan = make_plan(make_job(model, tmp_path_factory.mktemp("one")), model)
     run_alone(plan)
     return plan
+
+
+def write_nothing(directory: Path, wrote: Path) -> None:
+    """Rank 0 cannot begin: its directory lies below a file."""
+    ranks = Ranks.current(torch.device("cpu"))
+    error = None
+    try:
+        write(directory, ranks, STATE, {}, lambda _: (wrote / str(ranks.rank)).touch())
+    except CheckpointError as caught:
+        error = str(caught)
+    (wrote / f"error-{ranks.rank}").write_text(str(error))
+
+
+def test_no_rank_writes_a_model_when_one_cannot_begin(tmp_path):
+    """Guards a hang: under ZeRO-3 writing is a collective, and one rank is not in it."""
+    (tmp_path / "file").touch()
+    (tmp_path / "wrote").mkdir()
+    spawn(write_nothing, 2, tmp_path / "file" / "step_00000001", tmp_path / "wrote")
+    assert sorted(p.name for p in (tmp_path / "wrote").iterdir()) == ["error-0", "error-1"]
+    for path in (tmp_path / "wrote").iterdir():
+        assert "could not be written" in path.read_text()
 
 
 def two_ranks(model: Path, output_dir: Path, **sections) -> StagePlan:

@@ -12,6 +12,7 @@ from mars_ray.config.train import ArObjective, MarsObjective, OptimizerConfig
 from mars_ray.core.layout import NO_TARGET
 from mars_ray.core.loss import row_coefficients
 from mars_ray.core.mask import dense_mask
+from mars_ray.model.forward import output_head
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
@@ -117,6 +118,22 @@ def test_head_in_chunks_gives_the_same_loss_and_predictions():
     torch.testing.assert_close(evaluated_in_chunks, sums)
     assert torch.equal(predicted, predicted_in_chunks)
     assert torch.equal(predicted >= 0, layout.target_BR != NO_TARGET)
+
+
+@pytest.mark.parametrize("acceptance_weight", [0.0, 1.0])
+def test_every_batch_calls_the_head_as_often(acceptance_weight):
+    """Guards ranks with unequal rows under ZeRO-3, where each call is a collective of all."""
+    step = TrainStep(make_step().model, acceptance_weight)
+    step.chunk_rows = 4
+    calls = []
+    output_head(step.model).register_forward_pre_hook(lambda *_: calls.append(step.training))
+    for rows in (ROWS, ("pprr",), ("pppp",)):
+        layout = MARS.layout(batch_of(*rows), 0.0)
+        tensors = layout_tensors(layout, CPU)
+        step.train()(coefficient_BR=torch.ones_like(layout.weight_BR), **tensors)
+        step.eval()(**tensors)
+    trained, evaluated = calls.count(True), calls.count(False)
+    assert (trained, evaluated) == (3 * (1 + (acceptance_weight > 0)), 3)
 
 
 def test_a_batch_without_targets_costs_nothing_and_breaks_nothing():

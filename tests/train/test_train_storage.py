@@ -23,7 +23,7 @@ from train.small_jobs import (
 from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError, TrainingError
 from mars_ray.train import checkpoint
-from mars_ray.train.keeping import best_checkpoint, fetch_newest, kept
+from mars_ray.train.keeping import best_checkpoint, fetch_copies, kept
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
@@ -104,7 +104,7 @@ def test_a_lost_run_directory_is_restored_from_the_store(kind, model, tmp_path, 
         store.delete(20)
         assert store.steps() == {15}
         shutil.rmtree(plan.run_dir)
-        fetch_newest(plan.run_dir, plan.job.checkpoint, plan.stage)
+        fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
         newest = checkpoint.newest(plan.run_dir)
         assert newest is not None
         assert newest.name == "step_00000015"
@@ -113,13 +113,27 @@ def test_a_lost_run_directory_is_restored_from_the_store(kind, model, tmp_path, 
         assert store.steps() == {15, 20}
 
 
+def test_the_best_comes_back_as_well_as_the_newest(model, tmp_path):
+    """Guards a run that loses its machine against exporting the best of what came after."""
+    uri = f"file://{tmp_path}/runs"
+    # Highest loss, so that it is not the last one.
+    plan = plan_of(model, tmp_path / "run", keep=1, best={"mode": "max"}, storage_path=uri)
+    run_alone(plan)
+    before = steps_in(plan.run_dir)
+    assert len(before) == 2
+    shutil.rmtree(plan.run_dir)
+    fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
+    assert steps_in(plan.run_dir) == before
+    assert checkpoint.step_of(best_checkpoint(plan.run_dir, plan.job.checkpoint)) == before[0]
+
+
 def test_an_unreachable_store_is_an_error_before_the_start(model, tmp_path, credentials):
     """Guards hours of training whose copies were never made."""
     with bucket(tmp_path) as (options, _):
         uri = f"s3://bucket/runs{options}"
     plan = plan_of(model, tmp_path / "run", storage_path=uri)
     with pytest.raises(CheckpointError, match=r"cannot list s3://bucket/runs/mars: .*Mend"):
-        fetch_newest(plan.run_dir, plan.job.checkpoint, plan.stage)
+        fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
 
 
 def test_a_store_that_goes_away_costs_no_training(model, tmp_path):

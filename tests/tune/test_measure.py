@@ -1,7 +1,9 @@
 """Who generates, and who is best."""
 
+import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from tune.sweeps import make_sweep
 
@@ -10,7 +12,7 @@ from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import TrainingError
 from mars_ray.tune.ledger import Ledger
 from mars_ray.tune.measure import START, best, fastest, survivors
-from mars_ray.tune.results import rows_of, summary_of
+from mars_ray.tune.results import rows_of, summary_of, write_results
 
 OBJECTIVES = Objectives.model_validate({"task": {"type": "corpus"}, "max_accuracy_loss": 0.02})
 
@@ -72,6 +74,21 @@ def test_the_best_trial_is_fast_without_being_worse(tmp_path: Path):
     assert best(frontiers, OBJECTIVES, trials).trial == "a", "the most accurate if none is good"
     with pytest.raises(TrainingError, match="no trial has finished"):
         best(frontiers, OBJECTIVES, [])
+
+
+def test_a_column_of_the_table_has_one_type(tmp_path: Path):
+    """Guards a sweep that ends without its results: 0 beside 0.5, a number beside a table."""
+    ledger = Ledger(tmp_path / "trials.jsonl")
+    linear = {"start": 2.0, "end": 1.0}
+    for trial, weight, share in (("a", 2.0, 0), ("b", linear, 0.5)):
+        values = {"objective.ar_weight": weight, "objective.acceptance_weight": share}
+        ledger.append("start", trial, values=values)
+    job = make_sweep(tmp_path / "model", tmp_path)
+    rows = rows_of(job, ledger, {}, ledger.trials["a"])
+    write_results(tmp_path, job, rows, {})
+    table = pyarrow.parquet.read_table(tmp_path / "results.parquet").to_pydict()
+    assert sorted(table["objective.acceptance_weight"]) == [0.0, 0.5]
+    assert set(table["objective.ar_weight"]) == {"2.0", json.dumps(linear)}
 
 
 def test_failed_trials_stand_in_the_results(tmp_path: Path):

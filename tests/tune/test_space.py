@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from tune.sweeps import make_sweep, make_table
 
+from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.load import parse_job, read_toml
 from mars_ray.config.schedule import MixedBlockSize
 from mars_ray.config.train import MarsObjective
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError
+from mars_ray.tune.run import absolute
 from mars_ray.tune.space import check_space, draw, trial_job, values_at
+from mars_ray.tune.trial import job_of
 
 NOWHERE = Path("nowhere")
 
@@ -112,3 +115,28 @@ def test_the_training_job_may_be_a_file(tmp_path: Path):
     assert isinstance(job, TuneJob)
     assert job.stage.eval_every_steps == 50
     assert job.train.name == read_toml(path)["name"]
+
+
+def test_trials_keep_their_copies_apart():
+    """Guards a trial against another's checkpoint, which it would go on from and be refused by."""
+    table = make_table(NOWHERE, NOWHERE)
+    table["train"]["checkpoint"]["storage_path"] = "s3://bucket/runs?region=eu"
+    job = parse_job(table, source="test")
+    assert isinstance(job, TuneJob)
+    values = values_at(job, {"optimizer.learning_rate": 2e-3, "objective.block_size": 1})
+    one, other = (job_of(job, trial, values).checkpoint.storage_path for trial in ("a", "b"))
+    assert one is not None
+    assert other == one.replace("/trials/a/", "/trials/b/")
+    assert one.startswith("s3://bucket/runs/trials/a/")
+    assert one.endswith("?region=eu")
+
+
+def test_a_sweep_does_not_depend_on_where_it_is_asked_for():
+    """Guards problems that are looked for in a worker's directory, once all trials have ended."""
+    table = make_table(NOWHERE, NOWHERE)
+    table["objectives"]["task"] = {"type": "gsm8k", "path": "data/test.jsonl"}
+    job = parse_job(table, source="test")
+    assert isinstance(job, TuneJob)
+    task = absolute(job).objectives.task
+    assert isinstance(task, Gsm8kTask)
+    assert Path(task.path) == Path.cwd() / "data/test.jsonl"

@@ -23,10 +23,12 @@ from mars_ray.core.frontier import read_frontier
 from mars_ray.data.journal import read_journal
 from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger
+from mars_ray.tune.run import run_trials
 from mars_ray.tune.sweep import run_sweep
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 QUIET = Console(quiet=True)
+PBT = {"type": "pbt", "interval_steps": 3, "quantile": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,19 @@ def test_optuna_draws_the_points_of_a_sweep(model: Path, tmp_path: Path, ray_clu
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("table", [{"searcher": "optuna"}, {"scheduler": PBT}])
+def test_a_trial_that_diverges_has_failed_and_ends_nothing(
+    table: dict[str, Any], model: Path, tmp_path: Path, ray_cluster
+):
+    """It ends without metrics, which Tune takes for a mistake where somebody asks for them."""
+    space = {"optimizer.learning_rate": {"type": "uniform", "low": 1e37, "high": 2e37}}
+    job = parse_job(make_table(model, tmp_path, trials=2, space=space, **table), source="test")
+    assert isinstance(job, TuneJob)
+    trials = run_trials(job, QUIET).trials.values()
+    assert [trial.status for trial in trials] == ["failed", "failed"]
+
+
+@pytest.mark.timeout(300)
 def test_population_based_training_hands_weights_over(model: Path, tmp_path: Path, ray_cluster):
     """Two trials, one with a learning rate of next to nothing: it must go on from the other's
     checkpoint, which is the only way for its run to begin at a step above 0."""
@@ -137,7 +152,7 @@ def test_population_based_training_hands_weights_over(model: Path, tmp_path: Pat
         output_dir,
         trials=2,
         space=space,
-        scheduler={"type": "pbt", "interval_steps": 3, "quantile": 0.5},
+        scheduler=PBT,
         seed=1,
     )
     # Slow steps: a run that ends before it is compared has nothing to take over.
