@@ -30,8 +30,11 @@ def adjust(
         count_NV = _counts(logits_NV, answers)
         logits_NV -= sampling.frequency_penalty * count_NV
         logits_NV -= sampling.presence_penalty * (count_NV > 0)
-    for token, bias in sampling.logit_bias.items():
-        logits_NV[:, token] += bias
+    if sampling.logit_bias:
+        # All in one operation: there may be many, in every step of the answer.
+        device = logits_NV.device
+        tokens = torch.tensor(list(sampling.logit_bias), device=device)
+        logits_NV[:, tokens] += torch.tensor(list(sampling.logit_bias.values()), device=device)
     if sampling.min_new_tokens:
         short_N = torch.tensor([len(answer) < sampling.min_new_tokens for answer in answers])
         for token in stop_ids:

@@ -17,6 +17,9 @@ from mars_ray.config.decode import Sampling
 from mars_ray.core.randomness import uniform
 
 _NOISE = 11  # keeps these random numbers apart from those of other purposes
+# Already here the noise decides between equal logits only; over far less than this they overflow
+# float32. A power of 2, so that dividing by it rounds no two into one.
+_COLDEST = 2.0**-64
 
 
 def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
@@ -26,7 +29,7 @@ def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     ties with the k-th logit; top-p keeps the smallest set of tokens whose mass reaches `top_p`;
     min-p cuts tokens below that share of the largest probability. As in `transformers`.
     """
-    logits_NV = logits_NV.float() / sampling.temperature
+    logits_NV = logits_NV.float() / max(sampling.temperature, _COLDEST)
     if 0 < sampling.top_k < logits_NV.shape[-1]:
         kth_N1 = logits_NV.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, -torch.inf)
@@ -35,7 +38,8 @@ def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
         sorted_NV, order_NV = log_p_NV.sort(dim=-1, descending=True, stable=True)
         # Of the tokens before: subtracting a token's own mass again would not give a round number.
         mass_before_NV = sorted_NV.exp().cumsum(dim=-1).roll(1, dims=-1)
-        mass_before_NV[..., 0] = 0
+        # Below any `top_p`, which may be 0 in float32: the best token is never cut.
+        mass_before_NV[..., 0] = -1
         drop_NV = torch.zeros_like(log_p_NV, dtype=torch.bool).scatter(
             -1, order_NV, mass_before_NV >= sampling.top_p
         )

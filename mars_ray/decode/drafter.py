@@ -28,6 +28,10 @@ class DraftEngine(Protocol):
         """Queue a request."""
         ...
 
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, if it is there."""
+        ...
+
     def step(self) -> list[TokenEvent]:
         """One forward."""
         ...
@@ -51,17 +55,28 @@ class Drafter:
         self._mode = VerifiedMode() if engine.card.block_size else ExactMode()
 
     def extend(self, wanting: Iterable[tuple[Sequence, int]]) -> None:
-        """Add so many tokens to each sequence's drafts, and how probable they are."""
-        by_id = {}
-        for sequence, count in wanting:
-            by_id[sequence.request.id] = sequence
-            self._engine.submit(self._request(sequence, count))
+        """Add so many tokens to each sequence's drafts, and how probable they are.
+
+        If the draft model fails, no sequence has changed, and nothing is left over in its engine.
+        """
+        by_id: dict[str, Sequence] = {}
+        events: list[TokenEvent] = []
+        try:
+            for sequence, count in wanting:
+                by_id[sequence.request.id] = sequence
+                self._engine.submit(self._request(sequence, count))
+            while self._engine.has_work:
+                events += self._engine.step()
+        except Exception:
+            for request_id in by_id:
+                self._engine.cancel(request_id)
+            raise
+        for sequence in by_id.values():
             sequence.extended = sequence.forwards
-        while self._engine.has_work:
-            for event in self._engine.step():
-                sequence = by_id[event.request_id]
-                sequence.drafts += event.tokens
-                sequence.draft_probabilities += [math.exp(e.logprob) for e in event.logprobs]
+        for event in events:
+            sequence = by_id[event.request_id]
+            sequence.drafts += event.tokens
+            sequence.draft_probabilities += [math.exp(e.logprob) for e in event.logprobs]
 
     def _request(self, sequence: Sequence, count: int) -> Request:
         """With the sequence's seed: the same noise chooses the draft and verifies it."""

@@ -39,19 +39,24 @@ class Thresholds:
 
     def __init__(self) -> None:
         self.set_point = 1.0
-        self._log_of: dict[float, float] = {}  # by budget
+        self._log_of: dict[float, float] = {}  # by budget, see `_key`
 
     def of(self, quality: Quality) -> float:
         """For a step of a request."""
         if isinstance(quality, Elastic):
             return max(quality.floor, self.set_point)
-        return math.exp(self._log_of.get(quality.share, math.log(_FIRST)))
+        return math.exp(self._log_of.get(_key(quality), math.log(_FIRST)))
 
     def observe(self, budget: Budget, tokens: int, disagreed: int) -> None:
         """A step has committed so many tokens: the threshold rises if too many of them differ.
 
         It moves until, in the long run, the share that differs is the budget.
         """
-        before = self._log_of.get(budget.share, math.log(_FIRST))
+        before = self._log_of.get(_key(budget), math.log(_FIRST))
         moved = before + _GAIN * (disagreed - budget.share * tokens)
-        self._log_of[budget.share] = min(0.0, max(math.log(_LOWEST), moved))
+        self._log_of[_key(budget)] = min(0.0, max(math.log(_LOWEST), moved))
+
+
+def _key(budget: Budget) -> float:
+    """To the thousandth: clients may name any number, and what is learnt of one stays for ever."""
+    return round(budget.share, 3)

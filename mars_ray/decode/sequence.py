@@ -50,7 +50,8 @@ class Sequence:
         mode = self.request.mode
         self.groups = groups_of(mode, self.widest)
         verifies = isinstance(mode, VerifiedMode | SpeculativeMode)
-        self.threshold = mode.threshold if verifies else 1.0
+        # With a quality the mode's own threshold is never in force; the engine sets another one.
+        self.threshold = mode.threshold if verifies and not self.request.quality else 1.0
         self.lowest_threshold = self.threshold if verifies else None
         self.grammar = self.request.grammar.start() if self.request.grammar else None
 

@@ -24,6 +24,8 @@ _Deliver = Callable[[Event], None]
 Answer = TypeVar("Answer")
 # Steps that fail one after the other, with none in between that does not: the engine is broken.
 _MOST_FAILED_STEPS = 3
+# Between two looks whether the thread has ended.
+_LOOK_S = 0.05
 
 
 class EngineThread:
@@ -63,14 +65,19 @@ class EngineThread:
         if self._listeners and idle_s > limit_s:
             raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
 
+    async def ended(self) -> None:
+        """Returns once the thread is gone, whatever for, and its requests have their errors."""
+        while self._thread.is_alive():
+            await asyncio.sleep(_LOOK_S)
+
     async def stream(
         self, request: Request, interval_s: float = 0.0
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Events of a request, one per forward: the first at once, then what has come since.
 
         Not sooner than `interval_s` after the ones before, but for the last, which does not wait.
-        Closing the iterator cancels the request. Raises RequestError if the engine refuses it,
-        EngineError if the engine fails.
+        Closing the iterator cancels the request. Raises RequestError if the engine refuses it, or
+        cannot follow its grammar any further, EngineError if the engine fails.
         """
         mailbox = Mailbox()
         deliver = mailbox.put  # one object, by which `_cancel` knows whose request it is
@@ -152,12 +159,7 @@ class EngineThread:
             deliver = self._listeners[event.request_id]
             if event.completion or event.failure:
                 del self._listeners[event.request_id]
-            if event.failure:
-                _log.error("request %s failed", event.request_id, exc_info=event.failure)
-                name = type(event.failure).__name__
-                deliver(PoisonError(f"the engine failed on this request: {name}"))
-            else:
-                deliver(event)
+            deliver(_error_of(event.request_id, event.failure) if event.failure else event)
         self.last_step_s = time.monotonic()
 
     def _stepped(self) -> Iterable[TokenEvent]:
@@ -167,6 +169,9 @@ class EngineThread:
         """
         try:
             events = self._engine.step()
+        except RequestError:
+            # No fault of the engine's: a grammar has become too complex on the way.
+            return step_apart(self._engine)
         except Exception:
             self._failed_steps += 1
             if self._failed_steps == _MOST_FAILED_STEPS:
@@ -204,6 +209,14 @@ class EngineThread:
 
     def _stop(self) -> None:
         self._stopping = True
+
+
+def _error_of(request_id: str, failure: Exception) -> Exception:
+    """What the client learns: where its request went too far, but nothing of faults of ours."""
+    if isinstance(failure, RequestError):
+        return failure
+    _log.error("request %s failed", request_id, exc_info=failure)
+    return PoisonError(f"the engine failed on this request: {type(failure).__name__}")
 
 
 async def complete(engine: EngineThread, request: Request) -> Completion:

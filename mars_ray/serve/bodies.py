@@ -26,6 +26,7 @@ _MAX_STOP_CHARS = 256
 _MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
 _MAX_TOOLS = 128
+_MAX_BIASES = 1024
 # Names of the variants of a field; they mark pydantic's error locations.
 _TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
 _TOOL = "<tool>"
@@ -255,7 +256,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Biases = Annotated[
     dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
-    Field(json_schema_extra={"additionalProperties": False}),
+    Field(max_length=_MAX_BIASES, json_schema_extra={"additionalProperties": False}),
 ]
 
 

@@ -57,7 +57,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         mode=_mode(body, job.default_mode),
         sampling=_sampling(body, seed),
         max_new_tokens=_max_new_tokens(body, job.limits),
-        new_tokens_limit=job.limits.new_tokens,
+        new_tokens_limit=_new_tokens_limit(body, job.limits),
         stop=body.stops,
         n=body.n or 1,
         logprobs=_logprobs(body),
@@ -66,6 +66,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         schema=_schema(body),
         tools=_tools(body),
         delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
+        is_streamed=bool(body.stream),
         timeout_s=_timeout_s(body, job.limits),
     )
     if call.choices > job.limits.choices:
@@ -107,6 +108,7 @@ def _sampling(body: AnswerBody, seed: int) -> Sampling:
 
 
 def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
+    """What the client asks for, if anything."""
     asked = {"max_tokens": body.max_tokens}
     if isinstance(body, ChatBody):
         asked["max_completion_tokens"] = body.max_completion_tokens
@@ -122,9 +124,14 @@ def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | No
         if (body.min_tokens or 0) > tokens:
             _refuse("min_tokens", f"'min_tokens' is more than '{param}', {tokens}")
         return tokens
-    if isinstance(body, CompletionBody):
-        return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
     return None
+
+
+def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
+    """Of an answer whose length the client leaves open."""
+    if isinstance(body, ChatBody):
+        return limits.new_tokens
+    return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
 
 
 def _logprobs(body: ChatBody | CompletionBody) -> int | None:

@@ -6,6 +6,7 @@ set-point if it is lost.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import deque
@@ -80,7 +81,9 @@ class Control:
         """The point, once it is another one than that of the version; None: at once."""
         changed = self._changed
         if self._point.version == version:
-            await asyncio.wait([asyncio.ensure_future(changed.wait())], timeout=_WAIT_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WAIT_S):
+                    await changed.wait()
         return self._point
 
 

@@ -68,7 +68,6 @@ class Live:
 
 
 def _in_force(job: ServeJob, set_point: float) -> float | None:
-    floor = job.qualities[job.default_quality]
-    if isinstance(job.default_mode, VerifiedMode | SpeculativeMode) and floor < 1:
-        return max(floor, set_point)
+    if isinstance(job.default_mode, VerifiedMode | SpeculativeMode):
+        return max(job.qualities[job.default_quality], set_point)
     return threshold_of(job.default_mode)

@@ -66,7 +66,7 @@ class Call:
     prompts: tuple[Prompt, ...]
     mode: Mode
     sampling: Sampling
-    max_new_tokens: int | None  # None: as many as the limit and the context allow
+    max_new_tokens: int | None  # None: as many as the limit below and the context allow
     new_tokens_limit: int
     stop: tuple[str, ...] = ()
     n: int = 1  # answers to each prompt
@@ -77,7 +77,8 @@ class Call:
     tools: Tools | None = None
     # A message for each step, at most one in each `stream_interval_s`, or one in all.
     delivery: Literal["steps", "paced", "whole"] = "paced"
-    timeout_s: float | None = None  # from its arrival at the replica
+    is_streamed: bool = True  # or the client gets nothing before all answers are whole
+    timeout_s: float | None = None  # a replica counts it from the arrival there
 
     @property
     def choices(self) -> int:

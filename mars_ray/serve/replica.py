@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,6 +19,8 @@ from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 # Between two looks of the fast loop at this replica's queue.
@@ -41,6 +45,7 @@ class Replica:
         following = follow(job.name, job.set_point, self._set)
         self._following = asyncio.create_task(following)
         self._steering = asyncio.create_task(self._steer())
+        self._leaving = asyncio.create_task(self._leave())
 
     async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
         """The messages of one call; Serve closes the generator when the caller is gone."""
@@ -66,7 +71,7 @@ class Replica:
         return status
 
     async def _set(self, point: SetPoint) -> None:
-        # A dead engine needs none: `check_health` tells, and the next replica asks for itself.
+        # A dead engine needs none, and the next replica asks for itself.
         with contextlib.suppress(EngineError):
             await self._engine.follow(point.threshold, point.shed, point.rungs)
 
@@ -84,12 +89,22 @@ class Replica:
                 self._metrics.engine(await self._engine.seen())
                 await asyncio.sleep(_LOOK_S)
 
+    async def _leave(self) -> None:
+        """End with the engine, so that callers go elsewhere and Serve starts another one.
+
+        Serve's own checks take seconds. Meanwhile a replica that refuses at once would be the least
+        loaded one, and every other try of a request would come back to it.
+        """
+        await self._engine.ended()
+        logger.error("the engine has ended, and its replica with it")
+        os._exit(1)
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve hands it to the autoscaling policy."""
         return await self._engine.sums()
 
     def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Serve replaces the replica when this raises, as for an engine that is stuck."""
         self._engine.check_health()
 
     def open_answers(self) -> int:

@@ -62,9 +62,17 @@ class Shape(Protocol):
         ...
 
     def delta(
-        self, text: str | None, logprobs: Sequence[TokenText] | None, *, first: bool
+        self,
+        text: str | None,
+        logprobs: Sequence[TokenText] | None,
+        *,
+        first: bool,
+        offset: int = 0,
     ) -> dict[str, Any]:
-        """A choice's content in a chunk; no text: nothing more to say."""
+        """A choice's content in a chunk; no text: nothing more to say.
+
+        `offset`: so many characters of its tokens were in earlier chunks.
+        """
         ...
 
 
@@ -85,7 +93,12 @@ class ChatShape:
         return {"message": message, "logprobs": _chat_logprobs(logprobs)}
 
     def delta(
-        self, text: str | None, logprobs: Sequence[TokenText] | None, *, first: bool
+        self,
+        text: str | None,
+        logprobs: Sequence[TokenText] | None,
+        *,
+        first: bool,
+        offset: int = 0,
     ) -> dict[str, Any]:
         """See Shape."""
         delta = {"role": "assistant"} if first else {}
@@ -107,10 +120,15 @@ class TextShape:
         return {"text": text, "logprobs": _text_logprobs(logprobs)}
 
     def delta(
-        self, text: str | None, logprobs: Sequence[TokenText] | None, *, first: bool
+        self,
+        text: str | None,
+        logprobs: Sequence[TokenText] | None,
+        *,
+        first: bool,
+        offset: int = 0,
     ) -> dict[str, Any]:
         """See Shape."""
-        return {"text": text or "", "logprobs": _text_logprobs(logprobs)}
+        return {"text": text or "", "logprobs": _text_logprobs(logprobs, offset)}
 
 
 def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | None:
@@ -142,21 +160,27 @@ def _entry(token: TokenText) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
-def _text_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | None:
+def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    offsets, offset = [], 0
+    offsets = []
     for token in logprobs:
         offsets.append(offset)
         offset += len(token.text)
     return {
         "tokens": [token.text for token in logprobs],
         "token_logprobs": [token.logprob for token in logprobs],
-        "top_logprobs": [
-            {other.text: other.logprob for other in (token, *token.top)} for token in logprobs
-        ],
+        "top_logprobs": [_top_logprobs(token) for token in logprobs],
         "text_offset": offsets,
     }
+
+
+def _top_logprobs(token: TokenText) -> dict[str, float]:
+    """Of several that look alike, as parts of characters do, the chosen one or else the best."""
+    said: dict[str, float] = {}
+    for other in (token, *token.top):
+        said.setdefault(other.text, other.logprob)
+    return said
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Chunks:
     _finishes: dict[int, Finish] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
     _said: set[int] = field(default_factory=set)  # choices that have a text or calls
+    _shown: Counter[int] = field(default_factory=Counter)  # characters of each choice's tokens
 
     @property
     def is_over(self) -> bool:
@@ -65,7 +67,9 @@ class Chunks:
         logprobs = None if self.call.logprobs is None else piece.logprobs
         # An answer that only calls has no content, not an empty one.
         text = None if self.call.tools and not piece.text else piece.text
-        choice = self.shape.delta(text, logprobs, first=first)
+        offset = self._shown[piece.choice]
+        self._shown[piece.choice] += sum(len(token.text) for token in piece.logprobs)
+        choice = self.shape.delta(text, logprobs, first=first, offset=offset)
         if self.forwards:
             choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
         return choice

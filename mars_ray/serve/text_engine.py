@@ -1,13 +1,13 @@
 """A replica's work without Ray: from a checked call to the pieces of its answers."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import lru_cache
 
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.serve import ServeJob
@@ -101,6 +101,10 @@ class TextEngine:
     def check_health(self) -> None:
         """Raises EngineError if the engine is dead or stuck."""
         self._thread.check_health(_STALLED_S)
+
+    async def ended(self) -> None:
+        """Returns once the engine is dead."""
+        await self._thread.ended()
 
     async def is_ready(self) -> bool:
         """Whether the engine is alive."""
@@ -329,12 +333,13 @@ def _look(seen: AnswerSeen, piece: Piece, event: TokenEvent, gap_s: float) -> No
 
 
 def _chat_turn(turn: Turn) -> ChatTurn:
-    """Raises DataError if the arguments of an earlier call are not JSON."""
+    """Raises DataError if the arguments of an earlier call are not JSON, or not to be read."""
     calls = []
     for call in turn.calls:
         try:
-            calls.append(ChatCall(call.name, json.loads(call.arguments)))
-        except json.JSONDecodeError as error:
+            # Bounds depth and numbers as for a body; chat templates go down every level.
+            calls.append(ChatCall(call.name, from_json(call.arguments)))
+        except ValueError as error:
             raise DataError(f"the arguments of call {call.id!r} are not JSON: {error}") from error
     return ChatTurn(turn.role, turn.content, tuple(calls))
 

@@ -42,6 +42,20 @@ def test_temperature_zero_is_the_argmax():
     assert scores(LOGITS, Sampling(), torch.arange(2)).equal(LOGITS)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 5e-324])
+def test_the_coldest_sampling_takes_the_best_token(temperature):
+    """Guards logits that overflow, whose softmax is nan and its argmax token 0; one unit in the
+    last place of float32 is a lead, unless 1e-6 makes it a matter of chance."""
+    logits = torch.tensor([[20.0, 30.0, 31.0, -50.0, -torch.inf]])
+    close = logits.clone()
+    close[0, 1] = torch.nextafter(close[0, 2], torch.tensor(0.0))
+    for rows in [logits] if temperature == 1e-6 else [logits, close]:
+        sampling = Sampling(temperature=temperature, seed=3)
+        log_p = scores(rows.expand(200, 5), sampling, torch.arange(200))
+        assert not log_p.isnan().any()
+        assert log_p.argmax(dim=-1).tolist() == [2] * 200
+
+
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [
@@ -50,6 +64,7 @@ def test_temperature_zero_is_the_argmax():
         # The first token alone reaches 0.5, but not 0.51.
         (Sampling(temperature=1, top_p=0.5), [0]),
         (Sampling(temperature=1, top_p=0.51), [0, 1]),
+        (Sampling(temperature=1, top_p=1e-50), [0]),
         # 0.3 is 0.6 of the largest, 0.2 is 0.4 of it.
         (Sampling(temperature=1, min_p=0.59), [0, 1]),
         (Sampling(temperature=1, min_p=0.61), [0]),
@@ -58,7 +73,7 @@ def test_temperature_zero_is_the_argmax():
     ],
 )
 def test_truncation_by_hand(sampling, kept):
-    """p = 0.5, 0.3, 0.2."""
+    """p = 0.5, 0.3, 0.2; guards a `top_p` so small that float32 takes it for 0."""
     log_p = truncated(LOGITS[:1], sampling)[0]
     assert log_p.isfinite().nonzero().flatten().tolist() == kept
     if sampling.temperature == 1:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mars_ray.config.decode import Sampling
 from mars_ray.core.penalties import adjust
@@ -43,3 +44,27 @@ def test_bias_and_least_length():
     rows = adjusted(Sampling(logit_bias={0: -3.0}, min_new_tokens=2), [[], [1], [1, 1]])
     assert rows[:, 0].tolist() == [-1.0] * 3
     assert rows[:, 3].tolist() == [-math.inf, -math.inf, 1.0]
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_biases_are_one_operation():
+    """Guards three operations for each, in every step, on the one thread that serves everybody."""
+    counts = []
+    for biases in (1, 1000):
+        rows = torch.zeros(2, 1000)
+        with Operations() as operations:
+            bias = {token: token / 10 for token in range(biases)}
+            adjust(rows, Sampling(logit_bias=bias), [0], [[], [1]], stop_ids={3})
+        counts.append(operations.count)
+        expected = torch.tensor([*bias.values(), *[0.0] * (1000 - biases)])
+        assert rows.equal(expected.expand(2, 1000))
+    assert counts[0] == counts[1]

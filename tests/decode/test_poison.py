@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from decode.models import CARD, pattern, request
+from decode.models import CARD, VOCABULARY, pattern, request
 
 from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Mode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.runner import Runner
 from mars_ray.decode.thread import EngineThread, complete
-from mars_ray.errors import EngineError, PoisonError
+from mars_ray.errors import EngineError, PoisonError, RequestError
 
 POISON = 21  # a token that no pattern has
 MODES: list[Mode] = [ExactMode(), VerifiedMode(), ConfidenceMode(threshold=0.6)]
@@ -87,6 +90,62 @@ def test_the_poisoned_request_is_the_only_one_to_fail(model, thread_of, part, st
     assert isinstance(failure, PoisonError)
     assert "RuntimeError" in str(failure)
     assert done == [reference.generate(model, CARD, mate) for mate in mates]
+    thread.check_health()
+
+
+class Tangled:
+    """A grammar that allows everything, until a part of it can follow the answer no further."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def start(self) -> "TangledState":
+        return TangledState(self.part)
+
+
+class TangledState:
+    def __init__(self, part: str) -> None:
+        self._part, self._said = part, 0
+
+    def _follow(self, part: str) -> None:
+        if part == self._part and self._said >= 3:
+            raise RequestError("too complex", field="response_format")
+
+    def allowed(self, back: int, tokens: Sequence[int]) -> np.ndarray:
+        self._follow("allowed")
+        return np.ones((back + 1 + len(tokens), VOCABULARY), np.bool_)
+
+    def admissible(self, tokens: Sequence[int]) -> int:
+        self._follow("admissible")
+        return len(tokens)
+
+    def forced(self) -> list[int]:
+        return []
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        self._follow("consume")
+        self._said += len(tokens)
+
+
+@pytest.mark.parametrize("part", ["allowed", "admissible", "consume"])
+def test_a_grammar_too_complex_to_be_followed_is_the_requests_own_fault(model, thread_of, part):
+    """Whatever part of a step finds out. Guards an engine that ends because of some such requests,
+    and a 500 for them."""
+    thread = thread_of(Engine(model, CARD, EngineConfig(max_batch=4, max_context=200)))
+    mates = [request(str(j), pattern(j, 1 + j, 5), MODES[j]) for j in range(3)]
+
+    async def with_bad(number: int, beside: list) -> list:
+        bad = request(f"bad{number}", pattern(3, 1, 5), VerifiedMode(), stop=-1)
+        items = [replace(bad, grammar=Tangled(part)), *beside]
+        return await asyncio.gather(
+            *(complete(thread, item) for item in items), return_exceptions=True
+        )
+
+    for number, beside in enumerate([[], [], [], [], mates]):
+        failure, *done = asyncio.run(with_bad(number, beside))
+        assert isinstance(failure, RequestError)
+        assert failure.field == "response_format"
+        assert done == [reference.generate(model, CARD, mate) for mate in beside]
     thread.check_health()
 
 

@@ -113,6 +113,33 @@ def test_feedback_finds_the_threshold_of_a_budget():
     assert math.isclose(thresholds.of(budget), 0.2, rel_tol=0.3)
 
 
+def test_a_threshold_is_kept_for_a_thousand_budgets_at_most():
+    """Clients may name any number; guards memory that grows with every new one."""
+    thresholds = Thresholds()
+    for step in range(5000):
+        thresholds.observe(Budget(step / 5000), 1, 0)
+    assert len(thresholds._log_of) == 1001
+
+
+@pytest.mark.parametrize("is_sent_back", [False, True])
+def test_a_quality_leaves_nothing_of_the_modes_own_threshold(model, is_sent_back):
+    """A default mode may name one. Guards a report of it, and drafts that it accepts right after a
+    sequence has come back from where it had to give way."""
+    engine, other = Engine(model, CARD, SIZE), Engine(model, CARD, SIZE)
+    pinned = events_of(other, requests(None, 1.0, count=3))
+    asked = requests(Elastic(1.0), 0.1, count=3)
+    for request in asked:
+        engine.submit(request)
+    done = {}
+    while engine.has_work:
+        for event in engine.step():
+            assert (event.threshold, event.disagreed) == (1.0, 0)
+            done[event.request_id] = event.completion
+        for sequence in engine.set_aside() if is_sent_back else ():
+            engine.take_back(sequence)
+    assert done == {name: events[-1].completion for name, events in pinned.items()}
+
+
 def test_quality_needs_a_mode_that_verifies(model):
     """A setting without effect is an error."""
     engine = Engine(model, CARD, SIZE)

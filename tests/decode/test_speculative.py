@@ -1,5 +1,7 @@
 """A draft model beside the masks, against the reference, and lossless."""
 
+from itertools import count
+
 import pytest
 import torch
 from decode.models import CARD, SHAPE, STOP, pattern, request
@@ -8,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling, SpeculativeMode
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.faults import step_apart
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.model.card import ModelCard
 
@@ -74,6 +77,42 @@ def test_an_untrained_draft_model_will_do(model, random_model):
     target = Engine(model, plain, SIZE, Engine(random_model, plain, DRAFT_SIZE))
     item = request("a", [1, 2, 3], SpeculativeMode())
     assert generate_all(target, [item])[0] == reference.generate(model, plain, item, random_model)
+
+
+def test_a_draft_model_that_fails_once_goes_on(model, monkeypatch):
+    """Guards what is left over in its engine, requests that every later step would stumble over,
+    and sequences with some of the drafts of a step that failed."""
+    mode = SpeculativeMode()
+    items = [request(str(j), pattern(j * 3, 1 + j % 4, 2 + j), mode) for j in range(3)]
+    engine = engine_with(model, model)
+    drafts = engine._drafter._engine
+    step, calls = drafts.step, count()
+
+    def fail_once():
+        # The second step: the first has brought drafts for some.
+        if next(calls) == 1:
+            raise RuntimeError("cannot forward")
+        return step()
+
+    monkeypatch.setattr(drafts, "step", fail_once)
+    for item in items:
+        engine.submit(item)
+    done = {}
+    while engine.has_work:
+        before = {name: list(s.drafts) for name, s in engine._sequences.items()}
+        try:
+            events = engine.step()
+        except RuntimeError:
+            assert {name: s.drafts for name, s in engine._sequences.items()} == before
+            assert not drafts.has_work
+            events = step_apart(engine)
+        for event in events:
+            assert event.failure is None
+            done[event.request_id] = event.completion
+    assert next(calls) > 2
+    for item in items:
+        assert done[item.id].tokens == reference.generate(model, CARD, item, model).tokens
+    drafts.check_integrity()
 
 
 def test_what_cannot_work_is_refused(model):

@@ -113,6 +113,7 @@ def test_when_the_thread_itself_breaks_nobody_waits(model, monkeypatch):
     thread.start()
     with pytest.raises(EngineError, match="shut down"):
         asyncio.run(complete(thread, request("a", [1], ExactMode())))
+    asyncio.run(asyncio.wait_for(thread.ended(), 10))
     thread.stop()
     with pytest.raises(EngineError, match="not running"):
         thread.check_health()

@@ -279,6 +279,7 @@ def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
         chat.check_health()
     assert error_of(ask(client), 503)["code"] == "engine_error"
     assert chat.open_answers == 0
+    asyncio.run(asyncio.wait_for(chat.ended(), 10))
     with pytest.raises(EngineError, match="not running"):
         chat.check_health()
     assert error_of(ask(client), 503)["code"] == "engine_error"

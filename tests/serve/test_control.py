@@ -1,4 +1,4 @@
-"""The set-point travels through a real actor."""
+"""The set-point travels through an actor."""
 
 import asyncio
 import time
@@ -6,11 +6,11 @@ import time
 import pytest
 import ray
 
-from mars_ray.serve.control import SetPoint, control_of, end_control, follow
+from mars_ray.serve import control
+from mars_ray.serve.control import Control, SetPoint, control_of, end_control, follow
 
-pytestmark = pytest.mark.ray
 
-
+@pytest.mark.ray
 def test_everybody_learns_every_set_point(ray_cluster):
     """Guards a replica that keeps an old threshold: one that comes late, and one whose actor was
     lost, both know the newest."""
@@ -29,16 +29,16 @@ def test_everybody_learns_every_set_point(ray_cluster):
     async def scenario() -> None:
         following = asyncio.create_task(follow("nobody", 0.9, apply))
         await until(0.9)
-        control = control_of("nobody", 0.9)
-        await control.publish.remote(0.5, 0.25)
+        actor = control_of("nobody", 0.9)
+        await actor.publish.remote(0.5, 0.25)
         await until(0.5)
         assert seen[-1].shed == 0.25
         changes = len(seen)
-        await control.publish.remote(0.5, 0.25)
+        await actor.publish.remote(0.5, 0.25)
         await asyncio.sleep(0.2)
         assert len(seen) == changes
         # It comes back with the job's own set-point.
-        ray.kill(control, no_restart=False)
+        ray.kill(actor, no_restart=False)
         await until(0.9)
         await control_of("nobody", 0.9).publish.remote(0.4, 0.0)
         await until(0.4)
@@ -47,3 +47,17 @@ def test_everybody_learns_every_set_point(ray_cluster):
     asyncio.run(scenario())
     end_control("nobody")
     end_control("nobody")
+
+
+def test_a_wait_without_news_leaves_nothing_behind(monkeypatch):
+    """Guards a task for every wait of every replica: two a minute, for as long as they live."""
+    monkeypatch.setattr(control, "_WAIT_S", 0.01)
+
+    async def scenario() -> None:
+        point = Control(0.5)
+        first = await point.wait(None)
+        for _ in range(5):
+            assert await point.wait(first.version) == first
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())

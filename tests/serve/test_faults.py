@@ -14,15 +14,17 @@ import pytest
 import ray
 import torch
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.util import list_named_actors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.port import free_port
-from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError
-from mars_ray.serve.build import start, update
+from mars_ray.serve.build import APP_NAME, start, update
 from mars_ray.serve.control import publish
+from mars_ray.serve.messages import Call, Turn
 
 pytestmark = pytest.mark.ray
 
@@ -137,6 +139,34 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(url):
     assert 1 <= len(refused) < len(replies)
     assert {reply.status_code for reply in replies} == {200, 429}
     assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
+
+
+def test_a_replica_whose_engine_fails_gives_way_at_once(url, job):
+    """Guards a dead engine in a living replica: as it refuses at once it is the least loaded one,
+    and what it refuses would come back to it until nobody asks any more."""
+    broken = Sampling.model_construct(temperature=1.0, top_k="none")
+    prompt = (Turn("user", "break " * 20),)
+    handle = serve.get_deployment_handle(job.deployment, APP_NAME).options(stream=True)
+
+    async def fails_for_good(number: int) -> bool:
+        call = Call(f"broken-{number}", (prompt,), ExactMode(), broken, 4, 4)
+        try:
+            said = [message async for message in handle.answer.remote(call)]
+        except RayActorError:
+            return True
+        return [message.code for message in said] == ["engine_error"]
+
+    async def break_one_and_ask() -> list[str]:
+        before = {actor["name"] for actor in replicas()}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            expected = await whole(client)
+            # Three steps in a row of one replica: the beginning is long enough to be known again.
+            assert [await fails_for_good(number) for number in range(3)] == [False, False, True]
+            texts = await asyncio.gather(*(whole(client) for _ in range(16)))
+        await eventually(lambda: len({a["name"] for a in replicas()} - before) == 1)
+        return [expected, *texts]
+
+    assert len(set(asyncio.run(break_one_and_ask()))) == 1
 
 
 def metrics_page(url: str) -> str:

@@ -119,6 +119,17 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client, schema, says):
     assert says in error["message"].lower()
 
 
+def test_a_schema_that_becomes_too_complex_is_a_400(client, text_engine):
+    """Where that shows only while the answer is written, however often; nobody else suffers."""
+    schema = {"type": "string", "pattern": "^(.*[^a].{20}[^b].{30}){30}$"}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for _ in range(4):
+        error = error_of(ask(client, response_format=asked, max_tokens=300), 400)
+        assert error["param"] == "response_format"
+    text_engine.check_health()
+    assert text_of(ask(client))
+
+
 def grammar_call(**fields) -> Call:
     return Call("id", ("x",), ExactMode(), Sampling(), None, 10, **fields)
 
@@ -195,12 +206,30 @@ def test_results_of_tools_are_part_of_the_conversation(client, text_engine):
     assert text_of(ask(client, messages=messages[:1] + messages, max_tokens=4)) is not None
 
 
-def test_arguments_that_are_no_json_are_refused(client):
-    """The template would render them as a text within a text."""
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", '{"a": ' + "[" * 100_000, '{"a": ' + "[" * 500 + "]" * 500 + "}", "9" * 5000],
+    ids=["cut", "endless", "deep", "long"],
+)
+def test_arguments_that_are_no_json_are_refused(client, arguments):
+    """The template would render them as a text within a text. Guards a 500 for what Python itself
+    does not read: without end, deeper than its stack, an integer of 5,000 digits."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
-    error = error_of(ask(client, messages=messages), 400)
-    assert "not JSON" in error["message"]
+    tokenized = client.post("/tokenize", json={"model": "tiny", "messages": messages})
+    for response in (ask(client, messages=messages), tokenized):
+        error = error_of(response, 400)
+        assert error["param"] == "messages"
+        assert "not JSON" in error["message"]
+
+
+def test_arguments_may_be_as_deep_as_a_body(client):
+    """The template goes down every level of them."""
+    deep = '{"a": ' + "[" * 150 + "]" * 150 + "}"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": deep}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    tokenized = client.post("/tokenize", json={"model": "tiny", "messages": messages})
+    assert tokenized.status_code == 200
 
 
 def test_special_tokens_in_tools_are_text(client):

@@ -118,6 +118,21 @@ def test_a_key_limits_tokens(client, backend):
     assert ask(client, OTHER, max_tokens=6).status_code == 200
 
 
+def test_a_key_shortens_what_the_request_leaves_open(client, backend):
+    """A completion without a wish has OpenAI's 16 tokens, or those of its key; guards a 400 for a
+    field that was not sent."""
+
+    def complete(**fields):
+        body = {"model": "m", "prompt": "hi"} | fields
+        return client.post("/v1/completions", json=body, headers=bearer(SECRET))
+
+    for fields in ({}, {"min_tokens": 20}):
+        assert complete(**fields).status_code == 200
+        assert backend.calls[-1].max_new_tokens is None
+        assert backend.calls[-1].new_tokens_limit == 5
+    assert complete(max_tokens=6).json()["error"]["param"] == "max_tokens"
+
+
 def test_a_key_limits_answers_at_a_time(client, tmp_path):
     """And its places come back, also after a failure."""
     assert ask(client, SECRET, n=2).status_code == 200

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mars_ray.config.decode import ConfidenceMode, ExactMode
+from mars_ray.config.decode import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.live import Live
 from mars_ray.serve.observe import EngineSeen
@@ -61,10 +61,12 @@ def test_shares_are_of_the_last_minute():
         ({"default_quality": "balanced"}, 0.1, 0.3),
         ({"default_mode": ConfidenceMode(threshold=0.9), "default_quality": "fast"}, 0.1, 0.9),
         ({"default_mode": ExactMode()}, 0.1, None),
+        ({"default_mode": VerifiedMode(threshold=0.3)}, 0.1, 1.0),
     ],
 )
 def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set_point, threshold):
-    """The set-point, but never below the default quality's floor; other modes keep their own."""
+    """The set-point, but never below the default quality's floor, whatever the default mode names;
+    modes that do not verify keep their own."""
     status = Live().status(JOB.model_copy(update=changes), seen(set_point), 0.0)
     assert status.threshold == threshold
 

@@ -1,6 +1,7 @@
 """Requests are checked field by field, and nothing accepted is ignored."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,21 @@ def test_null_is_a_field_not_given():
 
 
 @pytest.mark.parametrize(
+    ("fields", "delivery", "is_streamed"),
+    [
+        ({}, "whole", False),
+        ({"stream": True}, "paced", True),
+        ({"return_forwards": True}, "steps", False),
+        ({"return_forwards": True, "stream": True}, "steps", True),
+    ],
+)
+def test_how_the_answer_is_delivered(fields, delivery, is_streamed):
+    """Forwards are told by step, though the client may get them all at once."""
+    made = call(**fields)
+    assert (made.delivery, made.is_streamed) == (delivery, is_streamed)
+
+
+@pytest.mark.parametrize(
     "field",
     ["audio", "prediction", "best_of", "store", "treshold"],
 )
@@ -157,6 +173,7 @@ def test_an_unsupported_field_is_named(field):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop"),
@@ -279,6 +296,15 @@ def test_logprobs_have_the_shapes_of_both_apis():
     assert text.text_offset == [0, 1]
 
 
+def test_tokens_that_look_alike_keep_the_figure_of_the_chosen_one():
+    """Guards the least likely of several halves of characters, which are all written as U+FFFD."""
+    half, other, least = (TokenText("\ufffd", (240 + n,), -1.0 - n) for n in range(3))
+    chosen = replace(half, top=(half, TokenText("a", (97,), -1.5), other, least))
+    answer = answered(Piece("\ufffd", FINISH, logprobs=(chosen,)), logprobs=True)
+    made = reply(complete(logprobs=4), TextShape(), "m", 1, [answer])
+    assert made["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0, "a": -1.5}]
+
+
 def complete(**fields: Any):
     raw = json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
     return to_call(parse(CompletionBody, raw), "id", 7, JOB)
@@ -287,7 +313,9 @@ def complete(**fields: Any):
 def test_a_completion_takes_texts_and_tokens():
     """Four forms of a prompt; the default length is OpenAI's."""
     assert complete().prompts == ("hi",)
-    assert complete().max_new_tokens == 16
+    assert (complete().max_new_tokens, complete().new_tokens_limit) == (None, 16)
+    assert complete(min_tokens=20).new_tokens_limit == 20
+    assert complete(max_tokens=9).max_new_tokens == 9
     assert complete(prompt=["a", "b"]).prompts == ("a", "b")
     assert complete(prompt=[1, 2]).prompts == ((1, 2),)
     assert complete(prompt=[[1], [2, 3]], n=2).prompts == ((1,), (2, 3))

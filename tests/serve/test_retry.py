@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 from serve.asking import ASK
 
 from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.serve import retry
 from mars_ray.serve.bodies import ApiError
 from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal, Turn
 from mars_ray.serve.retry import answered, insisted
@@ -44,12 +45,12 @@ def heard(replicas: Replicas, call: Call) -> list[Message]:
 LOST = RayActorError()
 
 
-@pytest.mark.parametrize("delivery", ["whole", "paced"])
+@pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("lost", [(LOST,), (BROKEN,)])
-def test_what_has_not_begun_is_asked_elsewhere(delivery, lost):
+def test_what_has_not_begun_is_asked_elsewhere(is_streamed, lost):
     """The same call with the same seed; a dead engine in a living replica counts as lost."""
     replicas = Replicas(lost, lost, (FIRST, LAST))
-    assert heard(replicas, replace(CALL, delivery=delivery)) == [FIRST, LAST]
+    assert heard(replicas, replace(CALL, is_streamed=is_streamed)) == [FIRST, LAST]
     assert {call.sampling.seed for call in replicas.calls} == {CALL.sampling.seed}
 
 
@@ -61,9 +62,10 @@ def test_a_stream_that_has_begun_ends_with_an_error():
     assert (error.status, error.code) == (503, "replica_lost")
 
 
-def test_an_answer_that_is_not_streamed_begins_anew():
-    """Nothing of the first attempt is left in it."""
-    whole = replace(CALL, delivery="whole")
+@pytest.mark.parametrize("delivery", ["whole", "steps"])
+def test_an_answer_that_is_not_streamed_begins_anew(delivery):
+    """Nothing of the first attempt is left in it, though the ingress has heard of every step."""
+    whole = replace(CALL, delivery=delivery, is_streamed=False)
     assert heard(Replicas((FIRST, FIRST, LOST), (FIRST, LAST)), whole) == [FIRST, LAST]
 
 
@@ -91,6 +93,45 @@ def test_the_time_of_a_request_runs_on():
     first, second = (call.timeout_s for call in replicas.calls)
     assert first == 5.0
     assert 5.0 - (time.monotonic() - begin) <= second < 5.0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_streamed):
+    """Guards a client that waits for minutes: none is there, as while a new one loads its model."""
+    monkeypatch.setattr(retry, "_GRACE_S", 0.0)
+    closed = []
+
+    async def never(call: Call) -> AsyncGenerator[Message, None]:
+        try:
+            await asyncio.sleep(1000)
+            yield FIRST
+        finally:
+            closed.append(call.id)
+
+    async def collect() -> list[Message]:
+        call = replace(CALL, timeout_s=0.05, is_streamed=is_streamed)
+        async with asyncio.timeout(10):
+            return [message async for message in answered(never, call)]
+
+    (late,) = asyncio.run(collect())
+    assert isinstance(late, Refusal)
+    assert (late.status, late.param, late.code) == (408, "timeout_s", "deadline_exceeded")
+    assert closed == [CALL.id]
+
+
+def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
+    """There the clock is looked at between steps, and what is on its way still arrives."""
+    monkeypatch.setattr(retry, "_GRACE_S", 0.0)
+
+    async def slow(_call: Call) -> AsyncGenerator[Message, None]:
+        yield FIRST
+        await asyncio.sleep(0.1)
+        yield LAST
+
+    async def collect() -> list[Message]:
+        return [message async for message in answered(slow, replace(CALL, timeout_s=0.05))]
+
+    assert asyncio.run(collect()) == [FIRST, LAST]
 
 
 def test_short_questions_are_asked_again_too():

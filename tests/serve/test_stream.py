@@ -9,7 +9,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from mars_ray.config.decode import Sampling, VerifiedMode
-from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal, Turn
+from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal, TokenText, Turn
 from mars_ray.serve.replies import ChatShape, TextShape
 from mars_ray.serve.stream import DONE, Chunks, events
 
@@ -143,3 +143,15 @@ def test_choices_stream_side_by_side():
     assert (usage.usage.prompt_tokens, usage.usage.completion_tokens) == (6, 16)
     first = data(got[0])["choices"][0]
     assert first["mars"] == {"forward": 1, "tokens": 1}
+
+
+def test_offsets_count_through_the_whole_text():
+    """Of each choice for itself, and not anew in every chunk."""
+    call = Call("id", ("a",), VerifiedMode(), Sampling(), 5, 100, n=2, logprobs=0)
+    chunks = Chunks(call, TextShape(), "m", 1, include_usage=False)
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for choice, texts in ((0, ["one", " two"]), (1, ["ten"]), (0, [" six"]), (1, [" "])):
+        logprobs = tuple(TokenText(text, tuple(text.encode()), -1.0) for text in texts)
+        for event in chunks.of(Piece("".join(texts), choice=choice, logprobs=logprobs)):
+            offsets[choice] += data(event)["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == {0: [0, 3, 7], 1: [0, 3]}
