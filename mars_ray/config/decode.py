@@ -88,7 +88,7 @@ class Sampling(Config):
     top_k: int = Field(default=0, ge=0, description="0: no limit")
     min_p: float = Field(default=0.0, ge=0, le=1, description="share of the likeliest token's p")
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    repetition_penalty: float = Field(default=1.0, gt=0, description="on prompt and answer")
+    repetition_penalty: float = Field(default=1.0, ge=0.01, description="on prompt and answer")
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="on the answer")
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="on the answer")
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default={})
