@@ -13,6 +13,7 @@ from mars_ray import __version__
 from mars_ray.config.decode import EngineConfig, Mode, Sampling
 from mars_ray.decode.engine import Engine, load_engine
 from mars_ray.decode.request import Completion, Request
+from mars_ray.model.shape import shape_of_config
 
 _MODE: TypeAdapter[Any] = TypeAdapter(Mode)
 
@@ -51,7 +52,8 @@ def _roofline(model: PreTrainedModel) -> dict[str, float]:
         if block.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    # By its shape: the engine has taken matrices out of it.
+    weights = shape_of_config(model.config).parameters * model.dtype.itemsize
     return {"weight_bytes": weights, "copy_bytes_per_s": 2 * block.numel() / min(times)}
 
 
