@@ -47,7 +47,8 @@ def shrink_and_grow(cluster: Cluster, job: TrainJob) -> None:
     node = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     lose = (150, lambda: cluster.remove_node(node, allow_graceful=False))
-    _train(job, [lose, (260, lambda: cluster.add_node(num_cpus=1))])
+    # Early enough: what is left has to take longer than a node takes to come.
+    _train(job, [lose, (200, lambda: cluster.add_node(num_cpus=1))])
 
 
 def kill_the_driver(cluster: Cluster, job: TrainJob) -> None:

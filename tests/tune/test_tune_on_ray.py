@@ -79,7 +79,10 @@ def test_a_killed_trial_is_tried_again_and_a_killed_sweep_goes_on(
     that are lost, begin again, or are dropped without a word."""
     output_dir = tmp_path / "sweep"
     job_file = tmp_path / "job.toml"
-    job_file.write_text(tomli_w.dumps(make_table(model, output_dir)))
+    # Nobody is stopped and steps are slow: the process that is killed must have something to do.
+    table = make_table(model, output_dir, scheduler={"type": "none"})
+    table["train"]["stages"]["mars"] |= {"global_batch_size": 64}
+    job_file.write_text(tomli_w.dumps(table))
     command = [sys.executable, "-m", "mars_ray", "tune", str(job_file)]
     with (tmp_path / "driver.log").open("w") as log:
         driver = subprocess.Popen(command, stdout=log, stderr=log)
