@@ -53,7 +53,10 @@ class Engine:
         config: EngineConfig,
         draft_engine: "Engine | None" = None,
     ) -> None:
-        """Raises ConfigError if the cache cannot hold a single sequence, and ModelError."""
+        """Takes over the model's matrices (`Runner`): a large model is of no use to others then.
+
+        Raises ConfigError if the cache cannot hold a single sequence, and ModelError.
+        """
         self.model = model
         self.card = card
         self.config = config

@@ -26,9 +26,9 @@ def linear_of(modules: list[nn.Linear], keep: Tensor) -> "Linear | ReorderedLine
     Their weights become views of a larger one, or are given up: the modules are then empty, but
     for one whose weight is `keep`.
     """
-    weight_OI = joined([module.weight for module in modules])
+    weight_OI = _joined([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
-    bias_O = joined(biases) if biases else None
+    bias_O = _joined(biases) if biases else None
     if not _is_reorderable(weight_OI):
         return Linear(weight_OI.t(), bias_O)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _USUAL_ROWS)
@@ -73,7 +73,7 @@ class ReorderedLinear:
         )
 
 
-def joined(parts: Iterable[Tensor]) -> Tensor:
+def _joined(parts: Iterable[Tensor]) -> Tensor:
     """One tensor of all rows; the parts become views of it."""
     parts = list(parts)
     if len(parts) == 1:
