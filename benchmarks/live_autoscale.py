@@ -90,6 +90,7 @@ def _live_run(asked: argparse.Namespace, job: ServeJob) -> dict[str, Any]:
         # at, prompt tokens, tokens, first token, end, threshold
         "requests": [_kept(row) for row in rows],
         "timeline": _timeline(watched, rows),
+        "quiet_s": watched.quiet_s,
         "reasons": _reasons(history),
         "provenance": provenance(),
     }
@@ -101,7 +102,9 @@ def _told_of(kept: dict[str, Any]) -> tuple[list[Asked], Watched]:
         is_pinned = i % _PINNED_EVERY == 0
         rows.append(Asked(at_s, prompt, is_pinned, first_s, end_s, tokens, threshold))
     looks = kept["timeline"]
-    return rows, Watched(looks["at_s"], looks["ready"], looks["starting"])
+    watched = Watched(looks["at_s"], looks["ready"], looks["starting"])
+    watched.quiet_s = kept.get("quiet_s", watched.quiet_s)
+    return rows, watched
 
 
 def _arguments() -> argparse.Namespace:
@@ -208,7 +211,9 @@ async def _live(
         rows, *_ = await asyncio.gather(clients, *kills)
     watching.cancel()
     control = ray.get_actor(f"control:{NAME}", namespace="mars-ray")
-    return rows, watched, ray.get(control.history.remote())
+    history = ray.get(control.history.remote())
+    watched.quiet_s = time.time() - (time.perf_counter() - begin) - history[0].at_s
+    return rows, watched, history
 
 
 async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:

@@ -4,18 +4,22 @@ What the simulator is told of the machine is how many times longer than by the s
 take, for each ten seconds with answers at threshold 1, so that these take together as long as they
 did (two shared cores run replicas, proxy, ingress, controller and clients, and the host has other
 guests); how long each replica took to start; and what a reply's way added to a first token at the
-median of those who met nobody. When requests wait, for how long, how many replicas there are when,
-and what threshold is in force, it has to find by itself.
+median of those who met nobody; and for how long the policy had seen no requests before. When
+requests wait, for how long, how many replicas there are when, and what threshold is in force, it
+has to find by itself.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from live_load import Asked
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import Cluster, Kill, Slowdown
+from mars_ray.scaling.sample import Sample
 from mars_ray.scaling.service_model import ServiceModel
 from mars_ray.scaling.simulate.arrays import DONE
 from mars_ray.scaling.simulate.policy import Deciding
@@ -28,6 +32,7 @@ _APPROACHES = 6  # to the slowness of the engines
 _PACE_S = 10.0  # for which it holds
 _FEW = 2  # answers that tell nothing of it
 _COLD_S = 15.0  # if no replica was started
+_QUIET_S = 5.0  # where a kept run does not say how long the policy had looked on by second 0
 
 
 @dataclass(slots=True)
@@ -37,6 +42,7 @@ class Watched:
     at_s: list[float] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
     starting: list[int] = field(default_factory=list)
+    quiet_s: float = _QUIET_S  # for which the policy had looked on when the first request came
     stopping: list[int] = field(default_factory=list)
     threshold: list[float] = field(default_factory=list)
 
@@ -73,9 +79,10 @@ def simulated(
         step_tokens=job.engine.max_step_tokens,
         kills=(Kill(at_s=kill_at_s),) if kill_at_s else (),
     )
-    told = _paced(told, job, model, rows)
-    told = told.model_copy(update={"overhead_s": _overhead(rows, _run(job, model, rows, told))})
-    return Twin(_run(job, model, rows, told), told)
+    run = partial(_run, job, model, rows, watched.quiet_s)
+    told = _paced(told, run, rows)
+    told = told.model_copy(update={"overhead_s": _overhead(rows, run(told))})
+    return Twin(run(told), told)
 
 
 def _cold_starts(watched: Watched) -> list[float]:
@@ -92,7 +99,7 @@ def _cold_starts(watched: Watched) -> list[float]:
     return starts
 
 
-def _paced(told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked]) -> Cluster:
+def _paced(told: Cluster, run: Callable[[Cluster], Outcome], rows: list[Asked]) -> Cluster:
     """With which the answers of each window take as long as live; batches grow with it.
 
     Answers that neither run lowered: else a threshold would be taken for the machine's pace.
@@ -104,7 +111,7 @@ def _paced(told: Cluster, job: ServeJob, model: ServiceModel, rows: list[Asked])
     window = ((first_s + end_s) / 2 / _PACE_S).astype(int)
     slowness = np.ones(window.max() + 1)
     for _ in range(_APPROACHES):
-        requests = _run(job, model, rows, told).requests
+        requests = run(told).requests
         alike = lossless & (requests["lowest"] == 0) & (requests["outcome"] == DONE)
         known = [i for i in range(len(slowness)) if (alike & (window == i)).sum() > _FEW]
         for i in known:
@@ -131,7 +138,9 @@ def _overhead(rows: list[Asked], outcome: Outcome) -> float:
     return max(0.0, float(np.median((first_s - at_s - outcome.ttft_s)[free])))
 
 
-def _run(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster) -> Outcome:
+def _run(
+    job: ServeJob, model: ServiceModel, rows: list[Asked], quiet_s: float, cluster: Cluster
+) -> Outcome:
     trace = Trace(
         "live",
         np.array([row.at_s for row in rows]),
@@ -149,4 +158,8 @@ def _run(job: ServeJob, model: ServiceModel, rows: list[Asked], cluster: Cluster
         most=job.scaling.max_replicas,
         seed=0,
     )
-    return simulate(fixture, Deciding(job.scaling, model))
+    policy = Deciding(job.scaling, model)
+    nobody = Sample(running=1, target=1, arrivals_per_s=0.0, refused_per_s=0.0, age_s=LOOK_S)
+    for at_s in np.arange(-quiet_s, 0.0, LOOK_S).tolist():
+        policy(nobody, at_s)
+    return simulate(fixture, policy)
