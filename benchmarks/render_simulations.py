@@ -6,9 +6,10 @@ from typing import Any
 from render_sweeps import machine
 
 
-def _knob(knob: dict[str, float]) -> str:
-    value, aim = knob["value"], knob["aim"]
-    return f"{value:g}" if aim == 1 else f"{value:g}, {aim:g}"
+def _knob(knob: dict[str, Any]) -> str:
+    value, aim, caution = knob["value"], knob["manner"]["aim"], knob["manner"]["caution"]
+    said = [value] if aim == 1 else [value, aim] if caution == 1 else [value, aim, caution]
+    return ", ".join(f"{number:g}" for number in said)
 
 
 def simulation(result: dict[str, Any]) -> list[str]:
@@ -37,8 +38,9 @@ def simulation(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{result['model']['name']}, {len(job['seeds'])} seeds, 95% intervals; `mars` takes: its "
-        "replica-seconds as a share of this policy's; tuned to: replicas or a share, and the aim; "
-        f"* misses {wanted:.0%} in time. Commit {result['provenance']['commit']}.",
+        "replica-seconds as a share of this policy's; tuned to: replicas or a share, the aim, and "
+        f"the caution where it is not 1; * misses {wanted:.0%} in time. "
+        f"Commit {result['provenance']['commit']}.",
     ]
 
 

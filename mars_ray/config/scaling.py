@@ -52,6 +52,13 @@ class ScalingConfig(Config):
         description="capacity is counted at this share of slo.time_per_token_s: less leaves room "
         "for unequal replicas, above 1 counts on answers that see busy and quiet times",
     )
+    caution: float = Field(
+        default=1.0,
+        ge=0,
+        le=3,
+        description="replicas provide for so many times the spread that the load to come is "
+        "expected to have: at 0 for its mean alone",
+    )
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=4, ge=1)
     scale_to_zero: bool = Field(default=False, description="after idle_to_zero_s")

@@ -6,6 +6,7 @@ matrix products, and none is padded.
 Shape suffixes: N rows of a forward.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from itertools import chain
 
@@ -19,16 +20,30 @@ from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies.base import Rows
 
 
+def nothing() -> None:
+    """What there is to do while a device works, if nobody says otherwise."""
+
+
 @torch.inference_mode()
-def forward(backend: Backend, work: Several[Work], mask_token_id: int) -> list[Rows | None]:
-    """Forward [pending | drafts | masks] of every sequence; the rows of those that have a plan."""
+def forward(
+    backend: Backend,
+    work: Several[Work],
+    mask_token_id: int,
+    meanwhile: Callable[[], None] = nothing,
+) -> list[Rows | None]:
+    """Forward [pending | drafts | masks] of every sequence; the rows of those that have a plan.
+
+    `meanwhile` is called once all is asked of the device, and before waiting for what it says.
+    """
     tables = Tables.of(work, backend.cache.page_size)
     position_N = tables.positions()
     ids_N = np.array(list(chain.from_iterable(_tokens(item, mask_token_id) for item in work)))
     hidden_NH = backend.hidden_states(tables, ids_N, position_N)
     if not any(item.plan for item in work):
+        meanwhile()
         return [None] * len(work)
-    rows = iter(read(backend.runner, hidden_NH, work, torch.from_numpy(position_N), mask_token_id))
+    position_N = torch.from_numpy(position_N)
+    rows = iter(read(backend.runner, hidden_NH, work, position_N, mask_token_id, meanwhile))
     return [next(rows) if item.plan else None for item in work]
 
 

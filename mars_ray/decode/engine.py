@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
 from mars_ray.decode.attention.choice import backend_of
-from mars_ray.decode.batch import forward
+from mars_ray.decode.batch import forward, nothing
 from mars_ray.decode.drafter import Drafter
 from mars_ray.decode.kv_cache import PagedCache, page_bytes
 from mars_ray.decode.measures import LiveMeasures
@@ -81,6 +81,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._sequences)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the processor is free while a forward is under way."""
+        return self.model.device.type != "cpu"
 
     @property
     def running(self) -> int:
@@ -177,10 +182,12 @@ class Engine:
         self._sequences[sequence.request.id] = sequence
         self._scheduler.add(sequence)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, meanwhile: Callable[[], None] = nothing) -> list[TokenEvent]:
         """One forward, or the end of the requests that are late: what is new of whom.
 
-        If it raises, nothing was committed: `step_apart` (`decode/faults.py`) finds out for whom.
+        `meanwhile` is called in every forward, once all is asked of the device; it must not touch
+        the engine. If a step raises, nothing was committed: `step_apart` (`decode/faults.py`) finds
+        out for whom.
         """
         begin_s = time.monotonic()
         if late := self._expire():
@@ -191,7 +198,7 @@ class Engine:
         if not work:
             return []
         forward_s = time.monotonic()
-        rows = forward(self._backend, work, self.card.mask_token_id)
+        rows = forward(self._backend, work, self.card.mask_token_id, meanwhile)
         end_s = time.monotonic()
         self.totals.add(work)
         events = self._commit(work, rows)

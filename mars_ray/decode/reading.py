@@ -6,6 +6,7 @@ vocabulary.
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from itertools import chain
 from typing import cast
@@ -28,8 +29,12 @@ def read(
     work: Several[Work],
     position_N: Tensor,
     mask_token_id: int,
+    meanwhile: Callable[[], None],
 ) -> list[Rows]:
-    """For every plan the rows from its last real token on, and those under review before it."""
+    """For every plan the rows from its last real token on, and those under review before it.
+
+    `meanwhile` as in `batch.forward`.
+    """
     index, owns, start, end = [], [], 0, 0
     for item in work:
         if item.plan:
@@ -47,11 +52,16 @@ def read(
     logits_PV.select(1, mask_token_id).fill_(-torch.inf)
     planned = [item for item in work if item.plan]
     # A row at position t predicts the token of position t + 1.
-    return _to_host(runner, logits_PV, planned, owns, position_N + 1)
+    return _to_host(runner, logits_PV, planned, owns, position_N + 1, meanwhile)
 
 
 def _to_host(
-    runner: Runner, logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
+    runner: Runner,
+    logits_PV: Tensor,
+    work: Several[Work],
+    owns: Several[slice],
+    position_P: Tensor,
+    meanwhile: Callable[[], None],
 ) -> list[Rows]:
     """Tokens and numbers of all rows in one copy."""
     plans = [cast(Plan, item.plan) for item in work]
@@ -66,6 +76,7 @@ def _to_host(
     _adjust(logits_PV, work, owns)
     _sample(logits_PV, work, owns, position_P)
     best_P, measured["ratio"] = _best(logits_PV, _drafts(plans, len(logits_PV)))
+    meanwhile()
     best, *values = _lists(runner, [best_P, *(measured[name] for name in wanted)])
     best = [int(token) for token in best]
     numbers = dict(zip(wanted, values, strict=True))

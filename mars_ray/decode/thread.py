@@ -35,6 +35,7 @@ class EngineThread:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
+        self._undelivered: list[tuple[_Deliver, Event]] = []
         self._failed_steps = 0  # since the last that did not
         self._stopping = False
         self._closed = False
@@ -142,11 +143,13 @@ class EngineThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get_nowait()()
+        self._deliver()
         self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
         """All commands there are; without work, wait for one."""
         if not self._engine.has_work:
+            self._deliver()
             self._engine.check_integrity()
             self._commands.get()()
         with contextlib.suppress(queue.Empty):
@@ -155,12 +158,22 @@ class EngineThread:
 
     def _step(self) -> None:
         for event in self._stepped():
-            self.last_step_s = time.monotonic()
             deliver = self._listeners[event.request_id]
             if event.completion or event.failure:
+                # Its id is free from here on, delivered or not.
                 del self._listeners[event.request_id]
-            deliver(_error_of(event.request_id, event.failure) if event.failure else event)
+            failure = event.failure and _error_of(event.request_id, event.failure)
+            self._undelivered.append((deliver, failure or event))
         self.last_step_s = time.monotonic()
+        # Where a device leaves the processor free, they go out beside the next forward: no step
+        # waits for that, nor for those who then read them.
+        if not self._engine.overlaps:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        undelivered, self._undelivered = self._undelivered, []
+        for deliver, event in undelivered:
+            deliver(event)
 
     def _stepped(self) -> Iterable[TokenEvent]:
         """The events of a step, or of one for each sequence alone if all together fail.
@@ -168,7 +181,7 @@ class EngineThread:
         Raises what the step raises once too many have failed.
         """
         try:
-            events = self._engine.step()
+            events = self._engine.step(self._deliver)
         except RequestError:
             # No fault of the engine's: a grammar has become too complex on the way.
             return step_apart(self._engine)

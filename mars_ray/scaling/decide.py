@@ -79,15 +79,8 @@ def _allowed(seen: Seen, quality: Quality) -> tuple[Rung, ...]:
 
 
 def _need(seen: Seen, quality: Quality, config: ScalingConfig) -> Need:
-    return need(
-        seen.ahead,
-        _allowed(seen, quality),
-        config.slo.attainment,
-        config.prices,
-        dearer(quality, config),
-        seen.extra_rate,
-        config.max_replicas,
-    )
+    rungs = _allowed(seen, quality)
+    return need(seen.ahead, rungs, config, dearer(quality, config), seen.extra_rate)
 
 
 def _fleet(seen: Seen, needed: Need, fleet: Fleet, config: ScalingConfig, dt: float) -> Fleet:

@@ -23,6 +23,8 @@ from mars_ray.scaling.ladder import Rung
 _MARGIN = 1.05
 # A spent budget has to come down to this share before any of it is spent again.
 _RECOVERED = 0.8
+# Times the rate that would leave no queue (`shed_share`).
+_WAITING = 2.0
 # Some requests are always let in: without any there is nothing to measure.
 _MOST_SHED = 0.95
 
@@ -123,8 +125,11 @@ def current(rungs: Sequence[Rung], threshold: float | None) -> Rung:
 
 
 def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
-    """Of the new unpinned requests, those that the floor cannot carry within the deadline."""
-    if pressure.enough(rung) or unpinned <= 0 or pressure.running == 0:
+    """Of the new unpinned requests, those for whom the queue at the floor would be too long.
+
+    With twice the admissible rate let in, it settles where they wait for half of the deadline.
+    """
+    admissible = _WAITING * max(0.0, pressure.admissible(rung))
+    if pressure.rate <= admissible or unpinned <= 0 or pressure.running == 0:
         return 0.0
-    excess = 1 - max(0.0, pressure.admissible(rung)) / pressure.rate if pressure.rate > 0 else 0.0
-    return min(_MOST_SHED, excess / unpinned)
+    return min(_MOST_SHED, (1 - admissible / pressure.rate) / unpinned)

@@ -12,7 +12,8 @@ requests in the system, burst * x / m for m sequences a replica (square-root sta
 
 What is above the mean is noise and surprise, and that is what the threshold is for. On a ladder of
 one rung, where nothing can be lowered or lowering buys nothing, the second condition is all there
-is.
+is. `ScalingConfig.caution` stretches the standard deviation of x: what a window of estimates asks
+for at most is more than what one of them does, and an operator may know better what a load is like.
 """
 
 import math
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
-from mars_ray.config.scaling import Prices
+from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.forecast import Forecast
 from mars_ray.scaling.ladder import Rung
 
@@ -45,24 +46,23 @@ class Need:
 def need(
     load: Forecast,
     rungs: Sequence[Rung],
-    attainment: float,
-    prices: Prices,
+    config: ScalingConfig,
     point_factor: float,
     extra_rate: float,
-    most: int,
 ) -> Need:
     """`extra_rate` drains what has piled up; points cost `point_factor` times their price."""
     first, last = rungs[0], rungs[-1]
     gain = last.requests_per_s / first.requests_per_s
     mean = (load.mean + extra_rate) / first.requests_per_s
-    spread = math.hypot(
+    spread = config.caution * math.hypot(
         load.sigma / first.requests_per_s, math.sqrt(load.burst * mean / first.sequences)
     )
-    floor = (mean + _UNIT.inv_cdf(attainment) * spread) / gain
-    fewest = max(_ceil(mean), _ceil(floor))
+    floor = (mean + _UNIT.inv_cdf(config.slo.attainment) * spread) / gain
+    fewest, most = max(_ceil(mean), _ceil(floor)), config.max_replicas
     if spread == 0 or fewest >= most or len(rungs) == 1:
         return Need(mean, floor, fewest)
     loads = NormalDist(mean, spread)
+    prices = config.prices
     price = prices.point_hour * point_factor / prices.replica_hour
 
     def pays(replicas: int) -> bool:

@@ -1,6 +1,7 @@
 """The engine's thread, from asyncio."""
 
 import asyncio
+import threading
 
 import pytest
 from decode.models import CARD, pattern, request
@@ -8,12 +9,15 @@ from decode.models import CARD, pattern, request
 from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.mailbox import Mailbox
 from mars_ray.decode.thread import EngineThread, complete
 from mars_ray.errors import EngineError, RequestError
 
 
-@pytest.fixture
-def engine(model):
+@pytest.fixture(params=[False, True], ids=["at once", "beside the next forward"])
+def engine(model, request, monkeypatch):
+    """Also one that leaves the processor free, as those on a GPU do."""
+    monkeypatch.setattr(Engine, "overlaps", request.param)
     return Engine(model, CARD, EngineConfig(max_batch=4, max_context=200))
 
 
@@ -44,6 +48,60 @@ def test_many_streams_at_once_give_what_each_gives_alone(model, thread):
     done = asyncio.run(all_of_them())
     assert done == [reference.generate(model, CARD, item) for item in items]
     assert thread.open_requests == 0
+
+
+def test_where_the_device_leaves_time_events_go_out_beside_the_next_forward(
+    engine, thread, monkeypatch
+):
+    """And everywhere else at once; the last ones when there is no next forward."""
+    order = []
+    step, put = Engine.step, Mailbox.put
+
+    def watched(self, meanwhile):
+        return step(self, lambda: (order.append("asked"), meanwhile()))
+
+    def noted(self, event):
+        order.append(event.forward)
+        put(self, event)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(Mailbox, "put", noted)
+    item = request("a", [1, 2], ExactMode(), max_new_tokens=3, stop=-1)
+    asyncio.run(complete(thread, item))
+
+    if engine.overlaps:
+        assert order == ["asked", "asked", 1, "asked", 2, 3]
+    else:
+        assert order == ["asked", 1, "asked", 2, "asked", 3]
+
+
+def test_an_answer_that_is_over_is_told_though_the_only_other_one_is_cancelled(
+    engine, thread, monkeypatch
+):
+    """Guards an event kept for a forward that never comes."""
+    over, cancelled = threading.Event(), threading.Event()
+    step = Engine.step
+
+    def slow(self, meanwhile):
+        events = step(self, meanwhile)
+        if any(event.completion for event in events):
+            over.set()
+            cancelled.wait(10)
+        return events
+
+    monkeypatch.setattr(Engine, "step", slow)
+
+    async def both():
+        long = thread.stream(request("a", [1, 2], ExactMode(), max_new_tokens=190, stop=-1))
+        await anext(long)
+        item = request("b", [1], ExactMode(), max_new_tokens=2, stop=-1)
+        short = asyncio.create_task(complete(thread, item))
+        assert await asyncio.to_thread(over.wait, 10)
+        await long.aclose()
+        cancelled.set()
+        return await asyncio.wait_for(short, 10)
+
+    assert len(asyncio.run(both()).tokens) == 2
 
 
 def test_closing_a_stream_cancels_its_request(engine, thread):

@@ -12,8 +12,8 @@ from ray.serve.autoscaling_policy import _apply_delay_logic
 from ray.serve.config import AutoscalingConfig
 from scaling.simulated import MODEL, poisson
 
-from mars_ray.config.scaling import Slo
-from mars_ray.config.simulate import ALL_POLICIES, SimulateJob
+from mars_ray.config.scaling import Prices, Slo
+from mars_ray.config.simulate import ALL_POLICIES, PolicyName, SimulateJob
 from mars_ray.scaling.baselines.contenders import Knob, Setting, contender, run
 from mars_ray.scaling.baselines.fixed import Clairvoyant
 from mars_ray.scaling.baselines.knative import Knative
@@ -23,6 +23,7 @@ from mars_ray.scaling.baselines.tuning import tuned
 from mars_ray.scaling.sample import ReplicaLoad
 from mars_ray.scaling.simulate.observe import Observed
 from mars_ray.scaling.simulate.policy import Policy
+from mars_ray.scaling.simulate.result import summarise
 
 
 def sample(running: int, busy: int = 0, target: int | None = None, **more) -> Observed:
@@ -130,7 +131,7 @@ def test_every_policy_runs_within_its_bounds(name, end):
     """Guards a policy that the simulator cannot run, and one that forgets requests."""
     given = setting()
     who = contender(name, given)
-    outcome = run(given, who, Knob(who.values[end], who.aims[end]), seed=0)
+    outcome = run(given, who, Knob(who.values[end], who.manners[end]), seed=0)
     assert outcome.timeline.target.min() >= 1
     assert outcome.timeline.target.max() <= 6
     assert (outcome.requests["outcome"] > 0).all()
@@ -150,22 +151,50 @@ def test_tuning_finds_the_smallest_fleet():
     assert attained(size) >= slo.attainment > attained(size - 1)
 
 
+def paid(settings: list[Setting], name: PolicyName, knob: Knob) -> float | None:
+    """In replica-seconds, points by their price; None if it misses the objective."""
+    job = settings[0].job
+    slo, prices = job.scaling.slo, job.scaling.prices
+    total = 0.0
+    for seed, given in enumerate(settings):
+        outcome = run(given, contender(name, given), knob, seed)
+        figures = summarise(outcome, slo, job.accuracy)
+        if figures["attainment"] < slo.attainment:
+            return None
+        points = figures["points_lost"] * prices.point_hour / prices.replica_hour
+        total += figures["replica_s"] * (1 + points)
+    return total
+
+
 @pytest.mark.parametrize("name", ["mars", "lossless"])
-def test_tuning_tries_every_aim(name):
-    """What is chosen attains on both settings, and no aim at the same value does for less."""
+def test_tuning_tries_every_manner(name):
+    """What is chosen attains on both settings, and no manner at the same value costs less."""
     settings = [setting(), setting(cold_start_s=20)]
     knob = tuned(settings, name)
-    assert len(contender(name, settings[0]).aims) > 1
-
-    def cost(knob: Knob) -> float | None:
-        outcomes = [
-            run(given, contender(name, given), knob, seed) for seed, given in enumerate(settings)
-        ]
-        slo = settings[0].job.scaling.slo
-        reached = all(outcome.within(slo).mean() >= slo.attainment for outcome in outcomes)
-        return sum(outcome.replica_s for outcome in outcomes) if reached else None
-
-    own = cost(knob)
+    manners = contender(name, settings[0]).manners
+    assert {manner.caution for manner in manners} > {1.0}
+    own = paid(settings, name, knob)
     assert own is not None
-    others = [cost(Knob(knob.value, aim)) for aim in contender(name, settings[0]).aims]
+    others = [paid(settings, name, Knob(knob.value, manner)) for manner in manners]
     assert own == min(other for other in others if other is not None)
+
+
+def priced(point_hour: float) -> Setting:
+    given = setting()
+    scaling = given.job.scaling.model_copy(update={"prices": Prices(point_hour=point_hour)})
+    return replace(given, job=given.job.model_copy(update={"scaling": scaling}))
+
+
+def test_tuning_counts_the_points_that_a_small_fleet_loses():
+    """Guards a fleet that is cheap for what it takes from its answers."""
+    sizes = []
+    for point_hour in (0.0, 10.0):
+        given = [priced(point_hour)]
+        knob = tuned(given, "threshold-only")
+        who = contender("threshold-only", given[0])
+        every = [Knob(size, manner) for size in who.values for manner in who.manners]
+        costs = [paid(given, "threshold-only", other) for other in every]
+        least = min(cost for cost in costs if cost is not None)
+        assert paid(given, "threshold-only", knob) == least
+        sizes.append(knob.value)
+    assert sizes[0] < sizes[1]

@@ -1,6 +1,7 @@
 """The policy in a closed loop with a fluid fleet."""
 
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 from scaling.fleets import ARITHMETIC_BOUND, CONFIG, MEMORY_BOUND, Fleet, config, sample
@@ -185,6 +186,17 @@ def test_idle_fleets_go_to_the_minimum_or_to_zero():
     assert fleet.log[-1].reason.startswith("0 replicas")
     fleet.tick(2.0)
     assert fleet.log[-1].replicas >= 1
+
+
+def test_caution_provides_for_more_of_the_same_load():
+    """At 0 for its mean alone, whatever the noise."""
+
+    def replicas(caution: float) -> list[int]:
+        fleet = Fleet(config(caution=caution, threshold={"floor": 1.0}), running=3)
+        return [d.replicas for d in fleet.run(900, lambda now: 20.0 + 8 * (now % 100 > 50))[600:]]
+
+    none, half, all_of_it = (fmean(replicas(caution)) for caution in (0.0, 0.5, 1.0))
+    assert none < half < all_of_it
 
 
 def test_dearer_points_buy_replicas_and_dearer_replicas_quality():

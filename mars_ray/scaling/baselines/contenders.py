@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -18,6 +18,15 @@ from mars_ray.scaling.simulate.result import Outcome
 from mars_ray.scaling.simulate.run import EXACT, Fixture, Progress, simulate
 from mars_ray.scaling.traces.trace import Trace
 
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How one of ours counts: ScalingConfig's `aim` and `caution`."""
+
+    aim: float = 1.0
+    caution: float = 1.0
+
+
 # Knob settings from cheap to safe: how much of a replica's capacity is to be used.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
 # Of a window's requests, those that the clairvoyant one wants in time.
@@ -25,6 +34,8 @@ _KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
 # What capacity is counted at, over the time per token that is owed. Well below these, the time that
 # even one sequence takes is too long for some service models, and nothing can be counted.
 _AIMS = (1.06, 1.02, 0.98, 0.94, 0.9)
+_STAYING = tuple(Manner(aim) for aim in _AIMS)
+_CHANGING = (*_STAYING, Manner(0.94, 0.5), Manner(1.02, 0.25))
 # A fleet that is warm when a run begins is made for this much of its beginning, and has this much
 # to spare.
 _BEGINNING_S, _SPARE = 120.0, 1.5
@@ -69,20 +80,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """How one policy is set: by its own measure, and by ScalingConfig.aim if it has that."""
+    """How one policy is set: by its own measure, and in its manner of counting if it has one."""
 
     value: float = 1.0
-    aim: float = 1.0
+    manner: Manner = Manner()
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`make` a fresh policy; `values` of its knob from cheap to safe, to be tried at each aim."""
+    """`make` a fresh policy; `values` of its knob from cheap to safe, tried in each manner."""
 
     levels: tuple[Level, ...]
     make: Callable[[Setting, Knob], Policy]
     values: tuple[float, ...] = (1.0,)
-    aims: tuple[float, ...] = (1.0,)
+    manners: tuple[Manner, ...] = (Manner(),)
     fixed: Callable[[Setting, Knob], int] | None = None  # replicas, if they never change
     set_point: float = 1.0
 
@@ -98,10 +109,10 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
         changed = config.model_copy(update=changes)
 
         def make(_: Setting, knob: Knob) -> Policy:
-            update = {"min_replicas": int(knob.value), "aim": knob.aim}
+            update = {"min_replicas": int(knob.value)} | asdict(knob.manner)
             return Deciding(changed.model_copy(update=update), setting.model)
 
-        return Contender(levels, make, sizes, _AIMS, set_point=changed.threshold.set_point)
+        return Contender(levels, make, sizes, _CHANGING, set_point=changed.threshold.set_point)
 
     def ray(levels: tuple[Level, ...]) -> Contender:
         aim = setting.load(levels[0])
@@ -115,7 +126,7 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
         case "fixed-threshold":
             return decides(threshold=_only(config, job.fixed_threshold))
         case "threshold-only":
-            return Contender(levels, _steered, sizes, _AIMS, fixed=_size)
+            return Contender(levels, _steered, sizes, _STAYING, fixed=_size)
         case "static-peak":
             return Contender(EXACT, lambda _, k: Fixed(int(k.value)), sizes, fixed=_size)
         case "static-mean":
@@ -150,7 +161,7 @@ def _size(_: Setting, knob: Knob) -> int:
 def _steered(setting: Setting, knob: Knob) -> Policy:
     """Our fast loop on a fleet that stays as it is."""
     size = int(knob.value)
-    changes = {"min_replicas": size, "max_replicas": size, "aim": knob.aim}
+    changes = {"min_replicas": size, "max_replicas": size} | asdict(knob.manner)
     return Deciding(setting.config.model_copy(update=changes), setting.model)
 
 

@@ -1,27 +1,34 @@
 """Each policy at its best.
 
 Every one but the mean gets a knob (the load per replica that it aims at, the latency that it aims
-at, its number of replicas; those that count capacity as ours does, the fewest replicas and the time
-per token that it is counted at) and is tuned: the cheapest setting that reaches the attainment on
-the tuning seeds, else the safest one. So nobody loses for a default that suits another service, and
-nobody wins for missing the objective.
+at, its number of replicas; those that count capacity as ours does, the fewest replicas, the time
+per token that capacity is counted at, and how much of a load's spread they provide for) and is
+tuned: the cheapest setting that reaches the attainment on the tuning seeds, else the safest one. A
+setting costs its replicas, and at the job's prices the points that it loses. So nobody loses for a
+default that suits another service, and nobody wins for missing the objective.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 from mars_ray.config.simulate import PolicyName
-from mars_ray.scaling.baselines.contenders import Contender, Knob, Setting, contender, run
+from mars_ray.scaling.baselines.contenders import Contender, Knob, Manner, Setting, contender, run
+from mars_ray.scaling.simulate.result import summarise
 
 
 def tuned(settings: list[Setting], name: PolicyName) -> Knob:
     """The cheapest setting that reaches the attainment on every one of these; else the safest.
 
-    Bisection of the values at each aim: a safer one is taken to attain and to cost no less.
+    In each manner by bisection of the values: a safer one is taken to attain, and to have no fewer
+    replicas. Where the one found loses points, safer ones may cost less: from those on that make a
+    difference to the fleet, they are tried while they do.
     """
     others = [contender(name, setting) for setting in settings]
     best = None
-    for aim in others[0].aims:
-        best = _better(best, _tuned(settings, others, aim, best))
+    for manner in others[0].manners:
+        for trial in _trials(settings, others, manner, best):
+            best = _better(best, trial)
     assert best is not None
     return best.knob
 
@@ -34,41 +41,61 @@ class _Trial:
     reached: bool
     attainment: float  # the least
     replica_s: float
+    cost: float  # in replica-seconds
+    mean_replicas: float  # over the seeds
 
 
 def _better(one: _Trial | None, other: _Trial) -> _Trial:
     if one is None or other.reached > one.reached:
         return other
     if one.reached:
-        return other if other.reached and other.replica_s < one.replica_s else one
+        return other if other.reached and other.cost < one.cost else one
     return other if other.attainment > one.attainment else one
 
 
-def _tuned(
-    settings: list[Setting], others: list[Contender], aim: float, best: _Trial | None
-) -> _Trial:
+def _trials(
+    settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
+) -> Iterator[_Trial]:
+    """Those in this manner that may be the best."""
     values = others[0].values
     low, high = 0, len(values) - 1
     found = None
     while low < high:
         middle = (low + high) // 2
-        trial = _tried(settings, others, Knob(values[middle], aim))
+        trial = _tried(settings, others, Knob(values[middle], manner))
         if trial.reached:
             high, found = middle, trial
-        elif best and best.reached and trial.replica_s > best.replica_s:
-            return found or trial
+        elif best and best.reached and trial.replica_s > best.cost:
+            break
         else:
             low = middle + 1
-    return found or _tried(settings, others, Knob(values[low], aim))
+    else:
+        found = found or _tried(settings, others, Knob(values[low], manner))
+    if found is None:
+        return
+    yield found
+    if not found.reached or found.cost == found.replica_s:
+        return
+    usual = int(found.mean_replicas)
+    for value in (v for v in values if v > found.knob.value and v >= usual):
+        above = _tried(settings, others, Knob(value, manner))
+        if above.cost >= found.cost:
+            return
+        found = above
+        yield found
 
 
 def _tried(settings: list[Setting], others: list[Contender], knob: Knob) -> _Trial:
-    slo = settings[0].job.scaling.slo
-    least, seconds = 1.0, 0.0
+    job = settings[0].job
+    wanted = job.scaling.slo.attainment
+    point = job.scaling.prices.point_hour / job.scaling.prices.replica_hour
+    least, seconds, cost, fleets = 1.0, 0.0, 0.0, []
     for seed, (setting, other) in enumerate(zip(settings, others, strict=True)):
-        outcome = run(setting, other, knob, seed)
-        seconds += outcome.replica_s
-        least = min(least, float(outcome.within(slo).mean()))
-        if least < slo.attainment:
-            return _Trial(knob, False, least, seconds)
-    return _Trial(knob, True, least, seconds)
+        figures = summarise(run(setting, other, knob, seed), job.scaling.slo, job.accuracy)
+        seconds += figures["replica_s"]
+        cost += figures["replica_s"] * (1 + point * figures["points_lost"])
+        fleets.append(figures["mean_replicas"])
+        least = min(least, figures["attainment"])
+        if least < wanted:
+            break
+    return _Trial(knob, least >= wanted, least, seconds, cost, fmean(fleets))
