@@ -117,12 +117,12 @@ class Scheduler:
         if not self._config.prefix_cache:
             return
         final = min(sequence.cached, sequence.committed)
-        if final // self._config.page_size > len(sequence.hashes):
-            known = len(sequence.hashes)
-            tokens = sequence.tokens[:final]
-            sequence.hashes = content_hashes(tokens, self._config.page_size, sequence.hashes)
-            for page, content in zip(sequence.pages[known:], sequence.hashes[known:], strict=False):
+        new = slice(sequence.published, final // self._config.page_size)
+        if new.start < new.stop:
+            contents = self._contents(sequence, final)
+            for page, content in zip(sequence.pages[new], contents[new], strict=True):
                 self._pool.publish(page, content)
+            sequence.published = new.stop
 
     def check(self) -> None:
         """Assert what must hold between steps: no page is lost, none is held twice."""
@@ -167,17 +167,17 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Let the first in the queue run, if all that it has to forward finds room."""
-        size = self._config.page_size
         # Of the last token the row is needed, not only keys and values.
-        hashes = content_hashes(sequence.tokens[:-1], size) if self._config.prefix_cache else []
-        shared = self._pool.share(hashes)
+        before = sequence.committed - 1
+        contents = self._contents(sequence, before) if self._config.prefix_cache else []
+        shared = self._pool.share(contents)
         rows = len(sequence.drafts) + sequence.masks
         needed = self._pages_for(sequence.committed + rows)
         if needed - len(shared) > self._pool.available and self._running:
             self._pool.release(shared)
             return False
-        sequence.pages, sequence.cached = shared, len(shared) * size
-        sequence.hashes = hashes[: len(shared)]
+        sequence.pages, sequence.published = shared, len(shared)
+        sequence.cached = len(shared) * self._config.page_size
         self.prefix_queries += sequence.committed
         self.prefix_hits += sequence.cached
         heapq.heappop(self._waiting)
@@ -194,7 +194,15 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         self.publish(sequence)
         self._pool.release(sequence.pages)
-        sequence.pages, sequence.hashes, sequence.cached = [], [], 0
+        sequence.pages, sequence.published, sequence.cached = [], 0, 0
+
+    def _contents(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Of the full pages of its first tokens; none is computed twice, as long as it may wait."""
+        full = count // self._config.page_size
+        if full > len(sequence.hashes):
+            tokens = sequence.tokens[:count]
+            sequence.hashes = content_hashes(tokens, self._config.page_size, sequence.hashes)
+        return sequence.hashes[:full]
 
     def _pages_for(self, places: int) -> int:
         return -(-places // self._config.page_size)

@@ -39,7 +39,8 @@ class Sequence:
     grammar: GrammarState | None = field(init=False)
     extended: int = 0  # the forward after which a draft model has added to the drafts
     pages: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)  # of its first full pages, published
+    hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
+    published: int = 0  # of its pages, the first ones
     disagreed: int = 0  # tokens seen not to be the model's own choice
     submitted_s: float = 0.0
     queue_s: float = 0.0  # from then to its first rows

@@ -3,7 +3,7 @@
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.fleet import Fleet
 from mars_ray.scaling.quality import Quality
-from mars_ray.scaling.replicas import Need
+from mars_ray.scaling.replicas import Need, covered
 from mars_ray.scaling.sample import Sample
 from mars_ray.scaling.seen import Seen
 
@@ -44,9 +44,7 @@ def _why_replicas(needed: Need, fleet: Fleet, seen: Seen, config: ScalingConfig)
         return "the last one saves more quality than it costs"
     if needed.floor >= needed.mean:
         lowest = seen.rungs[-1].threshold
-        return (
-            f"{needed.floor:.2f} at threshold {lowest:g} for {config.slo.attainment:.0%} of loads"
-        )
+        return f"{needed.floor:.2f} at threshold {lowest:g} for {covered(config):.0%} of loads"
     backlog = f", {seen.extra_rate:.2g}/s of it backlog" if seen.extra_rate > 0.01 else ""
     return f"{needed.mean:.2f} at the set-point{backlog}"
 

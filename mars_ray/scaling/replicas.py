@@ -43,6 +43,11 @@ class Need:
         return max(_ceil(self.mean), _ceil(self.floor), self.priced)
 
 
+def covered(config: ScalingConfig) -> float:
+    """Share of the loads to come that replicas carry at the floor."""
+    return _UNIT.cdf(config.caution * _UNIT.inv_cdf(config.slo.attainment))
+
+
 def need(
     load: Forecast,
     rungs: Sequence[Rung],

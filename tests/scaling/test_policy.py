@@ -191,12 +191,16 @@ def test_idle_fleets_go_to_the_minimum_or_to_zero():
 def test_caution_provides_for_more_of_the_same_load():
     """At 0 for its mean alone, whatever the noise."""
 
-    def replicas(caution: float) -> list[int]:
+    def decisions(caution: float) -> list[Decision]:
         fleet = Fleet(config(caution=caution, threshold={"floor": 1.0}), running=3)
-        return [d.replicas for d in fleet.run(900, lambda now: 20.0 + 8 * (now % 100 > 50))[600:]]
+        return fleet.run(900, lambda now: 20.0 + 8 * (now % 100 > 50))[600:]
 
-    none, half, all_of_it = (fmean(replicas(caution)) for caution in (0.0, 0.5, 1.0))
+    cautions = {0.0: "50%", 0.5: "88%", 1.0: "99%"}
+    logs = {caution: decisions(caution) for caution in cautions}
+    none, half, all_of_it = (fmean(d.replicas for d in log) for log in logs.values())
     assert none < half < all_of_it
+    for caution, share in cautions.items():
+        assert any(f"for {share} of loads" in d.reason for d in logs[caution])
 
 
 def test_dearer_points_buy_replicas_and_dearer_replicas_quality():
