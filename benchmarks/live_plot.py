@@ -31,6 +31,7 @@ def plot(result: dict[str, Any]) -> Figure:
     replicas.set_ylabel("replicas ready")
     replicas.set_ylim(bottom=0)
     replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
+    threshold.set_ylim(0, 1.05)
     threshold.set_ylabel("threshold")
     threshold.set_xlabel("seconds")
     for axes in (load, replicas, threshold):
