@@ -52,15 +52,16 @@ _SETTLED_S = 15.0  # a replica that was there so long ago serves
 def main() -> None:
     """The live run, its simulation, and both figures side by side."""
     asked = _arguments()
-    job = _job(asked)
+    kept = json.loads(asked.again.read_text()) if asked.again else {}
+    job = ServeJob.model_validate(kept["job"]) if "job" in kept else _job(asked)
     model = service_model(job)
-    kept = json.loads(asked.again.read_text()) if asked.again else _live_run(asked, job)
+    kept = kept or _live_run(asked, job)
     rows, watched = _told_of(kept)
     twin = simulated(job, model, rows, watched, kept["kill_at_s"])
     figures = summarise(twin.outcome, job.scaling.slo, 100.0)
     figures["answer_p90_s"] = percentile(twin.answers_s, 0.9)
     more = {
-        "slo": job.scaling.slo.model_dump(),
+        "job": job.model_dump(mode="json"),
         "slowness": [slowdown.slowness for slowdown in twin.told.slowdowns],
         "cold_start_s": twin.told.cold_start_s,
         "overhead_s": twin.told.overhead_s,
@@ -112,7 +113,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="runs/gsm8k/models/mars")
     parser.add_argument("--model", default="jobs/models/gsm8k-cpu.json", help="its service model")
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/live.json"))
+    parser.add_argument("--output", type=Path, help="default: live.json, or the one of --again")
     parser.add_argument("--again", type=Path, help="a result: only its simulation is made again")
     parser.add_argument("--trace", default="data/AzureLLMInferenceTrace_code.csv", help="arrivals")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="times as many")
@@ -127,6 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--floor", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    asked.output = asked.output or asked.again or Path("benchmarks/results/live.json")
     if len(asked.rates or ()) != len(asked.stage_s or ()):
         parser.error("--rates and --stage-s need as many numbers")
     return asked

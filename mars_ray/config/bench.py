@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
@@ -34,8 +34,10 @@ class BenchDecodeJob(Config):
     peer_pythons: dict[str, str] = Field(
         default={}, description="interpreters of peers with environments of their own"
     )
-    batch_sizes: Annotated[tuple[int, ...], DISTINCT] = Field(default=(1, 4, 8, 16), min_length=1)
-    step_positions: Annotated[tuple[int, ...], DISTINCT] = Field(
+    batch_sizes: Annotated[tuple[PositiveInt, ...], DISTINCT] = Field(
+        default=(1, 4, 8, 16), min_length=1
+    )
+    step_positions: Annotated[tuple[PositiveInt, ...], DISTINCT] = Field(
         default=(), description="measure a step by positions per sequence, at every batch size"
     )
     prompts: int = Field(default=16, ge=1, description="per round, in batches; at least one batch")

@@ -17,16 +17,16 @@ class Slo(Config):
 
 
 class ThresholdBounds(Config):
-    """Of `verified`: 1 is lossless. Nothing goes below the floor, and rest is at the set-point."""
+    """Of `verified`: 1 is lossless. Rest is at the set-point, and nothing goes above it, but for
+    requests that say so, or below the floor."""
 
     set_point: Threshold = 1.0
     floor: Threshold = 0.3
-    ceiling: Threshold = 1.0
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if not self.floor <= self.set_point <= self.ceiling:
-            raise ValueError("must be floor <= set_point <= ceiling")
+        if self.floor > self.set_point:
+            raise ValueError("must be floor <= set_point")
         return self
 
 

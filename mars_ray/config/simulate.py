@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.scaling import ScalingConfig
@@ -56,7 +56,7 @@ class Cluster(Config):
     """What is not the policy's to choose."""
 
     cold_start_s: float = Field(default=100.0, ge=0, description="until a new replica answers")
-    first_cold_starts_s: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+    first_cold_starts_s: tuple[NonNegativeFloat, ...] = Field(
         default=(), description="of the first replicas that are ordered, where each is known"
     )
     tick_s: float = Field(default=1.0, gt=0, description="between two calls of the policy")
@@ -98,10 +98,12 @@ class SimulateJob(Config):
     fixed_threshold: float = Field(
         default=0.9, ge=0, le=1, description="of the policy fixed-threshold"
     )
-    seeds: Annotated[tuple[int, ...], DISTINCT] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    seeds: Annotated[tuple[NonNegativeInt, ...], DISTINCT] = Field(
+        default=(0, 1, 2, 3, 4), min_length=1
+    )
     tuning_seeds: int = Field(
         default=2, ge=1, description="policies are tuned on so many of the seeds, the first ones"
     )
-    cold_starts_s: Annotated[tuple[float, ...], DISTINCT] = Field(
+    cold_starts_s: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = Field(
         default=(), description="other cold starts, for the sensitivity; all policies again"
     )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from mars_ray.config.base import Config
 
@@ -74,7 +74,7 @@ class RampTrace(_Whole):
     """
 
     type: Literal["ramp"] = "ramp"
-    rates_rps: tuple[float, ...] = Field(default=(2, 4, 6, 8, 10, 4, 1), min_length=1)
+    rates_rps: tuple[NonNegativeFloat, ...] = Field(default=(2, 4, 6, 8, 10, 4, 1), min_length=1)
     stage_s: float = Field(default=360, gt=0)
     lengths: Lengths = Lengths(prompt_mean=4000, output_mean=1000, cv=0)
 

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-import os
+import secrets
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -78,15 +78,16 @@ def run_simulations(
 
 def _work(job: SimulateJob, model: ServiceModel, traces: list[Trace], where: dict[str, Any]) -> str:
     """All that a part depends on, but for which it is. Files changed since a commit have no name,
-    so that what they give is told apart by the process that gave it."""
+    so that what they give is told apart by the run that gave it."""
     facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s"})
     code = [where["mars_ray"], where["commit"]]
     if str(where["commit"]).endswith("+"):
-        code.append(os.getpid())
-    # Their files may change.
-    sums = [[float(t.arrival_s.sum()), int(t.output_tokens.sum())] for t in traces]
-    text = json.dumps([facts, asdict(model), code, sums], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        code.append(secrets.token_hex())
+    work = hashlib.sha256(json.dumps([facts, asdict(model), code], sort_keys=True).encode())
+    for trace in traces:  # their files may change
+        for column in fields(trace)[1:]:
+            work.update(np.ascontiguousarray(getattr(trace, column.name)).tobytes())
+    return work.hexdigest()[:16]
 
 
 def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Setting]:

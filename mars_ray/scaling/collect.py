@@ -60,11 +60,12 @@ class Collector:
     _cold_start_s: float | None = None
 
     def sample(
-        self, reports: Mapping[str, Report], running: int, target: int, now: float
+        self, reports: Mapping[str, Report], running: int, target: int, now: float, wall_s: float
     ) -> Sample:
-        """Of all replicas that run, by their newest reports.
+        """Of all replicas that run, by their newest reports; `now` is a clock that is never set.
 
-        A replica that has nothing new counts with what it did before.
+        A replica that has nothing new counts with what it did before. The clock of its node may be
+        ahead of the wall clock here: a report from the future is a new one.
         """
         self._note_starts(running, target, now)
         self._seen = {
@@ -80,7 +81,7 @@ class Collector:
             waiting=int(sum(report.sums[WAITING] for report in newest)) if newest else None,
             loads=tuple(_load(seen) for seen in self._seen.values()),
             cold_start_s=self._cold_start_s,
-            age_s=max((now - report.at_s for report in newest), default=None),
+            age_s=max((max(0.0, wall_s - report.at_s) for report in newest), default=None),
         )
 
     def _note_starts(self, running: int, target: int, now: float) -> None:

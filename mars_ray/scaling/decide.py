@@ -17,7 +17,7 @@ from statistics import fmean
 
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.decision import Decision, State
-from mars_ray.scaling.fleet import Fleet, ask, remember
+from mars_ray.scaling.fleet import Fleet, ask, remember, woken
 from mars_ray.scaling.ladder import Rung
 from mars_ray.scaling.quality import Quality, current, dearer, shed_share, spend, steer
 from mars_ray.scaling.reasons import explain, holding
@@ -40,7 +40,8 @@ def decide(
     """
     sample = sample.checked()
     dt = _elapsed(state.tick_s, now, config)
-    state = replace(state, tick_s=now if math.isfinite(now) else state.tick_s)
+    fleet = woken(state.fleet, sample.target)
+    state = replace(state, fleet=fleet, tick_s=now if math.isfinite(now) else state.tick_s)
     if sample.age_s is None or sample.age_s > config.stale_after_s or sample.arrivals_per_s is None:
         return _hold(sample, state, config)
     seen = see(sample, state, config, model, dt)

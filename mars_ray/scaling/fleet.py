@@ -34,6 +34,12 @@ def remember(fleet: Fleet, needed: int, busy: bool, dt: float, window_s: float) 
     return replace(fleet, idle_s=idle_s, enough=(*enough[-_PARTS:], needed), part_s=0.0)
 
 
+def woken(fleet: Fleet, target: int) -> Fleet:
+    """Serve itself wakes a fleet of none for the first request, before any replica can tell of it:
+    what it asks for then holds, and the time without a request begins anew."""
+    return replace(fleet, asked=target, idle_s=0.0) if fleet.asked == 0 < target else fleet
+
+
 def ask(
     fleet: Fleet, current: int, needed: int, stay_s: float | None, config: ScalingConfig
 ) -> int:
@@ -45,7 +51,8 @@ def ask(
     busy = stay_s is not None
     idle = not busy and (not current or fleet.idle_s >= config.idle_to_zero_s)
     if config.scale_to_zero and idle:
-        return 0
+        # Serve, too, goes there from one only.
+        return 1 if current > 1 else 0
     known = len(fleet.enough) > _PARTS and fleet.age_s >= _STAYS * (stay_s or 0.0)
     fewer = min(current, max(fleet.enough)) if known else current
     return min(config.max_replicas, max(config.min_replicas, 1, needed, fewer))

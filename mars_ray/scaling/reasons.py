@@ -26,7 +26,8 @@ def explain(seen: Seen, needed: Need, fleet: Fleet, quality: Quality, config: Sc
         f"threshold {quality.threshold:g} ({_why_threshold(seen, quality, config)})",
     ]
     if quality.shed:
-        parts.append(f"refusing {quality.shed:.0%} of the new requests, as the floor is full")
+        refused = quality.shed * seen.unpinned
+        parts.append(f"refusing {refused:.0%} of the new requests, as the floor is full")
     return "; ".join(parts) + "."
 
 
@@ -55,8 +56,10 @@ def _why_threshold(seen: Seen, quality: Quality, config: ScalingConfig) -> str:
     if quality.exhausted:
         return f"the budget is spent: {quality.spent_points:.2f} points"
     if quality.threshold != best.threshold:
-        if pressure.enough(best):
+        if quality.better_s > 0:
             return f"{now}, back in {max(0.0, config.raise_dwell_s - quality.better_s):.0f} s"
+        if pressure.enough(best):
+            return f"{now}, the set-point would carry it, but no more"
         return f"{now}, the set-point would carry {max(0.0, pressure.admissible(best)):.3g}/s"
     if pressure.running and not pressure.enough(best) and len(seen.rungs) == 1:
         return f"{now}, too much, but a lower one carries no more"

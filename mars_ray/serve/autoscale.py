@@ -72,26 +72,30 @@ class Autoscaler:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Serve clamps the number to its own bounds, which are the same."""
-        try:
-            self._tick(context, time.time())
-        except Exception:
-            logger.exception("the autoscaling policy of %s failed; it holds", self._name)
-            self._decision = None
+        now = time.monotonic()
+        ticks = now >= self._next_s
+        if ticks:
+            try:
+                self._tick(context, now)
+            except Exception:
+                logger.exception("the autoscaling policy of %s failed; it holds", self._name)
+                self._decision = None
         if self._decision is None:
+            return context.target_num_replicas, {}
+        if not ticks and self._decision.replicas == 0:
+            # Serve itself may have woken a fleet of none since.
             return context.target_num_replicas, {}
         return self._decision.replicas, {}
 
     def _tick(self, context: AutoscalingContext, now: float) -> None:
-        if now < self._next_s:
-            return
         self._next_s = now + _TICK_S
         reports = reports_of(context)
         running, target = context.current_num_replicas, context.target_num_replicas
-        sample = self._collector.sample(reports, running, target, now)
+        sample = self._collector.sample(reports, running, target, now, time.time())
         self._take_step_costs(reports)
         decision = decide(sample, self._state, self._config, self._model, now)
         self._state = decision.state
-        self._publish(decision, now)
+        self._publish(decision)
         self._decision = decision
 
     def _take_step_costs(self, reports: dict[str, Report]) -> None:
@@ -101,12 +105,12 @@ class Autoscaler:
             self._model = ServiceModel.from_json(json.dumps(table), "the measured service model")
             self._measures_steps = False
 
-    def _publish(self, decision: Decision, now: float) -> None:
+    def _publish(self, decision: Decision) -> None:
         """Without waiting for anybody to have heard it."""
         threshold = decision.threshold_setpoint
         if threshold is not None:
             control = control_of(self._name, self._config.threshold.set_point)
-            entry = Entry(now, decision.replicas, threshold, decision.shed, decision.reason)
+            entry = Entry(time.time(), decision.replicas, threshold, decision.shed, decision.reason)
             control.record.remote(entry, decision.rungs)
 
 

@@ -92,6 +92,22 @@ def test_other_errors_name_the_key():
     assert "'nonsense'" in refusal(kind="nonsense")
 
 
+@pytest.mark.parametrize(
+    ("path", "override"),
+    [
+        ("simulate-fast", "cold_starts_s=[-5]"),
+        ("simulate-fast", "seeds=[-1]"),
+        ("simulate-fast", "traces.ramp.rates_rps=[2, -4]"),
+        ("bench-decode-demo", "batch_sizes=[0]"),
+        ("bench-decode-demo", "step_positions=[0]"),
+    ],
+)
+def test_numbers_in_a_list_have_bounds_too(path, override):
+    """Guards what would fail after hours, or be taken for another number in silence."""
+    with pytest.raises(ConfigError, match=override.split("=")[0]):
+        load_job(f"jobs/{path}.toml", [override])
+
+
 def test_settings_of_a_cluster_that_contradict_each_other():
     """Guards settings without an effect, and a bucket taken for a directory of that name."""
     elastic = parse_job(

@@ -111,6 +111,18 @@ def test_gsm8k_reads_every_problem():
     assert all(is_correct(i, row["answer"]) for i, row in zip(items, rows, strict=True))
 
 
+def test_a_gsm8k_file_has_lines_and_an_encoding(tmp_path):
+    """Guards problems cut in two by characters that JSON allows, and a traceback for others."""
+    path = tmp_path / "test.jsonl"
+    rows = [{"question": f"one\u2028two\x85 {n}", "answer": f"#### {n}"} for n in range(3)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    items = gsm8k_problems(Gsm8kTask(path=str(path), count=2))
+    assert [item.question for item in items] == [row["question"] for row in rows[:2]]
+    path.write_text('{"question": "caf\xe9", "answer": "#### 1"}\n', "latin-1")
+    with pytest.raises(DataError, match="cannot be read"):
+        gsm8k_problems(Gsm8kTask(path=str(path)))
+
+
 def test_tables_are_what_the_committed_results_say():
     """No number in README or docs is typed by hand."""
     command = [sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"]

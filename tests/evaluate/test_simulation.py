@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -14,6 +16,9 @@ from mars_ray.errors import DataError
 from mars_ray.evaluate import simulation
 from mars_ray.evaluate.simulation_page import page
 from mars_ray.evaluate.simulation_verdict import verdicts
+from mars_ray.scaling.service_model import load_service_model
+from mars_ray.scaling.traces.load import load_trace
+from mars_ray.scaling.traces.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -94,6 +99,29 @@ def test_verdicts_by_hand():
     assert any("83% of lossless" in verdict.measured for verdict in found.values())
     policies["mars"]["mean"]["attainment"] = 0.98
     assert not any(verdict.holds for verdict in verdicts(result))
+
+
+def test_what_is_finished_belongs_to_the_trace_as_it_was():
+    """Guards results of another trace: every column of every request counts."""
+    job = load_job("jobs/simulate-fast.toml", SMALL)
+    assert isinstance(job, SimulateJob)
+    model = load_service_model(job.service_model)
+    where = {"mars_ray": "1", "commit": "abc"}
+    trace = load_trace(job.traces["flash"], 0)
+    others = [
+        replace(trace, prompt_tokens=trace.prompt_tokens + 1),
+        replace(trace, pinned_threshold=np.ones(len(trace))),
+        replace(trace, deadline_s=np.ones(len(trace))),
+        replace(trace, output_tokens=trace.output_tokens[::-1]),
+    ]
+
+    def work(one: Trace, where: dict[str, str]) -> str:
+        return simulation._work(job, model, [one], where)
+
+    assert work(trace, where) == work(load_trace(job.traces["flash"], 0), where)
+    assert len({work(one, where) for one in [trace, *others]}) == 5
+    changed = where | {"commit": "abc+"}
+    assert work(trace, changed) != work(trace, changed)
 
 
 def test_a_missing_trace_is_found_before_anything_runs(monkeypatch):

@@ -7,7 +7,7 @@ from mars_ray.config.scaling import ScalingConfig
 from mars_ray.scaling.decide import decide
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.ladder import ladder
-from mars_ray.scaling.sample import ReplicaLoad, Sample
+from mars_ray.scaling.sample import PINNED, ReplicaLoad, Sample
 from mars_ray.scaling.service_model import Level, ServiceModel, Shape
 from mars_ray.scaling.traffic import Traffic
 
@@ -64,6 +64,7 @@ class Fleet:
     config: ScalingConfig
     model: ServiceModel = MEMORY_BOUND
     running: int = 1
+    pinned: float = 0.0  # share of the requests
     state: State = field(default_factory=lambda: State(traffic=Traffic(output_tokens=100)))
     starting: list[float] = field(default_factory=list)
     in_system: float = 0.0
@@ -87,6 +88,7 @@ class Fleet:
             decoding=int(min(slots, self.in_system)),
             target=self.running + len(self.starting),
             starting_ages_s=tuple(self.starting),
+            class_shares={PINNED: self.pinned},
         )
         decision = decide(seen, self.state, self.config, self.model, self.now)
         self.log.append(decision)
@@ -101,7 +103,7 @@ class Fleet:
         rungs = ladder(self.model, self.config, self.state.traffic)
         threshold = self.state.quality.threshold or 1.0
         rung = next((r for r in rungs if r.threshold <= threshold), rungs[-1])
-        shed = self.state.quality.shed
+        shed = self.state.quality.shed * (1 - self.pinned)
         self.in_system += rate * (1 - shed)
         share = min(1.0, self.running * rung.sequences / max(1.0, self.in_system))
         self.in_system -= min(

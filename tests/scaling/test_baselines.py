@@ -14,6 +14,7 @@ from scaling.simulated import MODEL, poisson
 
 from mars_ray.config.scaling import Prices, Slo
 from mars_ray.config.simulate import ALL_POLICIES, PolicyName, SimulateJob
+from mars_ray.scaling.baselines import tuning
 from mars_ray.scaling.baselines.contenders import Knob, Setting, contender, run
 from mars_ray.scaling.baselines.fixed import Clairvoyant
 from mars_ray.scaling.baselines.knative import Knative
@@ -177,6 +178,18 @@ def test_tuning_tries_every_manner(name):
     assert own is not None
     others = [paid(settings, name, Knob(knob.value, manner)) for manner in manners]
     assert own == min(other for other in others if other is not None)
+
+
+def test_tuning_looks_beyond_a_safer_setting_that_missed(monkeypatch):
+    """By chance one may, and what is known of it is not what it would have cost."""
+    known = {1: (False, 300.0), 2: (True, 1000.0), 3: (False, 480.0), 4: (True, 900.0)}
+
+    def tried(_settings, _others, knob: Knob) -> tuning._Trial:
+        reached, cost = known.get(int(knob.value), (True, 2000.0))
+        return tuning._Trial(knob, reached, float(reached), cost / 2, cost, 1.0)
+
+    monkeypatch.setattr(tuning, "_tried", tried)
+    assert tuned([setting()], "threshold-only").value == 4
 
 
 def priced(point_hour: float) -> Setting:

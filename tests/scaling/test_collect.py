@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mars_ray.scaling import collect
 from mars_ray.scaling.collect import Collector, Report, step_costs
+from mars_ray.scaling.sample import Sample
 
 NOTHING = dict.fromkeys(
     (collect.ARRIVED, collect.REFUSED, collect.FINISHED, collect.RUNNING, collect.WAITING), 0.0
@@ -16,16 +17,23 @@ def report(at_s: float, **sums: float) -> Report:
     return Report(at_s, NOTHING | sums)
 
 
+def look(
+    collector: Collector, reports: dict[str, Report], running: int, target: int, now: float
+) -> Sample:
+    """Where all clocks say the same."""
+    return collector.sample(reports, running, target, now, now)
+
+
 def test_rates_are_differences():
     """Two replicas, two looks, worked by hand."""
     collector = Collector()
     first = {"a": report(10.0, arrived=100, finished=90), "b": report(10.5, arrived=7)}
-    assert collector.sample(first, 2, 2, 11.0).arrivals_per_s is None
+    assert look(collector, first, 2, 2, 11.0).arrivals_per_s is None
     second = {
         "a": report(12.0, arrived=110, finished=94, output_tokens=200, running=3, waiting=2),
         "b": report(11.5, arrived=9, refused=1, finished=1, output_tokens=50, running=1),
     }
-    seen = collector.sample(second, 2, 2, 12.5)
+    seen = look(collector, second, 2, 2, 12.5)
     assert seen.arrivals_per_s == pytest.approx(10 / 2 + 2 / 1)
     assert seen.refused_per_s == pytest.approx(1.0)
     assert seen.output_tokens == pytest.approx(250 / 5)
@@ -36,19 +44,27 @@ def test_rates_are_differences():
 def test_a_replica_that_comes_is_no_burst():
     """Its sums begin at what they are, and one that goes takes nothing with it."""
     collector = Collector()
-    collector.sample({"a": report(0, arrived=1000)}, 1, 1, 0)
-    collector.sample({"a": report(1, arrived=1010)}, 1, 1, 1)
+    look(collector, {"a": report(0, arrived=1000)}, 1, 1, 0)
+    look(collector, {"a": report(1, arrived=1010)}, 1, 1, 1)
     both = {"a": report(2, arrived=1020), "b": report(2, arrived=500)}
-    assert collector.sample(both, 2, 2, 2).arrivals_per_s == pytest.approx(10)
-    assert collector.sample({"b": report(3, arrived=504)}, 1, 1, 3).arrivals_per_s == 4
+    assert look(collector, both, 2, 2, 2).arrivals_per_s == pytest.approx(10)
+    assert look(collector, {"b": report(3, arrived=504)}, 1, 1, 3).arrivals_per_s == 4
+
+
+def test_a_report_from_a_clock_that_is_ahead_is_new():
+    """Guards a fleet without metrics wherever its nodes' clocks are ahead of the controller's."""
+    reports = {"a": report(102.0), "b": report(98.5)}
+    seen = Collector().sample(reports, 2, 2, now=5.0, wall_s=100.0)
+    assert seen.age_s == 1.5
+    assert Collector().sample({"a": report(102.0)}, 1, 1, now=5.0, wall_s=100.0).age_s == 0
 
 
 def test_a_late_report_counts_with_what_was_before():
     """Guards a fleet that seems idle because one tick had nothing new."""
     collector = Collector()
     for at_s, arrived in ((0, 0), (1, 5)):
-        collector.sample({"a": report(at_s, arrived=arrived)}, 1, 1, at_s)
-    seen = collector.sample({"a": report(1, arrived=5)}, 1, 1, 4.0)
+        look(collector, {"a": report(at_s, arrived=arrived)}, 1, 1, at_s)
+    seen = look(collector, {"a": report(1, arrived=5)}, 1, 1, 4.0)
     assert (seen.arrivals_per_s, seen.age_s) == (5, 3)
 
 
@@ -63,7 +79,7 @@ def test_a_clock_that_is_set_back(at_s, rates):
     """Guards a rate without end of five requests, and ten seconds' requests in one of them."""
     collector = Collector()
     seen = [
-        collector.sample({"a": report(at, arrived=5 * i)}, 1, 1, at).arrivals_per_s
+        look(collector, {"a": report(at, arrived=5 * i)}, 1, 1, at).arrivals_per_s
         for i, at in enumerate(at_s)
     ]
     assert seen == rates
@@ -72,19 +88,19 @@ def test_a_clock_that_is_set_back(at_s, rates):
 def test_a_replica_that_started_anew_counts_from_zero():
     """Sums that fall are another process's; no rate is negative."""
     collector = Collector()
-    collector.sample({"a": report(0, arrived=100)}, 1, 1, 0)
-    assert collector.sample({"a": report(1, arrived=3)}, 1, 1, 1).arrivals_per_s == 0
+    look(collector, {"a": report(0, arrived=100)}, 1, 1, 0)
+    assert look(collector, {"a": report(1, arrived=3)}, 1, 1, 1).arrivals_per_s == 0
 
 
 def test_starts_are_timed():
     """From the order to the first sight of the replica; those still on their way have an age."""
     collector = Collector()
-    collector.sample({}, 1, 1, 0)
-    assert collector.sample({}, 1, 3, 10).starting_ages_s == (0, 0)
-    half = collector.sample({}, 2, 3, 17)
+    look(collector, {}, 1, 1, 0)
+    assert look(collector, {}, 1, 3, 10).starting_ages_s == (0, 0)
+    half = look(collector, {}, 2, 3, 17)
     assert (half.starting_ages_s, half.cold_start_s) == ((7,), 7)
-    assert collector.sample({}, 2, 2, 20).starting_ages_s == ()
-    again = collector.sample({}, 2, 4, 30)
+    assert look(collector, {}, 2, 2, 20).starting_ages_s == ()
+    again = look(collector, {}, 2, 4, 30)
     assert (again.starting_ages_s, again.cold_start_s) == ((0, 0), 7)
 
 
@@ -92,10 +108,10 @@ def test_shares_and_curves():
     """By class, and by threshold."""
     collector = Collector()
     names = ("class:fast", "class:pinned", "tokens_at:1", "tokens_at:0.3", "verified_forwards")
-    collector.sample({"a": report(0, **dict.fromkeys(names, 0.0))}, 1, 1, 0)
+    look(collector, {"a": report(0, **dict.fromkeys(names, 0.0))}, 1, 1, 0)
     sums = dict(zip(names, (3.0, 1.0, 20.0, 30.0, 10.0), strict=True))
     sums["arrived"] = 4.0
-    seen = collector.sample({"a": report(1, **sums)}, 1, 1, 1)
+    seen = look(collector, {"a": report(1, **sums)}, 1, 1, 1)
     assert seen.class_shares == {"fast": 0.75, "pinned": 0.25}
     assert seen.tokens_per_forward == {1.0: 2.0, 0.3: 3.0}
 
@@ -104,16 +120,16 @@ def test_steps_of_a_replica_are_means_since_the_look_before():
     """Those with prompts apart: 4 of 10 steps, 100 rows of prompts each."""
     collector = Collector()
     names = ("steps", "step_s", "sequences", "decode_rows", "prompt_steps", "prompt_rows")
-    collector.sample({"a": report(0, **dict.fromkeys(names, 5.0))}, 1, 1, 0)
+    look(collector, {"a": report(0, **dict.fromkeys(names, 5.0))}, 1, 1, 0)
     sums = dict(zip(names, (15.0, 5.2, 35.0, 65.0, 9.0, 405.0), strict=True))
-    (load,) = collector.sample({"a": report(1, **sums)}, 1, 1, 1).loads
+    (load,) = look(collector, {"a": report(1, **sums)}, 1, 1, 1).loads
     assert load.step_s == pytest.approx(0.02)
     assert (load.decode_rows, load.positions) == (6.0, 2.0)
     assert (load.prompt_rows, load.prompt_share) == (100.0, 0.4)
-    (idle,) = collector.sample({"a": report(2, **sums)}, 1, 1, 2).loads
+    (idle,) = look(collector, {"a": report(2, **sums)}, 1, 1, 2).loads
     assert idle.step_s is idle.prompt_rows is idle.prompt_share is idle.decode_rows is None
     before = {name: value for name, value in sums.items() if name != "prompt_steps"}
-    (older,) = collector.sample({"a": report(3, **before | {"steps": 20.0})}, 1, 1, 3).loads
+    (older,) = look(collector, {"a": report(3, **before | {"steps": 20.0})}, 1, 1, 3).loads
     assert (older.step_s, older.prompt_share) == (0.0, None), "of a release that did not count them"
 
 
@@ -136,7 +152,7 @@ def test_nothing_impossible_comes_out(looks):
     """Whatever the order of reports and clocks."""
     collector = Collector()
     for reports, running, target, now in looks:
-        seen = collector.sample(reports, running, target, now)
+        seen = look(collector, reports, running, target, now)
         assert seen.arrivals_per_s is None or seen.arrivals_per_s >= 0
         assert len(seen.starting_ages_s) == max(0, target - running)
         assert len(seen.loads) == len(reports)

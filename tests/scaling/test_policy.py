@@ -70,6 +70,13 @@ def test_at_the_maximum_quality_goes_first_and_then_load():
     assert "refusing" in last.reason
 
 
+def test_what_is_refused_is_told_as_a_share_of_all():
+    """Pinned requests are let in, so more of the others are refused."""
+    fleet = Fleet(config(max_replicas=2), running=2, pinned=0.5)
+    last = fleet.run(400, lambda _: 80.0)[-1]
+    assert f"refusing {last.shed / 2:.0%} of the new" in last.reason
+
+
 def test_below_the_maximum_nothing_is_refused():
     """Guards 429s while replicas could be had."""
     fleet = Fleet(CONFIG)

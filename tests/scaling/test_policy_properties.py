@@ -75,7 +75,7 @@ def bounded(replicas: int, threshold: float | None, shed: float, wanted: Scaling
     least = 0 if wanted.scale_to_zero else wanted.min_replicas
     return (
         least <= replicas <= wanted.max_replicas
-        and (threshold is None or wanted.threshold.floor <= threshold <= wanted.threshold.ceiling)
+        and (threshold is None or wanted.threshold.floor <= threshold <= wanted.threshold.set_point)
         and 0 <= shed < 1
     )
 

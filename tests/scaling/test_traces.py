@@ -50,6 +50,27 @@ def test_csv_and_jsonl_say_the_same(tmp_path):
         assert trace.priority.tolist() == [0, 0]
 
 
+def test_a_trace_may_begin_whenever_it_likes(tmp_path):
+    """Guards 50 years before the first request of a trace in Unix time."""
+    rows = [(0.0, 5, 6), (1.5, 7, 8), (9.0, 1, 2)]
+    ones = "".join(f"{at},{prompt},{output}\n" for at, prompt, output in rows)
+    others = "".join(f"{at + 1.7e9},{prompt},{output}\n" for at, prompt, output in rows)
+    one = load(tmp_path, "one.csv", f"{HEAD}\n{ones}")
+    other = load(tmp_path, "other.csv", f"{HEAD}\n{others}")
+    assert one.arrival_s.tolist() == other.arrival_s.tolist() == [0.0, 1.5, 9.0]
+
+
+def test_a_trace_thinned_to_nothing_is_refused(tmp_path):
+    """Guards the traceback of whoever divides by its requests."""
+    path = tmp_path / "one.csv"
+    path.write_text(f"{HEAD}\n1,1,1\n")
+    with pytest.raises(DataError, match="of 1 requests"):
+        load_trace(FileTrace(path=str(path), rate_factor=1e-9), seed=0)
+    source = servegen_files(tmp_path).model_copy(update={"rate_factor": 1e-9})
+    with pytest.raises(DataError, match="no request at rate_factor"):
+        load_trace(source, seed=0)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -80,6 +101,16 @@ def test_a_malformed_row_is_refused_by_line(tmp_path, row, reason):
         ("a.csv", f"{HEAD},tokens\n1,1,1,1\n", ":2: .*unknown column 'tokens'"),
         ("a.csv", f"{HEAD},pinned_threshold\n1,1,1,2\n", r"is not in \[0, 1\]"),
         ("a.csv", f"{HEAD}\n", "no requests"),
+        (
+            "a.jsonl",
+            '{"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 1.5}',
+            "1.5 is no whole",
+        ),
+        (
+            "a.jsonl",
+            '{"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 1e400}',
+            "inf is no whole",
+        ),
         ("a.txt", "", "a .csv or .jsonl file"),
     ],
 )

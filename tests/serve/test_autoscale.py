@@ -90,11 +90,53 @@ def test_between_two_ticks_nothing_is_decided_anew(monkeypatch):
         policy._next_s = 0.0
     decided = policy._state
     policy(context(series, 1, 1))
-    policy._next_s = time.time() + 60
+    policy._next_s = time.monotonic() + 60
     again = policy._state
     policy(context(series, 1, 1))
     assert policy._state is again is not decided
     assert policy._model.seconds_at == ((1, 0.02), (64, 0.03))
+
+
+def test_what_serve_wakes_stays_awake(monkeypatch):
+    """Guards a replica that is stopped as soon as it is there, before it can tell of requests."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Autoscaler, "_publish", lambda *_: None)
+    config = ScalingConfig(scale_to_zero=True, idle_to_zero_s=60, max_replicas=4)
+    policy = Autoscaler("tiny", config.model_dump_json(), MODEL.to_json(), measures_steps=False)
+
+    def idle(target: int, seconds: float) -> int:
+        """What the policy says in the end of a replica that reports no requests."""
+        for _ in range(int(seconds)):
+            clock[0] += 1
+            names = (collect.ARRIVED, collect.RUNNING, collect.WAITING)
+            now = time.time() + clock[0] - 1000
+            replica = ReplicaID("a", DEPLOYMENT)
+            series = {name: {replica: [TimeStampedValue(now, 0.0)]} for name in names}
+            target, _ = policy(context(series, 1, target))
+        return target
+
+    assert idle(3, 55) >= 1
+    assert idle(1, 70) == 0
+    assert policy(context({}, 0, 0)) == (0, {})
+    # Serve goes to one for the first request, without asking.
+    assert policy(context({}, 0, 1)) == (1, {}), "between two ticks"
+    clock[0] += 1
+    assert policy(context({}, 1, 1)) == (1, {}), "without reports"
+    assert idle(1, 50) == 1
+    assert idle(1, 70) == 0
+
+
+def test_a_wall_clock_that_is_set_back_stops_nothing(monkeypatch):
+    """Guards a policy that waits for the old time to come again."""
+    wall, other = [1000.0], [0.0]
+    monkeypatch.setattr(time, "time", lambda: wall[0])
+    monkeypatch.setattr(time, "monotonic", lambda: other[0])
+    policy, states = autoscaler(), []
+    for wall[0], other[0] in ((1000.0, 1.0), (400.0, 2.0), (400.1, 2.1)):
+        policy(context({}, 1, 1))
+        states.append(policy._state)
+    assert states[0] is not states[1] is states[2]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """GSM8K (Cobbe et al., 2021, arXiv 2110.14168) from its JSONL files."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 from mars_ray.config.evaluate import Gsm8kTask
@@ -13,7 +14,12 @@ def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
     path = Path(task.path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; docs/quickstart.md has the lines that fetch GSM8K")
-    lines = path.read_text("utf-8").splitlines()[: task.count]
+    try:
+        # Not splitlines(), to which characters that JSON allows in a text are ends of lines.
+        with path.open(encoding="utf-8") as file:
+            lines = list(islice(file, task.count))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
     return [_problem(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 

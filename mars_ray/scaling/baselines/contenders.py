@@ -149,9 +149,7 @@ def contender(name: PolicyName, setting: Setting) -> Contender:
 
 
 def _only(config: ScalingConfig, threshold: float) -> object:
-    return config.threshold.model_copy(
-        update={"set_point": threshold, "floor": threshold, "ceiling": 1.0}
-    )
+    return config.threshold.model_copy(update={"set_point": threshold, "floor": threshold})
 
 
 def _size(_: Setting, knob: Knob) -> int:

@@ -79,6 +79,8 @@ def _trials(
     usual = int(found.mean_replicas)
     for value in (v for v in values if v > found.knob.value and v >= usual):
         above = _tried(settings, others, Knob(value, manner))
+        if not above.reached:
+            continue  # and was not run to its end
         if above.cost >= found.cost:
             return
         found = above

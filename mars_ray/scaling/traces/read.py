@@ -27,7 +27,7 @@ _OPTIONAL = {"priority": 0, "deadline_s": math.inf, "pinned_threshold": 0.0}
 
 def read_trace(path: str | Path) -> Trace:
     """A CSV or JSONL file of our schema, also gzipped. Raises DataError."""
-    return _trace(path, "mars-ray's trace schema", _own_row)
+    return _from_zero(_trace(path, "mars-ray's trace schema", _own_row))
 
 
 def read_azure(path: str | Path) -> Trace:
@@ -57,7 +57,7 @@ def _trace(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) ->
     for line, table in _tables(Path(path)):
         try:
             rows.append(row(table))
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{path}:{line}: not a row of {what}: {reason}") from None
         if len(rows) > 1 and rows[-1][0] < rows[-2][0]:
@@ -95,9 +95,9 @@ def _row(
     """Checked values. Raises ValueError."""
     row = (
         float(arrival_s),
-        int(prompt),
-        int(output),
-        int(priority),
+        _whole(prompt),
+        _whole(output),
+        _whole(priority),
         float(deadline_s),
         float(pinned),
     )
@@ -110,6 +110,13 @@ def _row(
     if not 0 <= row[5] <= 1:
         raise ValueError(f"pinned_threshold {pinned} is not in [0, 1]")
     return row
+
+
+def _whole(number: Any) -> int:
+    """Raises ValueError for 1.5, which int() cuts where it is no text."""
+    if isinstance(number, float) and not number.is_integer():
+        raise ValueError(f"{number} is no whole number")
+    return int(number)
 
 
 def missing(path: str | Path) -> str:

@@ -75,6 +75,8 @@ def servegen(source: ServeGenTrace, rng: np.random.Generator) -> Trace:
             times.append(mine)
             prompts.append(lengths[client][0].draw(len(mine), rng))
             outputs.append(lengths[client][1].draw(len(mine), rng))
+    if not any(map(len, times)):
+        raise DataError(f"{source.rates_path}: no request at rate_factor {source.rate_factor:g}")
     merged = np.concatenate(times)
     order = np.argsort(merged, kind="stable")
     trace = Trace(

@@ -60,10 +60,15 @@ class Trace:
     def scaled(self, factor: float, spread_s: float, rng: np.random.Generator) -> "Trace":
         """`factor` times as many requests: each is kept, left out or repeated at random.
 
-        Every copy moves later by up to `spread_s`, so that copies do not arrive together.
+        Every copy moves later by up to `spread_s`, so that copies do not arrive together. Raises
+        DataError if none is left.
         """
         copies = np.full(len(self), int(factor))
         copies += rng.random(len(self)) < factor - int(factor)
+        if not copies.any():
+            raise DataError(
+                f"{self.name}: of {len(self)} requests, {factor:g} times as many is none"
+            )
         index = np.repeat(np.arange(len(self)), copies)
         moved = self.arrival_s[index] + rng.random(len(index)) * spread_s
         order = np.argsort(moved, kind="stable")
