@@ -140,7 +140,8 @@ def test_a_wall_clock_that_is_set_back_stops_nothing(monkeypatch):
 
 
 @pytest.fixture
-def service(ray_cluster, checkpoint, tmp_path) -> Iterator[openai.OpenAI]:
+def service(ray_cluster, checkpoint, tmp_path, request) -> Iterator[openai.OpenAI]:
+    """Of one model; `request.param` has more of what the operator wants."""
     model = tmp_path / "model.json"
     MODEL.save(model)
     job = ServeJob(
@@ -156,6 +157,7 @@ def service(ray_cluster, checkpoint, tmp_path) -> Iterator[openai.OpenAI]:
             max_replicas=2,
             cold_start_s=10,
             raise_dwell_s=2,
+            **getattr(request, "param", {}),
         ),
         engine=EngineConfig(max_batch=8, max_context=1000, device="cpu", threads=1),
         limits=Limits(new_tokens=400, waiting_requests=500),
@@ -165,6 +167,41 @@ def service(ray_cluster, checkpoint, tmp_path) -> Iterator[openai.OpenAI]:
         yield client
     serve.shutdown()
     end_control("tiny")
+
+
+def replicas() -> int:
+    states = serve.status().applications[APP_NAME].deployments["Replica-tiny"].replica_states
+    return sum(count for state, count in states.items() if state != "STOPPING")
+
+
+def wait_for(count: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while replicas() != count:
+        assert time.monotonic() < deadline, f"{replicas()} replicas instead of {count}"
+        time.sleep(0.2)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "service", [{"scale_to_zero": True, "idle_to_zero_s": 5}], indirect=True, ids=["to zero"]
+)
+def test_a_service_at_zero_wakes_for_a_request_and_stays_awake(service):
+    """The first request waits for a replica; the second finds it."""
+
+    def ask() -> float:
+        begin = time.monotonic()
+        service.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=5
+        )
+        return time.monotonic() - begin
+
+    wait_for(0, 60)
+    ask()
+    time.sleep(2)
+    assert ask() < 3
+    assert replicas() == 1
+    wait_for(0, 60)
 
 
 @pytest.mark.ray
@@ -184,10 +221,6 @@ def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
         )
         assert reply.usage is not None
         return pinned, reply.usage.model_dump()["mars"]["threshold"]
-
-    def replicas() -> int:
-        states = serve.status().applications[APP_NAME].deployments["Replica-tiny"].replica_states
-        return sum(count for state, count in states.items() if state != "STOPPING")
 
     def control():
         return ray.get_actor("control:tiny", "mars-ray")
