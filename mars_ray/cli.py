@@ -16,6 +16,7 @@ import typer
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
 from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment
+from mars_ray.cluster.token import keep_private
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
@@ -44,7 +45,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example seed=1.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and stop.")]
-ServeTarget = Annotated[Path, typer.Argument(metavar="CHECKPOINT|JOB.toml")]
+# No Path, which would make s3:/bucket of s3://bucket.
+ServeTarget = Annotated[str, typer.Argument(metavar="CHECKPOINT|JOB.toml")]
 AnyJob = TypeVar("AnyJob", bound=Config)
 
 
@@ -255,6 +257,7 @@ def bench_train_step(
     unknown = set(case or ()) - set(CASES)
     if unknown:
         raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
+    _check_writable(output)
     _keep(run_bench(case or list(CASES), _console()), output)
 
 
@@ -267,15 +270,30 @@ def bench_decode(
 ) -> None:
     """Tokens per second of our modes and of other decoders, side by side."""
     job = _job(BenchDecodeJob, job_file, overrides, dry_run)
+    _check_writable(output)
     from mars_ray.evaluate.bench_decode import run_bench_decode
 
     _keep(run_bench_decode(job, _console()), output)
 
 
+def _check_writable(output: Path) -> None:
+    """Before what takes long. Raises ConfigError."""
+    is_new = not output.exists()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {output}: {error.strerror}; set another --output"
+        ) from error
+    if is_new:
+        output.unlink()
+
+
 def _keep(result: dict[str, Any], output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    # First, so that it is somewhere if the disk is full.
     _print_result(result)
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _job(
@@ -304,10 +322,10 @@ def _seen_from(directory: str, path: Path) -> str:
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
-def _serve_job(target: Path, overrides: list[str] | None, dry_run: bool) -> ServeJob:
-    if target.suffix == ".toml":
-        return _job(ServeJob, target, overrides, dry_run)
-    table = {"kind": "serve", "checkpoint": str(target)}
+def _serve_job(target: str, overrides: list[str] | None, dry_run: bool) -> ServeJob:
+    if target.endswith(".toml") and "://" not in target:
+        return _job(ServeJob, Path(target), overrides, dry_run)
+    table = {"kind": "serve", "checkpoint": target}
     return _job(ServeJob, table, overrides, dry_run)
 
 
@@ -354,6 +372,8 @@ class _Cluster:
         import ray
 
         address = os.environ.get("RAY_ADDRESS", self._otherwise)
+        if address == "local":
+            keep_private()
         try:
             ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
         except ConnectionError as error:

@@ -2,12 +2,13 @@
 
 import json
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from rich.console import Console
 
+from mars_ray.cluster.direct import urlopen
 from mars_ray.config.decode import ExactMode
 from mars_ray.config.demo import DemoJob
 from mars_ray.core.frontier import Frontier
@@ -19,6 +20,7 @@ from mars_ray.train.run import run_training
 
 # Another seed than the evaluation's.
 _QUESTION_SEED = 20_260
+_ANSWER_S = 60.0
 
 
 def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
@@ -64,12 +66,12 @@ def _ask(url: str, console: Console) -> str:
         "max_tokens": 128,
         "temperature": 0,
     }
-    request = urllib.request.Request(
+    request = Request(
         f"{url}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urlopen(request, _ANSWER_S) as reply:
         answer = json.load(reply)
     text = answer["choices"][0]["message"]["content"]
     console.print(f"[bold]question[/] {question}\n[bold]answer[/]   {text}")
@@ -78,7 +80,7 @@ def _ask(url: str, console: Console) -> str:
 
 
 def _first_model(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as reply:
+    with urlopen(Request(f"{url}/v1/models"), _ANSWER_S) as reply:
         return json.load(reply)["data"][0]["id"]
 
 

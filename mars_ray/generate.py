@@ -1,13 +1,16 @@
 """A model's own answers to training prompts, written with the engine; run again to resume.
 
-    answers.jsonl.part   while it runs: the job, then one line a prompt, in their order
+    answers.jsonl.part   while it runs: what it is made from, then one line a prompt, in their order
     answers.jsonl        the conversations, once all are there; a `files` source reads them
-    answers.json         the job, and what it wrote
+    answers.json         what it is made from, and what was written
+
+It is made from a job, and from what prompts and checkpoint were at the first start.
 
 An answer that was cut off, or whose prompt is too long, would teach a wrong end: it is counted and
 left out.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +28,8 @@ from mars_ray.data.sources import BadRows, Record, read
 from mars_ray.decode.engine import Engine, generate_all, load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
+from mars_ray.model.card import read_card
+from mars_ray.model.complete import check_complete
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
@@ -46,18 +51,18 @@ class Generated:
 def run_generation(job: GenerateJob, console: Console) -> Generated:
     """Write the output, or the rest of it.
 
-    Raises DataError if the prompts cannot be read or if what is there is another job's, and
-    ModelError.
+    Raises DataError if the prompts cannot be read, if too many of them are bad, or if what is there
+    is not of this job, these prompts and this model; and ModelError.
     """
     output = Path(job.output)
     done = output.with_suffix(".json")
-    if done.exists() and output.exists():
-        table = json.loads(done.read_text())
-        _check(table["job"], job, done)
-        return Generated(**table["generated"])
     part = output.with_name(f"{output.name}.part")
-    lines = _resume(part, job)
-    records = list(read(job.prompts, BadRows()))
+    records = _records(job)
+    made_from = _made_from(job, records)
+    # The part goes last: while it is there, the others are of this command.
+    if not part.exists() and (generated := _finished(output, done, made_from)):
+        return generated
+    lines = _resume(part, made_from)
     with Bars(console) as bars:
         task = bars.add_task("answers", total=len(records), completed=len(lines))
         for chunk in _answers(job, records[len(lines) :], lambda: bars.advance(task)):
@@ -66,10 +71,62 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
             bars.update(task, completed=len(lines))
     generated = _summary(output, lines)
     _write(output, [line["messages"] for line in lines if line["messages"]])
-    table = {"job": job.model_dump(mode="json"), "generated": asdict(generated)}
-    done.write_text(json.dumps(table | {"provenance": provenance()}, indent=1) + "\n")
+    table = made_from | {"generated": asdict(generated), "provenance": provenance()}
+    done.write_text(json.dumps(table, indent=1) + "\n")
     part.unlink()
     return generated
+
+
+def _records(job: GenerateJob) -> list[Record]:
+    report = BadRows()
+    records = list(read(job.prompts, report))
+    report.check(job.max_bad_share)
+    if not records:
+        raise DataError(f"there are no prompts: {report.bad} of {report.seen} rows are bad")
+    return records
+
+
+def _made_from(job: GenerateJob, records: list[Record]) -> Line:
+    """The job and the content of what it names, which may change under the same name."""
+    prompts = hashlib.sha256()
+    for record in records:
+        turns = [(turn.role, turn.content) for turn in _prompt(record)]
+        prompts.update(json.dumps(turns).encode() + b"\n")
+    content = {"prompts": prompts.hexdigest(), "checkpoint": _weights(Path(job.checkpoint))}
+    return {"job": job.model_dump(mode="json"), "content": content}
+
+
+def _weights(directory: Path) -> str:
+    """A digest of all weights. One read of them, which loading them takes too; their files' times
+    differ between copies of one model."""
+    read_card(directory)
+    check_complete(directory)
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _finished(output: Path, done: Path, made_from: Line) -> Generated | None:
+    """What an earlier run wrote to its end, or None if nothing is there.
+
+    Raises DataError rather than have a file replaced that is not of this job.
+    """
+    if done.exists():
+        table = _table(done)
+        _check(table, made_from, done)
+        return Generated(**table["generated"]) if output.exists() else None
+    if output.exists():
+        raise _not_ours(output)
+    return None
+
+
+def _table(done: Path) -> Any:
+    try:
+        return json.loads(done.read_text("utf-8"))
+    except ValueError:
+        raise _not_ours(done) from None
 
 
 def _answers(
@@ -132,25 +189,35 @@ def _summary(output: Path, lines: list[Line]) -> Generated:
     return Generated(str(output), kept, len(lines) - kept, tokens, tokens / max(1, forwards))
 
 
-def _resume(part: Path, job: GenerateJob) -> list[Line]:
+def _resume(part: Path, made_from: Line) -> list[Line]:
     """The lines that an earlier attempt wrote whole; the file is made if it is not there."""
-    if not part.exists():
+    kept = read_journal(part)
+    if not kept:
         part.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(job.model_dump_json() + "\n")
+        part.write_text(json.dumps(made_from) + "\n")
         return []
-    first, *lines = read_journal(part) or [{}]
-    _check(first, job, part)
-    return lines
+    _check(kept[0], made_from, part)
+    return kept[1:]
 
 
-def _check(before: dict[str, Any], job: GenerateJob, place: Path) -> None:
-    now = job.model_dump(mode="json")
-    changed = sorted(key for key in before | now if before.get(key) != now.get(key))
+def _check(before: Any, now: Line, place: Path) -> None:
+    if not isinstance(before, dict) or not before.keys() >= now.keys():
+        raise _not_ours(place)
+    changed = _changed(before["job"], now["job"])
+    changed += [f"content of {key}" for key in _changed(before["content"], now["content"])]
     if changed:
         raise DataError(
             f"{place} was written by another job, with another {', '.join(changed)}: choose "
             "another output, or delete it"
         )
+
+
+def _changed(before: Line, now: Line) -> list[str]:
+    return sorted(key for key in before | now if before.get(key) != now.get(key))
+
+
+def _not_ours(place: Path) -> DataError:
+    return DataError(f"{place} is there and is not of mars-ray generate: choose another output")
 
 
 def _append(part: Path, lines: list[Line]) -> None:

@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.request import Request
 
+from mars_ray.cluster.direct import urlopen
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
 from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
+from mars_ray.cluster.token import keep_private
 from mars_ray.errors import ClusterError
 
 _STATE = "cluster.json"
@@ -215,13 +217,10 @@ def _size(plan: Plan) -> list[str]:
 
 def _token() -> str:
     """Ray's commands and clients of this user find it where Ray keeps it."""
+    keep_private()
     made = subprocess.run(
         [*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True, text=True
     )
-    kept = Path.home() / ".ray" / "auth_token"
-    if kept.exists():
-        # Ray leaves it readable for everybody.
-        kept.chmod(0o600)
     return made.stdout.strip()
 
 
@@ -248,7 +247,7 @@ def _end_of_log(directory: Path, number: int) -> str:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_ANSWER_S) as reply:
+        with urlopen(Request(url), _ANSWER_S) as reply:
             return reply.status == 200
     except OSError:
         return False
@@ -256,11 +255,11 @@ def _answers(url: str) -> bool:
 
 def _registered(dashboard: str, token: str) -> int:
     """Nodes that the cluster itself counts as alive."""
-    request = urllib.request.Request(
+    request = Request(
         f"{dashboard}/nodes?view=summary", headers={"Authorization": f"Bearer {token}"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
+        with urlopen(request, _ANSWER_S) as reply:
             nodes = json.load(reply)["data"]["summary"]
     except OSError:
         return 0

@@ -16,6 +16,9 @@ class GenerateJob(Config):
     kind: Literal["generate"] = "generate"
     checkpoint: str
     prompts: Source
+    max_bad_share: float = Field(
+        default=0.01, ge=0, le=1, description="bad rows above this share are fatal"
+    )
     output: str = Field(pattern=r"\.jsonl$")
     # `verified` writes the same text faster, where the checkpoint has been trained with MARS.
     mode: Mode = ExactMode()

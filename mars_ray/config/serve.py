@@ -2,6 +2,7 @@
 
 import re
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -104,7 +105,12 @@ class ServedModel(Config):
     @property
     def name(self) -> str:
         """The model's name in requests."""
-        return self.model_name or self.checkpoint.rstrip("/").rsplit("/", 1)[-1]
+        place = self.checkpoint
+        if "://" in place:
+            # User and options may be secrets, and are no part of a name.
+            parts = urlsplit(place)
+            place = parts.path.strip("/") or parts.netloc.rpartition("@")[2]
+        return self.model_name or place.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def deployment(self) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.decode import EngineConfig, Threshold
 from mars_ray.config.evaluate import Task
 from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
@@ -114,7 +114,7 @@ class Objectives(Config):
     )
     task: Task
     max_new_tokens: int = Field(default=256, ge=1)
-    thresholds: tuple[Threshold, ...] = Field(
+    thresholds: Annotated[tuple[Threshold, ...], DISTINCT] = Field(
         default=(1.0, 0.5, 0.1), min_length=1, description="of mode verified"
     )
     groups: int = Field(

@@ -1,6 +1,7 @@
 """Files of JSON lines that a long run adds to, and an interrupted one goes on with."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,5 +16,6 @@ def read_journal(path: Path) -> list[Any]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
-        path.write_bytes(whole)
+        # Nothing is written: on a full disk that would lose what is there.
+        os.truncate(path, len(whole))
     return [json.loads(line) for line in whole.splitlines()]

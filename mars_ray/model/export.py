@@ -1,17 +1,20 @@
 """Writing a checkpoint to where services load it from: a directory or an object store."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyarrow.fs import FileSystem, FileType, LocalFileSystem
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 from mars_ray.errors import ModelError
-from mars_ray.model.card import CARD_FILE, read_card
+from mars_ray.model.card import CARD_FILE
 from mars_ray.model.object_store import WANTED, shown
-from mars_ray.model.source import Source, local_copy
+from mars_ray.model.source import Source, local_copy, pinned
 
 _CHUNK_BYTES = 16 * 1024 * 1024
+# An empty file that is there until the card is: what lies beside it is of an export.
+_UNFINISHED = "export.unfinished"
 # Object stores have no directories, and would keep an empty object instead.
 _WITHOUT_DIRECTORIES = ("s3", "gcs", "abfs")
 
@@ -28,18 +31,23 @@ def export_model(source: Source, destination: str, cache: str) -> Exported:
     """Copies the files that loading takes, and `frontier.json` if there is one.
 
     The card comes last: a service reads it first, so a copy that was cut short is not served.
-    Raises ModelError if the checkpoint is not whole, or the destination is taken or not writable.
+    One that was cut short can be made again. Raises ModelError if the checkpoint is not whole, or
+    the destination holds anything else or is not writable.
     """
-    directory = local_copy(source, cache)
-    read_card(directory, called=shown(source.name))
+    directory = local_copy(pinned(source)[0], cache)
     files = sorted(
         (path for path in directory.iterdir() if path.is_file() and path.name.endswith(WANTED)),
         key=lambda path: (path.name == CARD_FILE, path.name),
     )
     try:
-        filesystem, root = _opened(destination)
+        filesystem, root = _opened(destination, {path.name for path in files})
+        mark = f"{root}/{_UNFINISHED}"
+        filesystem.open_output_stream(mark).close()
         for path in files:
             _copy(path, filesystem, f"{root}/{path.name}")
+        # Who may not delete leaves it behind, where it means nothing beside a card.
+        with suppress(OSError):
+            filesystem.delete_file(mark)
     except (OSError, ValueError, NotImplementedError) as error:
         # Its text may have the URI with all its secrets, and so has the chain of exceptions.
         said = str(error).replace(destination, shown(destination))
@@ -47,16 +55,17 @@ def export_model(source: Source, destination: str, cache: str) -> Exported:
     return Exported(len(files), sum(path.stat().st_size for path in files))
 
 
-def _opened(destination: str) -> tuple[FileSystem, str]:
-    """Where to write, which is empty or not there yet."""
+def _opened(destination: str, names: set[str]) -> tuple[FileSystem, str]:
+    """Where to write: not there yet, or empty, or with what another attempt left of these files."""
     if "://" in destination:
         filesystem, root = FileSystem.from_uri(destination)
     else:
         filesystem, root = LocalFileSystem(), str(Path(destination).resolve())
     root = root.rstrip("/")
-    card = filesystem.get_file_info(f"{root}/{CARD_FILE}")
-    place = filesystem.get_file_info(root)
-    if card.type != FileType.NotFound or place.type == FileType.File:
+    is_file = filesystem.get_file_info(root).type == FileType.File
+    held = set() if is_file else _held(filesystem, root)
+    was_cut_short = _UNFINISHED in held and held <= names - {CARD_FILE} | {_UNFINISHED}
+    if is_file or (held and not was_cut_short):
         raise ModelError(
             f"{shown(destination)} is there already: give every version of a model a place of its "
             "own, because services may be loading from this one"
@@ -64,6 +73,11 @@ def _opened(destination: str) -> tuple[FileSystem, str]:
     if filesystem.type_name not in _WITHOUT_DIRECTORIES:
         filesystem.create_dir(root)
     return filesystem, root
+
+
+def _held(filesystem: FileSystem, root: str) -> set[str]:
+    infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
+    return {info.base_name for info in infos}
 
 
 def _copy(path: Path, filesystem: FileSystem, target: str) -> None:

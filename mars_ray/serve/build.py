@@ -13,6 +13,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
+from mars_ray.model.object_store import shown
 from mars_ray.model.source import Source, pinned
 from mars_ray.scaling.prior import prior_model
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
@@ -221,7 +222,7 @@ def _checked_model(job: ServeJob) -> ServeJob:
     try:
         window_of(job.default_mode, card)
     except RequestError as error:
-        raise ConfigError(f"default_mode of {job.checkpoint}: {error}") from error
+        raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
     engine = job.engine
     if engine.draft_model:
         drafts, _ = pinned(Source(engine.draft_model))

@@ -6,10 +6,12 @@ them; this page is for one that knows only the service.
 
 import asyncio
 import logging
-import urllib.request
 from collections.abc import Iterable
+from urllib.request import Request
 
 import ray
+
+from mars_ray.cluster.direct import urlopen
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def joined(texts: Iterable[str]) -> str:
 
 def _read(address: str) -> str:
     try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as reply:
+        with urlopen(Request(address), _TIMEOUT_S) as reply:
             return reply.read().decode()
     except OSError as error:
         logger.warning("%s does not answer: %s", address, error)

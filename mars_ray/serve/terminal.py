@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from mars_ray.cluster.direct import urlopen
 from mars_ray.errors import EngineError
 
 _HELP = """/model NAME   the one to ask; without a name: which there are
@@ -170,7 +171,7 @@ def _open(url: str, body: dict[str, Any] | None, api_key: str | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, headers)
-        return urllib.request.urlopen(request, timeout=_CONNECT_S)
+        return urlopen(request, _CONNECT_S)
     except urllib.error.HTTPError as error:
         raise EngineError(f"{url}: {_message(error)}") from error
     except (OSError, ValueError) as error:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from mars_ray.config.evaluate import EvaluateJob
-from mars_ray.config.load import load_job, parse_job
+from mars_ray.config.load import load_job, parse_job, read_toml
 from mars_ray.config.train import MarsObjective, TrainJob
 from mars_ray.errors import ConfigError
 
-JOBS = sorted((Path(__file__).parents[2] / "jobs").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "jobs").glob("*.toml"))
 
 
 def train_table() -> dict:
@@ -121,6 +122,35 @@ def test_settings_of_a_cluster_that_contradict_each_other():
     assert "checkpoint.best needs data.eval" in refusal("checkpoint.best={}")
     zero_2 = "engine={type='deepspeed', zero_stage=2, offload='all'}"
     assert "needs zero_stage 3" in refusal(zero_2)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("evaluate.modes=[{type='verified'}]", "evaluate.modes"),
+        ("evaluate.modes=[{type='verified', window=4}, {type='confidence'}]", "evaluate.modes"),
+        ("serve.keys_file=keys.toml", "serve.keys_file"),
+    ],
+)
+def test_a_demo_that_cannot_end_is_refused(override, key):
+    """Guards a traceback after ten minutes, in the place of the result."""
+    with pytest.raises(ConfigError, match=key):
+        load_job(ROOT / "jobs" / "demo.toml", [override])
+
+
+def test_a_demo_of_one_stage_is_refused():
+    """It compares the last two."""
+    table = read_toml(ROOT / "jobs" / "demo.toml")
+    del table["train"]["stages"]["ar"]
+    with pytest.raises(ConfigError, match=r"train\.stages"):
+        parse_job(table, source="demo.toml")
+
+
+def test_thresholds_of_a_sweep_differ(monkeypatch):
+    """Guards a refusal after all trials have been trained."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=r"objectives\.thresholds: holds 0\.5 twice"):
+        load_job("jobs/tune-demo.toml", ["objectives.thresholds=[0.5, 0.5]"])
 
 
 def test_anchored_rows_need_whole_weights():

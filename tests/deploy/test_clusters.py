@@ -44,6 +44,14 @@ def test_launched_clusters_ask_for_a_token_and_hide_their_dashboard(name):
         assert f"--env {variable}={value}" in options
 
 
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_launched_clusters_token_is_made_for_its_owner(name):
+    """Guards a token that Ray leaves readable for everybody."""
+    text = (ROOT / "clusters" / f"{name}.yaml").read_text()
+    assert text.count("get-auth-token") == 1
+    assert "(umask 077; ray get-auth-token --generate)" in text
+
+
 @pytest.mark.parametrize("name", ["aws", "gcp"])
 def test_launched_heads_have_no_gpus_and_workers_come_and_go(name):
     """Guards GPU machines that are paid for while nobody uses them."""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import dashboard
 import pytest
@@ -109,15 +110,26 @@ def test_the_monitoring_overlay_renders():
 
 def test_compose_mounts_files_that_are_there():
     """Guards a directory that Docker makes where a file was meant."""
+    sources = [volume.partition(":")[0] for volume in mounts() if isinstance(volume, str)]
+    files = [source for source in sources if source.startswith(".")]
+    assert len(files) == 5
+    for source in files:
+        assert (ROOT / "deploy" / source).is_file(), source
+
+
+def test_compose_makes_no_directories_of_the_machine():
+    """Guards a /tmp/ray of root's, in which nobody else can start Ray."""
+    short = [volume for volume in mounts() if isinstance(volume, str)]
+    assert not [volume for volume in short if volume.startswith(("/", "~"))]
+    (ray,) = (volume for volume in mounts() if isinstance(volume, dict))
+    assert ray["source"] == ray["target"] == "/tmp/ray"
+    assert ray["read_only"] is True
+    assert ray["bind"] == {"create_host_path": False}
+
+
+def mounts() -> list[str | dict[str, Any]]:
     compose = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
-    mounted = 0
-    for service in compose["services"].values():
-        for volume in service["volumes"]:
-            source = volume.partition(":")[0]
-            if source.startswith("."):
-                assert (ROOT / "deploy" / source).is_file(), source
-                mounted += 1
-    assert mounted == 5
+    return [volume for service in compose["services"].values() for volume in service["volumes"]]
 
 
 def test_compose_understands_its_file():

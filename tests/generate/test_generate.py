@@ -3,11 +3,14 @@
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from train.small_jobs import make_model
 
 from mars_ray import generate, progress
@@ -97,6 +100,110 @@ def test_another_jobs_output_is_not_touched(model: Path, tmp_path: Path):
         run_generation(make_job(model, output, max_new_tokens=8), QUIET)
     assert output.read_text() == before
     assert json.loads(output.with_suffix(".json").read_text())["generated"]["output"] == str(output)
+
+
+ROWS = [{"prompt": f"How many are {i} and 1?", "response": "some"} for i in range(6)]
+
+
+def stop_at_the_end(job: GenerateJob, monkeypatch: pytest.MonkeyPatch, kept: int) -> Path:
+    """A generation that was stopped with some of its answers written."""
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "_write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_generation(job, QUIET)
+    part = Path(f"{job.output}.part")
+    part.write_text("".join(part.read_text().splitlines(keepends=True)[: kept + 1]))
+    return part
+
+
+@pytest.mark.parametrize(("prompts", "output"), [("d.json", "d.jsonl"), ("d.jsonl", "d.jsonl")])
+def test_the_prompts_are_not_replaced(model: Path, tmp_path: Path, prompts: str, output: str):
+    """Guards a user's data, of which the output or its `.json` has the name."""
+    path = tmp_path / prompts
+    path.write_text(json.dumps(ROWS) if prompts == "d.json" else json.dumps(ROWS[0]) + "\n")
+    before = path.read_text()
+    job = make_job(model, tmp_path / output, prompts=FilesSource(paths=(str(path),)))
+    with pytest.raises(DataError, match=f"{prompts} is there and is not of mars-ray generate"):
+        run_generation(job, QUIET)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("foreign", ['{"a": 1}', "[1]", "not JSON"])
+def test_another_table_beside_an_output_is_one_line(model: Path, tmp_path: Path, foreign: str):
+    """Guards a traceback."""
+    (tmp_path / "own.jsonl").write_text("")
+    (tmp_path / "own.json").write_text(foreign)
+    with pytest.raises(DataError, match="is not of mars-ray generate"):
+        run_generation(make_job(model, tmp_path / "own.jsonl"), QUIET)
+    assert (tmp_path / "own.json").read_text() == foreign
+
+
+def test_a_generation_stopped_before_its_last_file_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards an output of our own that is taken for somebody else's; one that was deleted is
+    written anew."""
+    output = tmp_path / "own.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "provenance", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_generation(make_job(model, output), QUIET)
+    assert output.exists()
+    assert not output.with_suffix(".json").exists()
+    result = run_generation(make_job(model, output), QUIET)
+    written = output.read_text()
+    output.unlink()
+    assert run_generation(make_job(model, output), QUIET) == result
+    assert output.read_text() == written
+
+
+def test_other_prompts_under_the_same_name_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards answers to prompts that are gone, and prompts that are asked twice or never."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(ROWS))
+    job = make_job(model, tmp_path / "own.jsonl", prompts=FilesSource(paths=(str(path),)))
+    stop_at_the_end(job, monkeypatch, 3)
+    path.write_text(json.dumps(ROWS[::-1]))
+    with pytest.raises(DataError, match="with another content of prompts:"):
+        run_generation(job, QUIET)
+    path.write_text(json.dumps(ROWS))
+    run_generation(job, QUIET)
+    path.write_text(json.dumps(ROWS[1:]))
+    with pytest.raises(DataError, match="with another content of prompts:"):
+        run_generation(job, QUIET)
+
+
+def test_another_model_under_the_same_name_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards answers of two models in one file; a copy of the model is the model."""
+    mine = shutil.copytree(model, tmp_path / "model")
+    job = make_job(mine, tmp_path / "own.jsonl")
+    stop_at_the_end(job, monkeypatch, 3)
+    shutil.rmtree(mine)
+    shutil.copytree(model, mine, copy_function=shutil.copyfile)
+    run_generation(job, QUIET)
+    weights = load_file(mine / "model.safetensors")
+    torch.manual_seed(1)
+    changed = {name: torch.rand_like(value) for name, value in weights.items()}
+    save_file(changed, mine / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match="with another content of checkpoint:"):
+        run_generation(job, QUIET)
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_rows_that_cannot_be_used_are_told(model: Path, tmp_path: Path, share: float):
+    """Guards an empty output that counts as done, from columns of other names."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"question": "?", "answer": "!"}] * 4))
+    prompts = FilesSource(paths=(str(path),))
+    job = make_job(model, tmp_path / "own.jsonl", prompts=prompts, max_bad_share=share)
+    with pytest.raises(DataError, match="4 of 4 rows are bad"):
+        run_generation(job, QUIET)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,9 +1,11 @@
 """A checkpoint on its way to where services load it from."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from model.small_s3 import bucket
 
 from mars_ray.config.model import PresetModel
 from mars_ray.errors import ModelError
@@ -64,6 +66,68 @@ def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
         export_model(Source(str(made)), str(tmp_path / "mars"), cache="")
     with pytest.raises(ModelError, match=r"has no mars\.json"):
         pinned(Source(f"file://{tmp_path}/mars"))
+
+
+def cut_short(made: Path, destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export whose last file before the card does not arrive."""
+    copy = export._copy
+
+    def fails_at_the_card(path, filesystem, target):
+        if path.name == "mars.json":
+            raise OSError("the network is gone")
+        copy(path, filesystem, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_copy", fails_at_the_card)
+        with pytest.raises(ModelError, match="the network is gone"):
+            export_model(Source(str(made)), destination, cache="")
+
+
+@pytest.mark.parametrize("store", ["file", "s3"])
+def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch, store):
+    """Guards a retried job that needs somebody to clean up first."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "password")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with bucket(tmp_path) as (options, _):
+        places = {"file": f"file://{tmp_path}/mars", "s3": f"s3://bucket/mars{options}"}
+        cut_short(made, places[store], monkeypatch)
+        written = export_model(Source(str(made)), places[store], cache="")
+    names = {path.name for path in (tmp_path / "mars").iterdir()}
+    assert names == {path.name for path in made.iterdir()} - {"optimizer.pt"}
+    assert written.files == len(names)
+
+
+def test_files_of_two_models_are_not_mixed(made, tmp_path, monkeypatch):
+    """Guards weights in one file beside those in shards, of which loading takes the first."""
+    destination = tmp_path / "mars"
+    cut_short(made, str(destination), monkeypatch)
+    sharded = shutil.copytree(made, tmp_path / "sharded")
+    (sharded / "model.safetensors").rename(sharded / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="a place of its own"):
+        export_model(Source(str(sharded)), str(destination), cache="")
+    assert not (destination / "model-1.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes", "model.safetensors"])
+def test_a_place_with_files_of_others_is_left_alone(made, tmp_path, name):
+    """Guards an ordinary model, which has no card, and the directory that one happens to be in."""
+    destination = tmp_path / "base"
+    destination.mkdir()
+    (destination / name).write_text("mine")
+    for place in (str(destination), str(destination / name)):
+        with pytest.raises(ModelError, match="a place of its own"):
+            export_model(Source(str(made)), place, cache="")
+    assert (destination / name).read_text() == "mine"
+    assert len(list(destination.iterdir())) == 1
+
+
+def test_a_revision_of_a_directory_is_refused(made, tmp_path):
+    """Guards a revision that has no effect."""
+    with pytest.raises(ModelError, match="only names of the hub"):
+        export_model(Source(str(made), "v2"), str(tmp_path / "mars"), cache="")
 
 
 def test_secrets_of_a_uri_are_not_repeated(made):

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from mars_ray.config.decode import BlockCachedMode, ExactMode
+from mars_ray.config.decode import BlockCachedMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
 from mars_ray.scaling.service_model import Level, ServiceModel
+from mars_ray.serve import build
 from mars_ray.serve.build import build_app, check, check_port, service_model
 
 
@@ -29,6 +30,34 @@ def test_a_default_mode_that_every_request_would_fail_on_is_refused(job, tmp_pat
     build_app(untrained.model_copy(update={"default_mode": ExactMode()}))
     with pytest.raises(ConfigError, match="block_cached"):
         build_app(job.model_copy(update={"default_mode": BlockCachedMode()}))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("runs/demo/models/mars", "mars"),
+        ("org/name", "name"),
+        ("s3://bucket/models/mars-1/", "mars-1"),
+        ("s3://bucket/models/mars-1?scheme=http&endpoint_override=minio:9000", "mars-1"),
+        ("s3://bucket/models/mars-1?endpoint_override=http://minio:9000", "mars-1"),
+        ("s3://KEY:SECRET@my-bucket", "my-bucket"),
+    ],
+)
+def test_a_models_name_is_the_last_part_of_its_place(checkpoint, name):
+    """Guards secrets and options of a URI in what clients, logs and metrics call the model."""
+    assert ServeJob(checkpoint=checkpoint).name == name
+
+
+def test_secrets_of_a_checkpoint_are_not_repeated(job, monkeypatch):
+    """Guards passwords in logs of jobs."""
+    card = read_card(job.checkpoint)
+    monkeypatch.setattr(build, "pinned", lambda source: (source, card))
+    changes = {
+        "checkpoint": "s3://KEY:SECRET@bucket/mars",
+        "default_mode": VerifiedMode(window=card.block_size + 1),
+    }
+    with pytest.raises(ConfigError, match="default_mode of s3://bucket/mars: window"):
+        build_app(job.model_copy(update=changes))
 
 
 def test_a_taken_port_is_named():

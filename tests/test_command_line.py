@@ -1,0 +1,123 @@
+"""What the command line does before and after the work of its commands."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from mars_ray import cli
+from mars_ray.cli import app
+from mars_ray.errors import ConfigError
+from mars_ray.evaluate import bench_decode, bench_train_step
+
+BENCHES = (["bench", "decode", "jobs/bench-decode-demo.toml"], ["bench", "train-step"])
+
+
+@pytest.mark.parametrize("command", ["serve", "update"])
+@pytest.mark.parametrize(
+    "target", ["s3://bucket/models/mars", "file:///models/mars.toml", "runs/demo", "org/name"]
+)
+def test_a_checkpoint_arrives_as_it_was_typed(command: str, target: str):
+    """Guards a URI that goes through a path, which leaves one of its slashes."""
+    done = CliRunner().invoke(app, [command, target, "--dry-run"], catch_exceptions=False)
+    assert json.loads(done.output)["checkpoint"] == target
+
+
+def test_a_service_may_be_a_job_file():
+    done = CliRunner().invoke(app, ["serve", "jobs/serve-demo.toml", "--dry-run"])
+    assert json.loads(done.output)["checkpoint"] == "runs/demo/models/mars"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Benchmarks that are done at once, and how often."""
+    calls: list[str] = []
+
+    def bench(*_: object) -> dict[str, float]:
+        calls.append("done")
+        return {"tokens_per_s": 1.5}
+
+    monkeypatch.setattr(bench_decode, "run_bench_decode", bench)
+    monkeypatch.setattr(bench_train_step, "run_bench", bench)
+    return calls
+
+
+@pytest.mark.parametrize("words", BENCHES)
+def test_a_result_that_cannot_be_written_is_told_before_the_measurement(
+    words: list[str], measured: list[str], tmp_path: Path
+):
+    """Guards an hour of a GPU whose result is nowhere."""
+    below_a_file = tmp_path / "file"
+    below_a_file.touch()
+    for output in (tmp_path, below_a_file / "result.json"):
+        with pytest.raises(ConfigError, match=f"cannot write {output}: .*--output"):
+            CliRunner().invoke(app, [*words, "--output", str(output)], catch_exceptions=False)
+    assert not measured
+
+
+@pytest.mark.parametrize("words", BENCHES)
+def test_a_result_is_written_and_printed(words: list[str], measured: list[str], tmp_path: Path):
+    """The look before it leaves no file, and an earlier result as it is."""
+    output = tmp_path / "new" / "result.json"
+    done = CliRunner().invoke(app, [*words, "--output", str(output)], catch_exceptions=False)
+    assert json.loads(output.read_text()) == json.loads(done.output) == {"tokens_per_s": 1.5}
+    cli._check_writable(output)
+    assert json.loads(output.read_text()) == {"tokens_per_s": 1.5}
+    cli._check_writable(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_result_is_printed_also_if_the_disk_is_full(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What was measured is then somewhere."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = CliRunner().invoke(app, [*BENCHES[1], "--output", str(tmp_path / "result.json")])
+    assert json.loads(done.output) == {"tokens_per_s": 1.5}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of a user whose files everybody may read, as on many shared machines."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = os.umask(0o022)
+    yield tmp_path
+    os.umask(before)
+
+
+def write_token(**_: object) -> None:
+    """As Ray does it for a cluster that it starts."""
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or not path.read_text():
+        path.write_text("secret")
+
+
+def test_a_clusters_token_is_for_its_owner(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards a cluster that runs code for every account of the machine."""
+    monkeypatch.setattr(ray, "init", write_token)
+    token = home / ".ray" / "auth_token"
+    cli._Cluster().__enter__()
+    assert token.read_text() == "secret"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    token.chmod(0o644)
+    cli._Cluster().__enter__()
+    assert token.read_text() == "secret"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_who_joins_a_cluster_makes_no_token(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is the cluster's to have one."""
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    cli._Cluster("auto").__enter__()
+    assert not (home / ".ray").exists()
