@@ -7,8 +7,7 @@ from render_sweeps import machine
 
 
 def _knob(knob: dict[str, Any]) -> str:
-    manner = knob.get("manner", {"aim": knob.get("aim"), "caution": 1})
-    value, aim, caution = knob["value"], manner["aim"], manner["caution"]
+    value, aim, caution = knob["value"], knob["manner"]["aim"], knob["manner"]["caution"]
     said = [value] if aim == 1 else [value, aim] if caution == 1 else [value, aim, caution]
     return ", ".join(f"{number:g}" for number in said)
 
