@@ -10,6 +10,8 @@ probability at least (1 - d) / (1 + d) at total variation distance d).
 Shape suffixes: N rows, V vocabulary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
         log_p_NV = log_p_NV.masked_fill(drop_NV, -torch.inf)
     if sampling.min_p > 0:
         best_N1 = log_p_NV.amax(dim=-1, keepdim=True)
-        low_NV = log_p_NV < best_N1 + torch.tensor(sampling.min_p).log().to(log_p_NV.device)
+        low_NV = log_p_NV < best_N1 + math.log(sampling.min_p)
         log_p_NV = log_p_NV.masked_fill(low_NV, -torch.inf)
     return log_p_NV
 

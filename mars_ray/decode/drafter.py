@@ -1,7 +1,7 @@
 """A second, smaller model that proposes tokens for `speculative`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ class DraftEngine(Protocol):
         """Forget a request, if it is there."""
         ...
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, meanwhile: Callable[[], None]) -> list[TokenEvent]:
         """One forward."""
         ...
 
@@ -54,10 +54,13 @@ class Drafter:
         self._engine = engine
         self._mode = VerifiedMode() if engine.card.block_size else ExactMode()
 
-    def extend(self, wanting: Iterable[tuple[Sequence, int]]) -> None:
+    def extend(
+        self, wanting: Iterable[tuple[Sequence, int]], meanwhile: Callable[[], None]
+    ) -> None:
         """Add so many tokens to each sequence's drafts, and how probable they are.
 
-        If the draft model fails, no sequence has changed, and nothing is left over in its engine.
+        `meanwhile` is called in every forward (`Engine.step`). If the draft model fails, no
+        sequence has changed, and nothing is left over in its engine.
         """
         by_id: dict[str, Sequence] = {}
         events: list[TokenEvent] = []
@@ -66,7 +69,7 @@ class Drafter:
                 by_id[sequence.request.id] = sequence
                 self._engine.submit(self._request(sequence, count))
             while self._engine.has_work:
-                events += self._engine.step()
+                events += self._engine.step(meanwhile)
         except Exception:
             for request_id in by_id:
                 self._engine.cancel(request_id)

@@ -185,14 +185,14 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] = nothing) -> list[TokenEvent]:
         """One forward, or the end of the requests that are late: what is new of whom.
 
-        `meanwhile` is called in every forward, once all is asked of the device; it must not touch
-        the engine. If a step raises, nothing was committed: `step_apart` (`decode/faults.py`) finds
-        out for whom.
+        `meanwhile` is called in every forward, the draft model's too, once all is asked of the
+        device; it must not touch the engine. If a step raises, nothing was committed: `step_apart`
+        (`decode/faults.py`) finds out for whom.
         """
         begin_s = time.monotonic()
         if late := self._expire():
             return late
-        self._prepare(self._scheduler.running_sequences())
+        self._prepare(self._scheduler.running_sequences(), meanwhile)
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
@@ -227,7 +227,7 @@ class Engine:
             events.append(event)
         return events
 
-    def _prepare(self, running: list[Sequence]) -> None:
+    def _prepare(self, running: list[Sequence], meanwhile: Callable[[], None]) -> None:
         """What the next step may do for each sequence that runs."""
         for sequence in running:
             if quality := sequence.request.quality:
@@ -236,7 +236,7 @@ class Engine:
             self.control.choose(self._scheduler.next_sequences())
         if self._drafter:
             wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
-            self._drafter.extend((s, count) for s, count in wanting if count)
+            self._drafter.extend(((s, count) for s, count in wanting if count), meanwhile)
             for sequence in running:
                 sequence.follow_grammar()
 

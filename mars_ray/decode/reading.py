@@ -164,6 +164,7 @@ def _sample(
     for members in alike.values():
         index_X = torch.from_numpy(np.concatenate([rows for _, rows in members]))
         seed_X = torch.tensor([sampling.seed for sampling, rows in members for _ in rows])
+        seed_X = _upload(seed_X, logits_PV.device)
         position_X = _upload(position_P[index_X], logits_PV.device)
         index_X = _upload(index_X, logits_PV.device)
         scores_XV = scores(logits_PV[index_X], members[0][0], position_X, seed_X)

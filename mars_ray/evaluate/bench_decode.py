@@ -157,9 +157,8 @@ def random_checkpoint(preset: PresetName) -> Iterator[str]:
 def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]:
     python = job.peer_pythons.get(name, sys.executable)
     script = f"{name.replace('-', '_')}_peer.py"
-    command = [python, str(_PEERS / script), checkpoint, job.dtype, str(job.max_context)]
-    if name == "mars":
-        command.append(str(max(job.batch_sizes)))
+    limits = (job.max_context, max(job.batch_sizes))
+    command = [python, str(_PEERS / script), checkpoint, job.dtype, *map(str, limits)]
     threads = {"OMP_NUM_THREADS": str(job.threads)}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | threads

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from mars_ray.decode.attention.tables import Tables
 
+# The place of a row whose keys and values nobody keeps.
+NOWHERE = -1
+
 
 class Inputs:
     """What a step is about, on the host and on the device, at addresses that stay."""
@@ -54,7 +57,7 @@ class Inputs:
         page_size: int,
         tile_rows: int,
     ) -> None:
-        """A step's; its padding repeats the first row, and writes what that writes."""
+        """A step's; its padding writes nothing, and sees the first place of the first sequence."""
         clean_N, begin_N = tables.sight()
         columns = {
             "ids_N": ids_N,
@@ -68,7 +71,7 @@ class Inputs:
         for name, values in columns.items():
             column = self._arrays[name]
             column[: len(values)] = values
-            column[len(values) : rows] = values[0]
+            column[len(values) : rows] = NOWHERE if name == "place_N" else 0
         real = len(ids_N)
         owners = [*range(len(tables.width_S)), 0]
         firsts, widths = [*tables.first_S.tolist(), real], [*tables.width_S.tolist(), rows - real]

@@ -20,7 +20,7 @@ def turn_and_store(
     cos_ptr,  # (N, D), rows turn_stride apart; as the sines
     sin_ptr,
     cache_ptr,  # (places, 2, H, D)
-    place_ptr,  # (N): where a row's keys and values go
+    place_ptr,  # (N): where a row's keys and values go; -1: nowhere
     turn_stride,
     QUERY_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -42,10 +42,10 @@ def turn_and_store(
         tl.store(at + left_D, left)
         tl.store(at + right_D, right)
     else:
-        at = cache_ptr + tl.load(place_ptr + row) * (2 * KEY_HEADS * SIZE)
-        at += (head - QUERY_HEADS) * SIZE
-        tl.store(at + left_D, left)
-        tl.store(at + right_D, right)
+        place = tl.load(place_ptr + row)
+        at = cache_ptr + place * (2 * KEY_HEADS * SIZE) + (head - QUERY_HEADS) * SIZE
+        tl.store(at + left_D, left, mask=place >= 0)
+        tl.store(at + right_D, right, mask=place >= 0)
 
 
 @triton.jit

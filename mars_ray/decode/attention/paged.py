@@ -117,6 +117,7 @@ class PagedBackend:
             inputs,
             rows,
             tiles=min(rows, self._sequences + rows // self._tile_rows + 1),
+            full_tiles=-(-rows // self._tile_rows),
             block_rows=_block_rows(self.cache),
             processors=_processors(self.runner.device),
         )
@@ -153,7 +154,8 @@ class _PagedAttention:
     cache: PagedCache
     inputs: Inputs
     rows: int
-    tiles: int
+    tiles: int  # at most; those without rows end at once
+    full_tiles: int  # if they were full, as they are where one sequence has many rows
     block_rows: int
     processors: int
 
@@ -175,7 +177,7 @@ class _PagedAttention:
             KEY_HEADS=key_heads,
             SIZE=size,
         )
-        shares = _shares(self.tiles * key_heads, self.processors)
+        shares = _shares(self.full_tiles * key_heads, self.processors)
         out_NTD = qkv_NTD.new_empty(rows, query_heads, size)
         part_SNTD = log_sum_SNT = out_NTD
         if shares > 1:

@@ -23,7 +23,7 @@ from mars_ray.model.load import load_model
 
 def main() -> None:
     """Arguments: checkpoint, dtype, longest sequence (unused: the cache grows)."""
-    checkpoint, dtype, _ = sys.argv[1:4]
+    checkpoint, dtype, *_ = sys.argv[1:]
     model = load_model(checkpoint, dtype=getattr(torch, dtype))
     card = read_card(checkpoint)
     print(json.dumps({"peer": "lockstep", "version": transformers.__version__}), flush=True)

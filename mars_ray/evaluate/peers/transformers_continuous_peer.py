@@ -16,30 +16,33 @@ from transformers import (
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence."""
-    checkpoint, dtype, max_context = sys.argv[1:4]
+    """Arguments: checkpoint, dtype, longest sequence, largest batch."""
+    checkpoint, dtype, max_context, max_batch = sys.argv[1:5]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
     model.to(device).eval()
     version = {"peer": "transformers-continuous", "version": transformers.__version__}
     print(json.dumps(version), flush=True)
+    # Of the largest batch: a manager that is kept between tasks keeps the cache of the first one.
+    size = ContinuousBatchingConfig(
+        page_size=32,
+        num_blocks=int(max_batch) * (int(max_context) // 32 + 1),
+        max_batch_tokens=2048,
+        allow_block_sharing=False,
+    )
     for line in sys.stdin:
-        print(json.dumps(_answer(model, json.loads(line), int(max_context))), flush=True)
+        print(json.dumps(_answer(model, json.loads(line), size)), flush=True)
 
 
-def _answer(model: PreTrainedModel, task: dict[str, Any], max_context: int) -> dict[str, Any]:
+def _answer(
+    model: PreTrainedModel, task: dict[str, Any], size: ContinuousBatchingConfig
+) -> dict[str, Any]:
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
         do_sample=False,
         # -1: no token ends a sequence.
         eos_token_id=task["stop_ids"] or -1,
         pad_token_id=0,
-    )
-    size = ContinuousBatchingConfig(
-        page_size=32,
-        num_blocks=len(task["batches"][0]) * (max_context // 32 + 1),
-        max_batch_tokens=2048,
-        allow_block_sharing=False,
     )
     started = time.perf_counter()
     tokens: list[list[int]] = []

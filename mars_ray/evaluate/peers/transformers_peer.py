@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence (unused: the cache grows)."""
-    checkpoint, dtype, _ = sys.argv[1:4]
+    """Arguments: checkpoint, dtype; of the others it needs none, as its cache grows."""
+    checkpoint, dtype, *_ = sys.argv[1:]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
     model.to(device).eval()
@@ -26,7 +26,8 @@ def _answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
         do_sample=False,
-        eos_token_id=task["stop_ids"] or None,
+        # -1: no token ends a sequence; without one the model's own would.
+        eos_token_id=task["stop_ids"] or [-1],
         pad_token_id=0,
     )
     started = time.perf_counter()
@@ -43,7 +44,7 @@ def _generate(
     output: Any = model.generate(  # type: ignore[operator]
         padded.to(model.device), attention_mask=seen.to(model.device), generation_config=config
     )
-    return [_until_stop(row[longest:].tolist(), config.eos_token_id or []) for row in output]
+    return [_until_stop(row[longest:].tolist(), config.eos_token_id) for row in output]
 
 
 def _until_stop(tokens: list[int], stops: list[int]) -> list[int]:
