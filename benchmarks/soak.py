@@ -38,6 +38,8 @@ _LOOK_S = 5.0
 # Of the time, while allocators and caches fill; memory is judged after it.
 _WARM_UP = 0.25
 _MOST_GROWTH = 0.03  # of a process's memory, over the rest of the time
+# Ray names its processes by what runs in them.
+_WATCHED = ("Replica-soak", "Ingress", "ProxyActor")
 _LOSSLESS = ({"mode": "exact"}, {"mode": "verified"}, {"mode": "jacobi"}, {})
 _WRONG: tuple[dict[str, Any], ...] = (
     {"model": "none"},
@@ -259,13 +261,13 @@ async def _bursts(client: Client, until: float) -> None:
 
 async def _watch(process: psutil.Process, until: float) -> dict[str, list[float]]:
     """MiB of each process of the service, look by look."""
-    looks: dict[str, list[float]] = collections.defaultdict(list)
+    looks: dict[str, list[float]] = {name: [] for name in _WATCHED}
     while time.monotonic() < until:
         for child in process.children(recursive=True):
             # One that has just ended has neither name nor memory.
             with suppress(psutil.Error):
                 name = " ".join(child.cmdline()[:1])
-                for part in ("Replica-soak", "Ingress", "ProxyActor"):
+                for part in _WATCHED:
                     if part in name:
                         looks[part].append(child.memory_info().rss / 2**20)
         await asyncio.sleep(_LOOK_S)
@@ -273,7 +275,10 @@ async def _watch(process: psutil.Process, until: float) -> dict[str, list[float]
 
 
 def _judged(name: str, mib: list[float], seen: Seen) -> dict[str, float]:
-    """The straight line through what came after the warm-up."""
+    """The straight line through what came after the warm-up; none is wrong, not flat."""
+    if len(mib) < 2:
+        seen.wrong.append(f"{name} was not watched")
+        return {}
     mib = mib[int(len(mib) * _WARM_UP) :]
     slope, _ = statistics.linear_regression(range(len(mib)), mib)
     growth = slope * len(mib)

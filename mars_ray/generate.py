@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.generate import GenerateJob
+from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.journal import read_journal
 from mars_ray.data.sources import BadRows, Record, read
@@ -30,6 +31,7 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.model.card import read_card
 from mars_ray.model.complete import check_complete
+from mars_ray.model.object_store import WANTED
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
@@ -92,19 +94,28 @@ def _made_from(job: GenerateJob, records: list[Record]) -> Line:
     for record in records:
         turns = [(turn.role, turn.content) for turn in _prompt(record)]
         prompts.update(json.dumps(turns).encode() + b"\n")
-    content = {"prompts": prompts.hexdigest(), "checkpoint": _weights(Path(job.checkpoint))}
+    content = {"prompts": prompts.hexdigest(), "checkpoint": _model(job)}
     return {"job": job.model_dump(mode="json"), "content": content}
 
 
-def _weights(directory: Path) -> str:
-    """A digest of all weights. One read of them, which loading them takes too; their files' times
-    differ between copies of one model."""
-    read_card(directory)
-    check_complete(directory)
+def _model(job: GenerateJob) -> str:
+    """A digest of all files that loading takes: a template or a token that ends answers matters as
+    weights do. One read of them, which loading takes too; their times differ between copies.
+
+    Raises ModelError if the model is not whole.
+    """
+    read_card(job.checkpoint)
+    check_complete(Path(job.checkpoint))
+    directory = Path(job.checkpoint).resolve()
+    # An evaluation may come in between, and writes beside the model how good it is; the output
+    # itself may lie there.
+    others = {directory / FRONTIER_FILE, Path(job.output).resolve().with_suffix(".json")}
     digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for path in sorted(set(directory.iterdir()) - others):
+        if path.name.endswith(WANTED) and path.is_file():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(json.dumps([path.name, content]).encode())
     return digest.hexdigest()
 
 

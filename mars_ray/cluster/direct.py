@@ -1,4 +1,4 @@
-"""Requests that go to this machine itself without a detour."""
+"""Requests that go to this machine, or to nodes of its cluster, without a detour."""
 
 import urllib.request
 from typing import Any
@@ -14,5 +14,13 @@ def urlopen(request: urllib.request.Request, timeout_s: float) -> Any:
     Raises OSError, and ValueError for an address that is none.
     """
     if urlsplit(request.full_url).hostname in _HERE:
-        return _direct.open(request, timeout=timeout_s)
+        return open_direct(request, timeout_s)
     return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def open_direct(request: urllib.request.Request, timeout_s: float) -> Any:
+    """As urllib's, but never by way of a proxy.
+
+    Raises OSError, and ValueError for an address that is none.
+    """
+    return _direct.open(request, timeout=timeout_s)

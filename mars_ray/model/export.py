@@ -85,4 +85,7 @@ def _copy(path: Path, filesystem: FileSystem, target: str) -> None:
         shutil.copyfileobj(ours, theirs, _CHUNK_BYTES)
     written = filesystem.get_file_info(target).size
     if written != path.stat().st_size:
-        raise ModelError(f"{path.name} arrived with {written} bytes; export again to another place")
+        # A card that stays counts as there, and its place as taken.
+        with suppress(OSError):
+            filesystem.delete_file(target)
+        raise ModelError(f"{path.name} arrived with {written} bytes; export again")

@@ -11,7 +11,7 @@ from urllib.request import Request
 
 import ray
 
-from mars_ray.cluster.direct import urlopen
+from mars_ray.cluster.direct import open_direct
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ def joined(texts: Iterable[str]) -> str:
 
 def _read(address: str) -> str:
     try:
-        with urlopen(Request(address), _TIMEOUT_S) as reply:
+        # A node goes by its outward address, which a proxy outside need not reach.
+        with open_direct(Request(address), _TIMEOUT_S) as reply:
             return reply.read().decode()
     except OSError as error:
         logger.warning("%s does not answer: %s", address, error)

@@ -194,6 +194,31 @@ def test_another_model_under_the_same_name_is_refused(
         run_generation(job, QUIET)
 
 
+def test_answers_beside_their_model_are_no_part_of_it(model: Path, tmp_path: Path):
+    """Guards a finished output that is refused because it is there."""
+    mine = shutil.copytree(model, tmp_path / "model")
+    job = make_job(mine, mine / "own.jsonl")
+    assert run_generation(job, QUIET) == run_generation(job, QUIET)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_a_model_that_is_asked_otherwise_is_another(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Guards answers of which half were asked with one template, or ended at one token, and half
+    with another; that the model was evaluated meanwhile does not matter."""
+    mine = shutil.copytree(model, tmp_path / "model")
+    job = make_job(mine, tmp_path / "own.jsonl")
+    stop_at_the_end(job, monkeypatch, 3)
+    before = (mine / name).read_text()
+    (mine / name).write_text(f"{before} ")
+    with pytest.raises(DataError, match="with another content of checkpoint:"):
+        run_generation(job, QUIET)
+    (mine / name).write_text(before)
+    (mine / "frontier.json").write_text("{}")
+    run_generation(job, QUIET)
+
+
 @pytest.mark.parametrize("share", [0.01, 1.0])
 def test_rows_that_cannot_be_used_are_told(model: Path, tmp_path: Path, share: float):
     """Guards an empty output that counts as done, from columns of other names."""

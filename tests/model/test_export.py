@@ -98,6 +98,24 @@ def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch,
     assert written.files == len(names)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "mars.json"])
+def test_a_file_that_arrives_short_can_be_exported_again(made, tmp_path, monkeypatch, name):
+    """Guards a place that is taken by a card without its end, though no service can load it."""
+
+    def shorter(ours, theirs, _):
+        data = ours.read()
+        theirs.write(data[:-1] if Path(ours.name).name == name else data)
+
+    destination = tmp_path / "mars"
+    with monkeypatch.context() as patch:
+        patch.setattr(export.shutil, "copyfileobj", shorter)
+        with pytest.raises(ModelError, match=r"arrived with \d+ bytes; export again$"):
+            export_model(Source(str(made)), str(destination), cache="")
+    assert not (destination / name).exists()
+    export_model(Source(str(made)), str(destination), cache="")
+    assert (destination / name).read_bytes() == (made / name).read_bytes()
+
+
 def test_files_of_two_models_are_not_mixed(made, tmp_path, monkeypatch):
     """Guards weights in one file beside those in shards, of which loading takes the first."""
     destination = tmp_path / "mars"
