@@ -40,11 +40,11 @@ class Brittle(Engine):
         if part == "forward":
             self._backend.runner = BrittleRunner(model, 220)
 
-    def _prepare(self, running) -> None:
+    def _prepare(self, running, meanwhile) -> None:
         bad = any(POISON in s.request.prompt and s.forwards >= 3 for s in running)
         if self.part == "always" or (self.part == "prepare" and bad):
             raise RuntimeError("cannot prepare")
-        super()._prepare(running)
+        super()._prepare(running, meanwhile)
 
     def _absorb(self, sequence, plan, rows):
         if self.part == "absorb" and POISON in sequence.request.prompt and sequence.forwards >= 3:

@@ -88,11 +88,11 @@ def test_a_draft_model_that_fails_once_goes_on(model, monkeypatch):
     drafts = engine._drafter._engine
     step, calls = drafts.step, count()
 
-    def fail_once(_meanwhile):
+    def fail_once(meanwhile):
         # The second step: the first has brought drafts for some.
         if next(calls) == 1:
             raise RuntimeError("cannot forward")
-        return step()
+        return step(meanwhile)
 
     monkeypatch.setattr(drafts, "step", fail_once)
     for item in items:

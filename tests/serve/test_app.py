@@ -266,7 +266,7 @@ def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
     engine, tokenizer = load_engine(checkpoint, job.engine)
     chat = TextEngine(engine, tokenizer, job)
 
-    def broken() -> list:
+    def broken(_meanwhile) -> list:
         raise RuntimeError("secret")
 
     monkeypatch.setattr(engine, "step", broken)
