@@ -165,4 +165,4 @@ class _Layer:
         attended_NH = attention.attend(index, qkv_NTD, turn, self.scale)
         x_NH = self.attention_out.add_to(x_NH, attended_NH)
         gate_NI, up_NI = self.gate_up(self.mlp_norm(x_NH)).chunk(2, dim=-1)
-        return self.down.add_to(x_NH, silu(gate_NI) * up_NI)
+        return self.down.add_to(x_NH, silu(gate_NI).mul_(up_NI))

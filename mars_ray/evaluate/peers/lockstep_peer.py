@@ -22,7 +22,7 @@ from mars_ray.model.load import load_model
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence (unused: the cache grows)."""
+    """Arguments: checkpoint, dtype; of the others it needs none, as its cache grows."""
     checkpoint, dtype, *_ = sys.argv[1:]
     model = load_model(checkpoint, dtype=getattr(torch, dtype))
     card = read_card(checkpoint)

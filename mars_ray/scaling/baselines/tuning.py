@@ -57,6 +57,21 @@ def _trials(
     settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
 ) -> Iterator[_Trial]:
     """Those in this manner that may be the best."""
+    found = _cheapest(settings, others, manner, best)
+    if found is None:
+        return
+    yield found
+    if found.reached and found.cost > found.replica_s:
+        yield from _safer(settings, others, found)
+
+
+def _cheapest(
+    settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
+) -> _Trial | None:
+    """By bisection: of those that attain, the one with the fewest replicas, else the safest.
+
+    Ends early, with what it has by then, where every other would cost more than the best so far.
+    """
     values = others[0].values
     low, high = 0, len(values) - 1
     found = None
@@ -66,19 +81,17 @@ def _trials(
         if trial.reached:
             high, found = middle, trial
         elif best and best.reached and trial.replica_s > best.cost:
-            break
+            return found
         else:
             low = middle + 1
-    else:
-        found = found or _tried(settings, others, Knob(values[low], manner))
-    if found is None:
-        return
-    yield found
-    if not found.reached or found.cost == found.replica_s:
-        return
+    return found or _tried(settings, others, Knob(values[low], manner))
+
+
+def _safer(settings: list[Setting], others: list[Contender], found: _Trial) -> Iterator[_Trial]:
+    """Those above one that loses points, while they cost less."""
     usual = int(found.mean_replicas)
-    for value in (v for v in values if v > found.knob.value and v >= usual):
-        above = _tried(settings, others, Knob(value, manner))
+    for value in (v for v in others[0].values if v > found.knob.value and v >= usual):
+        above = _tried(settings, others, Knob(value, found.knob.manner))
         if not above.reached:
             continue  # and was not run to its end
         if above.cost >= found.cost:
