@@ -36,6 +36,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
         self._undelivered: list[tuple[_Deliver, Event]] = []
+        self._is_unchecked = True  # since the last step
         self._failed_steps = 0  # since the last that did not
         self._stopping = False
         self._closed = False
@@ -150,13 +151,17 @@ class EngineThread:
         """All commands there are; without work, wait for one."""
         if not self._engine.has_work:
             self._deliver()
-            self._engine.check_integrity()
+            if self._is_unchecked:
+                # Once: it looks at every page, and who is idle is asked for numbers all the time.
+                self._engine.check_integrity()
+                self._is_unchecked = False
             self._commands.get()()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get_nowait()()
 
     def _step(self) -> None:
+        self._is_unchecked = True
         for event in self._stepped():
             deliver = self._listeners[event.request_id]
             if event.completion or event.failure:

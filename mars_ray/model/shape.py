@@ -65,3 +65,10 @@ def shape_of_config(config: Any) -> ModelShape:
         head_norms=2 * size if config.model_type == "qwen3" else 0,
         tied=bool(config.tie_word_embeddings),
     )
+
+
+def most_positions(config: Any) -> int:
+    """What the model was made for, and what its rotary embedding stretches that to."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    stretched = rope.get("rope_type") in ("linear", "yarn")
+    return int(config.max_position_embeddings * (rope.get("factor", 1.0) if stretched else 1.0))

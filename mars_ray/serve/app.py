@@ -26,7 +26,7 @@ from mars_ray.serve.bodies import (
     TokenizeBody,
     parse,
 )
-from mars_ray.serve.calls import to_call
+from mars_ray.serve.calls import to_call, turns_of
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.keys import Key, Keys
 from mars_ray.serve.messages import Call, Message, Piece, Refusal
@@ -224,6 +224,8 @@ class _Routes:
         # The status line depends on the first message.
         first = await anext(messages)
         if isinstance(first, Refusal):
+            # Gives back at once what the key may have under way.
+            await messages.aclose()
             raise ApiError(first)
         forwards = bool(body.return_forwards)
         if body.stream:
@@ -245,7 +247,7 @@ class _Routes:
         if (body.prompt is None) == (body.messages is None):
             message = "give either 'prompt' or 'messages'"
             raise ApiError(Refusal(400, message, param="prompt", code="invalid_value"))
-        turns = tuple(message.turn() for message in body.messages or ())
+        turns = turns_of(body.messages or ())
         made = await backend.tokenize(turns if body.prompt is None else body.prompt)
         if isinstance(made, Refusal):
             raise ApiError(made)

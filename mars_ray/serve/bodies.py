@@ -105,7 +105,11 @@ class AssistantMessage(Wire):
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: tuple[MessageToolCall, ...] | None = None
+    # That client writes these, and no answer of this server has any.
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "AssistantMessage":
@@ -243,7 +247,7 @@ def _stop_kind(value: Any) -> str:
 class StreamOptions(Wire):
     """What a stream contains besides text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
@@ -299,7 +303,7 @@ class AnswerBody(Wire):
     @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatBody(AnswerBody):

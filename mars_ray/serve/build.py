@@ -18,7 +18,7 @@ from mars_ray.model.source import Source, pinned
 from mars_ray.scaling.prior import prior_model
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.serve.autoscale import autoscaling
-from mars_ray.serve.control import end_control
+from mars_ray.serve.control import end_control, release
 from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
@@ -200,6 +200,9 @@ def update(job: ServeJob) -> None:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
         raise EngineError(f"the service was not updated: {error}") from error
+    for name, model in job.each().items():
+        if model.replicas != "auto":
+            release(name, model.set_point)
 
 
 def _checked(job: ServeJob) -> ServeJob:

@@ -1,5 +1,6 @@
 """From a checked body to a call: limits, defaults, and settings that contradict each other."""
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from mars_ray.config.decode import (
@@ -17,12 +18,14 @@ from mars_ray.serve.bodies import (
     AnswerBody,
     ApiError,
     ChatBody,
+    ChatMessage,
     CompletionBody,
     JsonFormat,
     NamedTool,
     SchemaFormat,
+    ToolMessage,
 )
-from mars_ray.serve.messages import Call, Prompt, Refusal, Tools
+from mars_ray.serve.messages import Call, Prompt, Refusal, Tools, Turn
 
 _MODES: dict[str, Mode] = {
     "exact": ExactMode(),
@@ -87,13 +90,39 @@ def _refuse(param: str, message: str) -> NoReturn:
 
 def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
     if isinstance(body, ChatBody):
-        return (tuple(message.turn() for message in body.messages),)
+        return (turns_of(body.messages),)
     if isinstance(body.prompt, str):
         return (body.prompt,)
     texts: list[str] = [part for part in body.prompt if isinstance(part, str)]
     tokens: list[int] = [part for part in body.prompt if isinstance(part, int)]
     lists: list[tuple[int, ...]] = [part for part in body.prompt if isinstance(part, tuple)]
     return (tuple(tokens),) if tokens else (*texts, *lists)
+
+
+def turns_of(messages: Iterable[ChatMessage]) -> tuple[Turn, ...]:
+    """Of a conversation: chat templates know a result by its place, so results of several calls
+    come in the order of the calls, whatever order they were given in.
+
+    Raises ApiError for a result of a call that the message before it does not make.
+    """
+    turns: list[Turn] = []
+    order: dict[str, int] = {}  # of the calls whose results are due, by their ids
+    results: list[tuple[int, Turn]] = []
+    for number, message in enumerate(messages):
+        if isinstance(message, ToolMessage):
+            if message.tool_call_id not in order:
+                place = f"messages.{number}.tool_call_id"
+                _refuse(place, f"'{place}': no call of the message before it has this id")
+            results.append((order[message.tool_call_id], message.turn()))
+            continue
+        turns += _in_order(results)
+        turns.append(message.turn())
+        order, results = {call.id: place for place, call in enumerate(turns[-1].calls)}, []
+    return (*turns, *_in_order(results))
+
+
+def _in_order(results: list[tuple[int, Turn]]) -> list[Turn]:
+    return [turn for _, turn in sorted(results, key=lambda result: result[0])]
 
 
 def _sampling(body: AnswerBody, seed: int) -> Sampling:

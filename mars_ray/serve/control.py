@@ -77,6 +77,12 @@ class Control:
             self._changed.set()
             self._changed = asyncio.Event()
 
+    async def release(self, threshold: float) -> None:
+        """If a policy was in charge, what it has said last holds no longer."""
+        if self._history:
+            self._history.clear()
+            await self.publish(threshold)
+
     async def wait(self, version: int | None) -> SetPoint:
         """The point, once it is another one than that of the version; None: at once."""
         changed = self._changed
@@ -117,6 +123,14 @@ def publish(model: str, threshold: float) -> None:
             "or give it a fixed number of `replicas`, and a minute later say this again"
         )
     ray.get(control.publish.remote(threshold))
+
+
+def release(model: str, threshold: float) -> None:
+    """No policy is in charge of the model any more: at rest is the job's own set-point again.
+
+    What an operator has said stays in force.
+    """
+    ray.get(control_of(model, threshold).release.remote(threshold))
 
 
 def end_control(model: str) -> None:

@@ -17,6 +17,8 @@ from mars_ray.serve.messages import Call, Tools
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _BEGIN, _END = json.dumps(CALL_BEGIN), json.dumps(CALL_END)
 _LITERALS = (f"BEGIN: {_BEGIN}", f"END: {_END}", 'LINE: "\\n"')
+# What is no schema, whatever it looks like.
+_VALUES = ("const", "enum", "default", "examples")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -60,8 +62,21 @@ def _call_schema(function: dict[str, Any]) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or _NO_PARAMETERS,
+            "arguments": _moved(function.get("parameters") or _NO_PARAMETERS),
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any) -> Any:
+    """A schema at its place in that of a call: what it refers to within itself has moved too."""
+    if isinstance(schema, list):
+        return [_moved(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: part if key in _VALUES else _moved(part) for key, part in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = "#/properties/arguments" + reference[1:]
+    return moved

@@ -76,6 +76,8 @@ class ReplicaMetrics:
         """See Observer."""
         mode = {"mode": seen.mode}
         self._requests.inc(tags=mode | {"finished_reason": seen.ending})
+        if seen.ending == "refused":
+            return
         _add(self._prompt_tokens, seen.prompt_tokens)
         _add(self._generation_tokens, seen.completion_tokens, mode)
         _add(self._forwards, seen.forwards, mode)

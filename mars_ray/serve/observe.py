@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from mars_ray.decode.engine import Engine
 
-Ending = Literal["stop", "length", "tool_calls", "abort", "error", "deadline"]
+Ending = Literal["stop", "length", "tool_calls", "abort", "error", "deadline", "refused"]
 
 
 @dataclass(slots=True)

@@ -45,12 +45,13 @@ class Entry:
     first_token_s: float | None = None
     total_s: float = 0.0
     prompt: Any = None
+    _choices: int = 1  # to each prompt
     _started: float = field(default_factory=time.monotonic)
 
     def called(self, call: Call, model: str, user: str | None, *, with_prompt: bool) -> None:
         """The request was right, and is sent to a replica."""
         self.mode, self.model, self.user = call.mode.type, model, user
-        self.ending = "abort"
+        self.ending, self._choices = "abort", call.n
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]
 
@@ -63,7 +64,8 @@ class Entry:
             self.first_token_s = self._elapsed_s
         if finish := message.finish:
             self.ending = finish.reason
-            self.prompt_tokens += finish.prompt_tokens
+            if message.choice % self._choices == 0:
+                self.prompt_tokens += finish.prompt_tokens
             self.completion_tokens += finish.completion_tokens
             self.forwards += finish.forwards
             self.disagreed += finish.disagreed
@@ -72,7 +74,7 @@ class Entry:
         """As JSON, without what there is none of."""
         self.total_s = self._elapsed_s
         values = asdict(self)
-        del values["_started"]
+        del values["_started"], values["_choices"]
         shown = {name: value for name, value in values.items() if value is not None}
         return json.dumps({"time": datetime.now(UTC).isoformat()} | shown, ensure_ascii=False)
 

@@ -46,7 +46,7 @@ from mars_ray.serve.messages import (
     Turn,
     joined,
 )
-from mars_ray.serve.observe import AnswerSeen, EngineSeen, Observer, engine_seen
+from mars_ray.serve.observe import AnswerSeen, Ending, EngineSeen, Observer, engine_seen
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.stream import internal_error
 from mars_ray.serve.tally import Tally
@@ -278,11 +278,12 @@ class TextEngine:
                         yield held
                         held = None
         except Exception as error:
-            seen.ending = "deadline" if isinstance(error, DeadlineError) else "error"
+            seen.ending = _ending(error)
             raise
         finally:
             seen.total_s = time.monotonic() - started
-            self._tally.ended(seen)
+            if seen.ending != "refused":
+                self._tally.ended(seen)
             if self._observer:
                 self._observer.answer(seen)
 
@@ -319,6 +320,13 @@ class TextEngine:
         )
         assert isinstance(text, str)
         return text
+
+
+def _ending(error: Exception) -> Ending:
+    """A request that the engine refuses is its client's mistake, and none of the service."""
+    if isinstance(error, DeadlineError):
+        return "deadline"
+    return "refused" if isinstance(error, RequestError) else "error"
 
 
 def _look(seen: AnswerSeen, piece: Piece, event: TokenEvent, gap_s: float) -> None:

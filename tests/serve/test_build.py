@@ -1,13 +1,16 @@
 """What is checked before a service starts, and how it stops; without a cluster."""
 
+import json
+import shutil
 import socket
 from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
-from mars_ray.config.decode import BlockCachedMode, ExactMode, VerifiedMode
+from mars_ray.config.decode import BlockCachedMode, EngineConfig, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.decode.engine import load_engine
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
 from mars_ray.scaling.service_model import Level, ServiceModel
@@ -110,3 +113,17 @@ def test_settings_of_the_policy_are_refused_where_none_is_in_charge(settings):
     fixed = {"threshold": {"set_point": 0.5}}
     job = ServeJob.model_validate({"checkpoint": "m", "replicas": 2, "scaling": fixed})
     assert ServeJob.model_validate(job.model_dump()).set_point == 0.5
+
+
+@pytest.mark.parametrize(("rope", "most"), [({}, 64), ({"rope_type": "yarn", "factor": 4.0}, 256)])
+def test_a_context_that_the_model_does_not_know_is_refused(checkpoint, tmp_path, rope, most):
+    """Guards nonsense behind the last position that a model was made for; some are stretched."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    table = json.loads((model / "config.json").read_text())
+    table["max_position_embeddings"] = 64
+    table["rope_parameters"] |= rope
+    (model / "config.json").write_text(json.dumps(table))
+    size = EngineConfig(max_batch=2, max_context=most, device="cpu")
+    load_engine(model, size)
+    with pytest.raises(ConfigError, match=f"knows {most} positions"):
+        load_engine(model, size.model_copy(update={"max_context": most + 1}))

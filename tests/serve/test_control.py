@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from mars_ray.serve import control
-from mars_ray.serve.control import Control, SetPoint, control_of, end_control, follow
+from mars_ray.serve.control import Control, Entry, SetPoint, control_of, end_control, follow
 
 
 @pytest.mark.ray
@@ -59,5 +59,23 @@ def test_a_wait_without_news_leaves_nothing_behind(monkeypatch):
         for _ in range(5):
             assert await point.wait(first.version) == first
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_what_a_policy_has_said_ends_with_it():
+    """Guards a service with a fixed number of replicas that goes on refusing, as a policy which is
+    gone has said last; what an operator says stays."""
+
+    async def scenario() -> None:
+        point = Control(1.0)
+        await point.publish(0.7)
+        await point.release(1.0)
+        assert (await point.wait(None)).threshold == 0.7
+        await point.record(Entry(0.0, 4, 0.1, 0.5, "full"), ())
+        await point.release(1.0)
+        told = await point.wait(None)
+        assert (told.threshold, told.shed) == (1.0, 0.0)
+        assert await point.history() == []
 
     asyncio.run(scenario())

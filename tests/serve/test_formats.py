@@ -1,5 +1,6 @@
 """Answers that must be JSON, or may call tools; random weights would never write either."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 
@@ -278,3 +279,63 @@ def test_quality_is_reported(client):
 def test_the_openai_client_knows_these_shapes():
     """The types of its requests; a change of theirs is noticed here."""
     assert openai.types.chat.ChatCompletionMessageToolCall.model_fields.keys() >= {"function", "id"}
+
+
+def test_tools_may_refer_to_parts_of_their_own_schema(text_engine):
+    """As `openai.pydantic_function_tool` writes nested models. Guards a refusal, and for references
+    to properties the schema of another place."""
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "name": {"enum": ["a", "b"]},
+            "again": {"$ref": "#/properties/name"},
+            "to": {"$ref": "#/$defs/Place"},
+            "kind": {"const": {"$ref": "#/x"}},
+        },
+        "required": ["name", "again", "to", "kind"],
+        "$defs": {"Place": place},
+    }
+    tool = {"type": "function", "function": {"name": "send", "parameters": parameters}}
+    tools = Tools((tool,), is_required=True, is_parallel=False, named=None)
+    call = Call("a", ("x",), ExactMode(), Sampling(), 12, 100, tools=tools)
+    grammar = asyncio.run(text_engine._grammar(call))
+
+    def whole(arguments: dict) -> bool:
+        made = json.dumps({"name": "send", "arguments": arguments})
+        tokens = text_engine._tokenizer.encode(f"<tool_call>\n{made}\n</tool_call>")
+        return grammar.start().admissible(tokens) == len(tokens)
+
+    right = {"name": "a", "again": "b", "to": {"city": "Rome"}, "kind": {"$ref": "#/x"}}
+    assert whole(right)
+    assert not whole(right | {"again": "send"})
+    assert not whole(right | {"to": {"city": 1}})
+
+
+def test_results_stand_in_the_order_of_the_calls(client):
+    """Templates know them by their places. Guards the result of one call read as another's."""
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in "ab"]
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in "ab"]
+
+    def tokens(messages: list) -> list[int]:
+        body = {"model": "tiny", "messages": asked + messages}
+        return client.post("/tokenize", json=body).json()["tokens"]
+
+    assert tokens(results) == tokens(results[::-1])
+    stray = [*asked, results[0] | {"tool_call_id": "c"}]
+    for response in (
+        ask(client, messages=stray),
+        client.post("/tokenize", json={"model": "tiny", "messages": stray}),
+    ):
+        assert error_of(response, 400)["param"] == "messages.2.tool_call_id"
+
+
+def test_an_answer_comes_back_with_all_its_fields(client):
+    """Also with those that the official client knows of and this server does not answer with."""
+    reply = ask(client, max_tokens=4)
+    said = ChatCompletion.model_validate(reply.json()).choices[0].message.model_dump()
+    assert said["audio"] is None
+    messages = [{"role": "user", "content": "x"}, said, {"role": "user", "content": "y"}]
+    ask(client, messages=messages, max_tokens=4).raise_for_status()

@@ -101,3 +101,17 @@ def test_all_tokens_of_an_interval_are_counted(engine, kept):
     seen = kept.answers[-1]
     assert (seen.completion_tokens, seen.ending) == (40, "length")
     assert seen.forwards <= 40
+
+
+def test_what_the_engine_refuses_is_no_failure(engine, kept):
+    """Operators are woken by failures. Guards alerts for prompts that are too long."""
+
+    async def ask() -> None:
+        call = Call("long", ("one " * 5000,), VerifiedMode(), Sampling(), 12, 100)
+        async for _ in engine.answer(call):
+            pass
+
+    finished = engine._tally.finished
+    asyncio.run(ask())
+    assert kept.answers[-1].ending == "refused"
+    assert engine._tally.finished == finished

@@ -67,6 +67,7 @@ def test_every_way_to_end_has_its_name(job, client, lines):
     ask(TestClient(build_api(job, {"tiny": Saying(*two)})), n=2)
     (line,) = lines()
     assert (line["ending"], line["completion_tokens"], line["forwards"]) == ("stop", 8, 4)
+    assert line["prompt_tokens"] == 3
     gate = Gate()
     gate.close()
     ask(TestClient(build_api(job, {"tiny": Saying()}, gate)))
