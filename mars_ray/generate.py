@@ -12,7 +12,7 @@ left out.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.generate import GenerateJob
 from mars_ray.core.frontier import FRONTIER_FILE
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import ChatEncoder, Message, encode_prompt, encoder_of
 from mars_ray.data.journal import read_journal
 from mars_ray.data.sources import BadRows, Record, read
 from mars_ray.decode.engine import Engine, generate_all, load_engine
@@ -31,6 +31,7 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.model.card import read_card
 from mars_ray.model.complete import check_complete
+from mars_ray.model.load import load_tokenizer
 from mars_ray.model.object_store import WANTED
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
@@ -59,6 +60,8 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
     output = Path(job.output)
     done = output.with_suffix(".json")
     part = output.with_name(f"{output.name}.part")
+    read_card(job.checkpoint)
+    check_complete(Path(job.checkpoint))
     records = _records(job)
     made_from = _made_from(job, records)
     # The part goes last: while it is there, the others are of this command.
@@ -81,11 +84,23 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
 
 def _records(job: GenerateJob) -> list[Record]:
     report = BadRows()
-    records = list(read(job.prompts, report))
+    encoder = encoder_of(load_tokenizer(job.checkpoint))
+    records = list(_accepted(read(job.prompts, report), encoder, report))
     report.check(job.max_bad_share)
     if not records:
         raise DataError(f"there are no prompts: {report.bad} of {report.seen} rows are bad")
     return records
+
+
+def _accepted(records: Iterable[Record], encoder: ChatEncoder, report: BadRows) -> Iterator[Record]:
+    """Those whose prompts the chat template takes; the others go to `report`."""
+    for record in records:
+        try:
+            encoder.plan_prompt(_prompt(record))
+        except DataError as error:
+            report.add(record.origin, str(error))
+        else:
+            yield record
 
 
 def _made_from(job: GenerateJob, records: list[Record]) -> Line:
@@ -101,11 +116,7 @@ def _made_from(job: GenerateJob, records: list[Record]) -> Line:
 def _model(job: GenerateJob) -> str:
     """A digest of all files that loading takes: a template or a token that ends answers matters as
     weights do. One read of them, which loading takes too; their times differ between copies.
-
-    Raises ModelError if the model is not whole.
     """
-    read_card(job.checkpoint)
-    check_complete(Path(job.checkpoint))
     directory = Path(job.checkpoint).resolve()
     # An evaluation may come in between, and writes beside the model how good it is; the output
     # itself may lie there.

@@ -149,9 +149,18 @@ class BestCheckpoint(Config):
     """Checkpoints kept by an evaluation metric; every checkpoint is then evaluated first."""
 
     metric: str = Field(default="eval_loss", pattern="^eval_")
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="default: max of tokens per forward and acceptance, min of losses"
+    )
     keep: int = Field(default=1, ge=1)
     export: bool = Field(default=False, description="the stage's model is the best, not the last")
+
+    @property
+    def wants_highest(self) -> bool:
+        """Whether more of the metric is better."""
+        if self.mode is None:
+            return self.metric.startswith(("eval_tokens_per_forward", "eval_acceptance_"))
+        return self.mode == "max"
 
 
 class CheckpointConfig(Config):
@@ -166,6 +175,16 @@ class CheckpointConfig(Config):
         description="URI (s3://, gs://, file://) that gets a copy of every checkpoint kept; a run "
         "whose output_dir is lost goes on from there",
     )
+
+
+def _evaluated(objective: Objective) -> list[str]:
+    """The metrics of a stage's evaluation (train/evaluation.py)."""
+    losses = ["eval_loss", "eval_clean_ce"]
+    if isinstance(objective, ArObjective):
+        return losses
+    depths = range(1, objective.max_block_size + 1)
+    accepted = [f"eval_acceptance_{depth}" for depth in depths]
+    return [*losses, "eval_noisy_ce", "eval_tokens_per_forward", *accepted]
 
 
 class TrainJob(Config):
@@ -230,8 +249,18 @@ class TrainJob(Config):
 
     @model_validator(mode="after")
     def _best_is_evaluated(self) -> Self:
-        if self.checkpoint.best is not None and self.data.eval is None:
+        best = self.checkpoint.best
+        if best is None:
+            return self
+        if self.data.eval is None:
             raise ValueError("checkpoint.best needs data.eval")
+        for name, stage in self.stages.items():
+            known = _evaluated(stage.objective)
+            if best.metric not in known:
+                raise ValueError(
+                    f"checkpoint.best.metric {best.metric!r} is not among what stages.{name} "
+                    f"evaluates: {', '.join(known)}"
+                )
         return self
 
     @model_validator(mode="after")

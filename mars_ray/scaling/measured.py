@@ -78,25 +78,34 @@ def acceptance_rate(mode: str, tokens_per_forward: float, window: int) -> float:
 
 
 def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
-    """The frontier's points of this mode at the whole trained depth, by falling threshold.
+    """The frontier's points of this mode, by falling threshold, one for each.
 
+    Of several at a threshold the one at the whole trained depth counts, then the fastest.
     What a point loses is its accuracy's distance to `exact`, and never less than at a higher
     threshold: what looks better there is noise. Raises ConfigError without a lossless level.
     """
-    points = sorted(
-        (p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None),
-        key=lambda p: -(p.threshold or 0.0),
-    )
+    points = [p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None]
     if mode == "confidence":
         points = [p for p in points if p.threshold != 1 and p.mode["measure"] == "probability"]
         first = [Level(1.0, 0.0, ())]
     else:
         first = []
-        if not points or points[0].threshold != 1:
+        if all(p.threshold != 1 for p in points):
             raise ConfigError(f"the frontier has no point {mode} 1; evaluate that too")
+    points = _one_each(points, depth)
     lost = accumulate((max(0.0, -100 * point.difference) for point in points), max)
     pairs = zip(points, lost, strict=True)
     return (*first, *(_level(mode, point, points_lost, depth) for point, points_lost in pairs))
+
+
+def _one_each(points: Iterable[FrontierPoint], depth: int) -> list[FrontierPoint]:
+    """One point for each threshold, by falling threshold."""
+
+    def standing(point: FrontierPoint) -> tuple[bool, float]:
+        return point.mode.get("window") in (None, depth), point.tokens_per_forward
+
+    best = {point.threshold or 0.0: point for point in sorted(points, key=standing)}
+    return [best[threshold] for threshold in sorted(best, reverse=True)]
 
 
 def _level(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> Level:

@@ -128,7 +128,7 @@ def _best(scores: Mapping[int, float | None], config: CheckpointConfig) -> list[
     """Scored steps, best first; of equals the later first."""
     if config.best is None:
         return []
-    sign = 1 if config.best.mode == "min" else -1
+    sign = -1 if config.best.wants_highest else 1
     scored = [(sign * score, -step) for step, score in scores.items() if score is not None]
     return [-step for _, step in sorted(scored)]
 

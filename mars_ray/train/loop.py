@@ -14,7 +14,7 @@ from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import Layout
 from mars_ray.core.loss import row_coefficients
 from mars_ray.data.loader import LoaderState
-from mars_ray.errors import CheckpointError, NonFiniteLossError
+from mars_ray.errors import NonFiniteLossError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.engine import Engine
@@ -200,9 +200,6 @@ class TrainLoop:
         best = parts.plan.job.checkpoint.best
         if best is not None and self._evaluated_step != self._step:
             self._evaluate()
-        if best is not None and best.metric not in self._metrics:
-            known = ", ".join(name for name in self._metrics if name.startswith("eval_"))
-            raise CheckpointError(f"checkpoint.best.metric {best.metric!r} is none of {known}")
         directory = checkpoint.directory_of(parts.plan.run_dir, self._step)
         parts.watchdog.feed(f"the checkpoint of step {self._step}")
         state = TrainState(

@@ -98,13 +98,16 @@ def absolute(job: TuneJob) -> TuneJob:
 
 
 def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:
-    """As many as the cluster has room for, at least one: an autoscaler may bring the rest."""
+    """As many as the job says, or as the cluster has room for now, which may grow for them: what
+    waits holds nothing but its driver's memory."""
+    if job.max_concurrent:
+        return min(job.max_concurrent, job.trials)
     asked = job.train.cluster
     room = int(cluster.get("CPU", 0) / (asked.workers * asked.cpus_per_worker) + 1e-9)
     if asked.gpus_per_worker:
         gpus = asked.workers * asked.gpus_per_worker
         room = min(room, int(cluster.get("GPU", 0) / gpus + 1e-9))
-    return max(1, min(room, job.max_concurrent or room, job.trials))
+    return max(1, min(room, job.trials))
 
 
 def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:

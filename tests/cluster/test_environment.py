@@ -1,12 +1,18 @@
-"""What nodes have in their environment when HAProxy is asked for."""
+"""What nodes have in their environment, and what more when HAProxy is asked for."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
+from ray.dashboard.modules.job import job_supervisor
 from ray.serve._private import constants
 
-from mars_ray.cluster.environment import HAPROXY_ENVIRONMENT, haproxy_environment
+from mars_ray.cluster.environment import (
+    HAPROXY_ENVIRONMENT,
+    NODE_ENVIRONMENT,
+    haproxy_environment,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +28,14 @@ def test_ray_knows_all_of_them():
     """Guards a setting that Ray has renamed, and so forgotten."""
     for name in haproxy_environment():
         assert hasattr(constants, name)
+
+
+def test_ray_waits_for_a_stopped_job_as_it_is_told():
+    """Guards a training job that is killed 3 s after `ray job stop`, without a checkpoint."""
+    (name,) = (name for name in NODE_ENVIRONMENT if "JOB_STOP" in name)
+    assert f'"{name}"' in inspect.getsource(job_supervisor)
+    rays_own = job_supervisor.JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S
+    assert int(NODE_ENVIRONMENT[name]) > rays_own
 
 
 def test_services_of_one_machine_do_not_take_each_others_ports():

@@ -9,7 +9,7 @@ import pytest
 
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job, parse_job, read_toml
-from mars_ray.config.train import MarsObjective, TrainJob
+from mars_ray.config.train import BestCheckpoint, MarsObjective, TrainJob
 from mars_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +122,36 @@ def test_settings_of_a_cluster_that_contradict_each_other():
     assert "checkpoint.best needs data.eval" in refusal("checkpoint.best={}")
     zero_2 = "engine={type='deepspeed', zero_stage=2, offload='all'}"
     assert "needs zero_stage 3" in refusal(zero_2)
+
+
+def test_the_best_is_told_by_a_metric_of_every_stage():
+    """Guards a typo, or a metric of the second stage, that ends a run at its first checkpoint."""
+    tables = train_table()["stages"]
+    both = {"ar": tables["mars"] | {"objective": {"type": "ar"}}} | tables
+    evaluated = "data.eval={type='corpus', count=4}"
+    speed = "checkpoint.best={metric='eval_tokens_per_forward'}"
+    assert "is not among what stages.ar evaluates" in refusal(evaluated, speed, stages=both)
+    message = refusal(evaluated, "checkpoint.best={metric='eval_acceptance_5'}")
+    assert message.endswith("eval_acceptance_3, eval_acceptance_4")
+    parse_job(train_table(), source="x", overrides=[evaluated, speed])
+    loss = "checkpoint.best={metric='eval_clean_ce'}"
+    parse_job(train_table() | {"stages": both}, source="x", overrides=[evaluated, loss])
+
+
+@pytest.mark.parametrize(
+    ("settings", "highest"),
+    [
+        ({}, False),
+        ({"metric": "eval_noisy_ce"}, False),
+        ({"metric": "eval_tokens_per_forward"}, True),
+        ({"metric": "eval_acceptance_2"}, True),
+        ({"metric": "eval_acceptance_2", "mode": "min"}, False),
+        ({"metric": "eval_loss", "mode": "max"}, True),
+    ],
+)
+def test_the_best_of_a_metric_is_what_is_better(settings, highest):
+    """Guards a run that keeps, and exports, its slowest model."""
+    assert BestCheckpoint.model_validate(settings).wants_highest is highest
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ def test_launched_clusters_ask_for_a_token_and_hide_their_dashboard(name):
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
+def test_nothing_is_installed_on_what_has_the_image(name):
+    """Guards Ray's own setup commands, which stand where a file gives none: another Ray, by pip."""
+    config = prepare_config(launcher_file(name))
+    for key in ("setup_commands", "head_setup_commands", "worker_setup_commands"):
+        assert not config[key]
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_a_launched_clusters_token_is_made_for_its_owner(name):
     """Guards a token that Ray leaves readable for everybody."""
     text = (ROOT / "clusters" / f"{name}.yaml").read_text()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from deploy.manifests import ROOT
 
+from mars_ray.cluster.environment import NODE_ENVIRONMENT
+
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 TEXT = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
 
@@ -68,3 +70,28 @@ def test_final_images_have_no_compiler_of_the_build_stage():
         assert re.findall(r"^COPY (.+)$", body, re.MULTILINE) == [
             f"--from=packages-{target} /opt/mars-ray /opt/mars-ray"
         ]
+
+
+def stage(name: str) -> str:
+    return TEXT.split(f" AS {name}\n")[1].split("\nFROM ")[0]
+
+
+def test_a_login_shell_finds_the_programs(tmp_path):
+    """Guards `ray up`, whose commands run in login shells: Debian's /etc/profile sets PATH anew."""
+    (line, name) = re.findall(r"^RUN (echo .+) > /etc/profile\.d/(\S+)$", stage("runtime"), re.M)[0]
+    assert name.endswith(".sh")
+    (tmp_path / name).write_text(subprocess.check_output(["sh", "-c", line], text=True))
+    shown = subprocess.check_output(["sh", "-c", f"PATH=/bin; . {tmp_path / name}; echo $PATH"])
+    assert shown.decode().strip() == "/opt/mars-ray/bin:/bin"
+
+
+def test_processes_of_the_image_have_what_nodes_need():
+    """Guards a cluster that is started by hand from the image."""
+    for variable, value in NODE_ENVIRONMENT.items():
+        assert f" {variable}={value}" in stage("runtime")
+
+
+def test_the_heads_image_can_ask_clouds_for_machines():
+    """Guards a head whose autoscaler cannot import the provider: no machine would ever come."""
+    for package in ("boto3", "google-api-python-client"):
+        assert re.search(rf"pip install .*\b{package}==", stage("packages-cpu"))

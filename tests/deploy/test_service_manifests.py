@@ -90,6 +90,16 @@ def test_budgets_and_policy_select_the_pods(overlay):
         assert len(chosen) == 1
 
 
+def test_budgets_say_how_many_stay():
+    """Guards machines that are never drained: Kubernetes asks for the `scale` of the pods'
+    controller, which a RayCluster lacks, unless the budget is a whole number that stays."""
+    budgets = documents(ROOT / "deploy" / "kustomize" / "base" / "disruption.yaml")
+    assert len(budgets) == 2
+    for budget in budgets:
+        assert "maxUnavailable" not in budget["spec"]
+        assert isinstance(budget["spec"]["minAvailable"], int)
+
+
 def test_the_gpu_overlay_repeats_the_base_but_for_its_gpus():
     """Guards a change of the base's Serve configuration that the overlay's copy does not get."""
     (base,) = documents(ROOT / "deploy" / "kustomize" / "base" / "rayservice.yaml")

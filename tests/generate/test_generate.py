@@ -231,6 +231,22 @@ def test_rows_that_cannot_be_used_are_told(model: Path, tmp_path: Path, share: f
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_prompt_that_the_template_refuses_is_a_bad_row(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Guards a run that one such row ends, at the same place each time, without a word on which."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [*ROWS[:2], {"prompt": "half of a pair: \ud83d", "response": "some"}, *ROWS[2:]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = FilesSource(paths=(str(path),))
+    with pytest.raises(DataError, match=r"1 of 7 rows are bad(.|\n)*prompts\.jsonl:3: a message"):
+        run_generation(make_job(model, tmp_path / "own.jsonl", prompts=prompts), QUIET)
+    job = make_job(model, tmp_path / "own.jsonl", prompts=prompts, max_bad_share=0.2)
+    result = run_generation(job, QUIET)
+    assert result.conversations + result.left_out == 6
+    assert "prompts.jsonl:3" in caplog.text
+
+
 def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Guards a submitted job that looks stuck for as long as the model answers."""
     monkeypatch.setattr(progress, "EVERY_S", 0.01)

@@ -159,6 +159,23 @@ def test_levels_of_the_committed_frontier():
     assert lost[-1] > 30
 
 
+@pytest.mark.parametrize("mode", ["verified", "confidence"])
+def test_a_threshold_with_several_windows_is_one_level(mode):
+    """Guards a service that refuses a checkpoint evaluated with two windows; the whole depth
+    counts, however fast another window is, and in either order."""
+    frontier = Frontier.from_json((RESULTS / "demo.json").read_text())
+    narrow = [
+        replace(point, mode=point.mode | {"window": 4}, forwards=point.forwards // 2)
+        for point in frontier.points
+        if point.mode["type"] == mode
+    ]
+    for points in ((*narrow, *frontier.points), (*frontier.points, *narrow)):
+        assert levels_of(replace(frontier, points=points), mode, 8) == levels_of(frontier, mode, 8)
+    plain, *rest = (point for point in frontier.points if point.mode["type"] != mode)
+    only_narrow = levels_of(replace(frontier, points=(plain, *rest, *narrow)), mode, 8)
+    assert len(only_narrow) == len(levels_of(frontier, mode, 8))
+
+
 def test_steps_of_the_committed_benchmarks():
     """Step measurements if there are any, else the decoders' own mean steps; else an error."""
     result = json.loads((RESULTS / "decode_0_5b.json").read_text())

@@ -14,7 +14,7 @@ from mars_ray.config.schedule import MixedBlockSize
 from mars_ray.config.train import MarsObjective
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError
-from mars_ray.tune.run import absolute
+from mars_ray.tune.run import absolute, trials_at_once
 from mars_ray.tune.space import check_space, draw, trial_job, values_at
 from mars_ray.tune.trial import job_of
 
@@ -140,3 +140,13 @@ def test_a_sweep_does_not_depend_on_where_it_is_asked_for():
     task = absolute(job).objectives.task
     assert isinstance(task, Gsm8kTask)
     assert Path(task.path) == Path.cwd() / "data/test.jsonl"
+
+
+def test_a_sweep_may_ask_for_more_than_is_there():
+    """Guards one trial at a time, for good, on a cluster that grows when it is asked."""
+    space = {"type": "uniform", "low": 0.5, "high": 1.0}
+    job = with_space(objective__noisy_share=space).model_copy(update={"trials": 6})
+    there = {"CPU": float(job.train.cluster.workers * job.train.cluster.cpus_per_worker)}
+    assert trials_at_once(job, {}) == trials_at_once(job, there) == 1
+    assert trials_at_once(job.model_copy(update={"max_concurrent": 4}), there) == 4
+    assert trials_at_once(job.model_copy(update={"max_concurrent": 8}), there) == 6
