@@ -144,7 +144,9 @@ class TuneJob(Config):
     )
     trials: int = Field(ge=1)
     max_concurrent: int | None = Field(
-        default=None, ge=1, description="trials at once; default: as many as there is room for at first"
+        default=None,
+        ge=1,
+        description="trials at once; default: as many as there is room for at first",
     )
     searcher: Literal["random", "optuna"] = "random"
     scheduler: Scheduler = NoScheduler()
