@@ -55,8 +55,10 @@ def _made(directory: Path, seed: int) -> Path:
 def _make_talkative(model: PreTrainedModel, special_ids: list[int]) -> None:
     """Random weights repeat one token for ever, as their head is their embedding; these wander.
 
-    Greedy answers hold no special token, so they never end by themselves.
+    Greedy answers hold no special token, so they never end by themselves; some tests need that
+    they go on for longer than so small a model is made for.
     """
+    model.config.max_position_embeddings = 1 << 15
     model.config.tie_word_embeddings = False
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
