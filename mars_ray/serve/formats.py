@@ -17,8 +17,9 @@ from mars_ray.serve.messages import Call, Tools
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _BEGIN, _END = json.dumps(CALL_BEGIN), json.dumps(CALL_END)
 _LITERALS = (f"BEGIN: {_BEGIN}", f"END: {_END}", 'LINE: "\\n"')
-# What is no schema, whatever it looks like.
+# Parts of a schema that are none, whatever they look like; and those with schemas by names.
 _VALUES = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -75,8 +76,16 @@ def _moved(schema: Any) -> Any:
         return [_moved(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: part if key in _VALUES else _moved(part) for key, part in schema.items()}
+    moved = {key: _moved_part(key, part) for key, part in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = "#/properties/arguments" + reference[1:]
     return moved
+
+
+def _moved_part(key: str, part: Any) -> Any:
+    if key in _VALUES:
+        return part
+    if key in _NAMED and isinstance(part, dict):
+        return {name: _moved(named) for name, named in part.items()}
+    return _moved(part)

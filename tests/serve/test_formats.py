@@ -291,9 +291,10 @@ def test_tools_may_refer_to_parts_of_their_own_schema(text_engine):
             "name": {"enum": ["a", "b"]},
             "again": {"$ref": "#/properties/name"},
             "to": {"$ref": "#/$defs/Place"},
+            "default": {"$ref": "#/$defs/Place"},
             "kind": {"const": {"$ref": "#/x"}},
         },
-        "required": ["name", "again", "to", "kind"],
+        "required": ["name", "again", "to", "default", "kind"],
         "$defs": {"Place": place},
     }
     tool = {"type": "function", "function": {"name": "send", "parameters": parameters}}
@@ -306,7 +307,8 @@ def test_tools_may_refer_to_parts_of_their_own_schema(text_engine):
         tokens = text_engine._tokenizer.encode(f"<tool_call>\n{made}\n</tool_call>")
         return grammar.start().admissible(tokens) == len(tokens)
 
-    right = {"name": "a", "again": "b", "to": {"city": "Rome"}, "kind": {"$ref": "#/x"}}
+    rome = {"city": "Rome"}
+    right = {"name": "a", "again": "b", "to": rome, "default": rome, "kind": {"$ref": "#/x"}}
     assert whole(right)
     assert not whole(right | {"again": "send"})
     assert not whole(right | {"to": {"city": 1}})
