@@ -177,7 +177,7 @@ class CheckpointConfig(Config):
     )
 
 
-def _evaluated(objective: Objective) -> list[str]:
+def evaluated_metrics(objective: Objective) -> list[str]:
     """The metrics of a stage's evaluation (train/evaluation.py)."""
     losses = ["eval_loss", "eval_clean_ce"]
     if isinstance(objective, ArObjective):
@@ -255,7 +255,7 @@ class TrainJob(Config):
         if self.data.eval is None:
             raise ValueError("checkpoint.best needs data.eval")
         for name, stage in self.stages.items():
-            known = _evaluated(stage.objective)
+            known = evaluated_metrics(stage.objective)
             if best.metric not in known:
                 raise ValueError(
                     f"checkpoint.best.metric {best.metric!r} is not among what stages.{name} "

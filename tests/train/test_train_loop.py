@@ -18,7 +18,7 @@ from train.small_jobs import (
 )
 from transformers import AutoModelForCausalLM
 
-from mars_ray.config.train import TrainJob
+from mars_ray.config.train import TrainJob, evaluated_metrics
 from mars_ray.errors import CheckpointError, NonFiniteLossError, TrainingError
 from mars_ray.model.card import read_card
 from mars_ray.model.load import load_tokenizer
@@ -92,6 +92,9 @@ def test_evaluation_reports_acceptance_and_expected_tokens(straight):
     expected = metrics["eval_noisy_ce"] + 2.0 * metrics["eval_clean_ce"]
     assert metrics["eval_loss"] == pytest.approx(expected)
     assert [line["step"] for line in records(straight[0], "eval")] == [20]
+    # By which jobs are checked before they start.
+    known = evaluated_metrics(straight[0].job.stages[straight[0].stage].objective)
+    assert {name for name in metrics if name.startswith("eval_")} == set(known)
 
 
 def test_evaluations_come_at_their_steps_and_do_not_disturb(model, tmp_path, straight):
