@@ -206,7 +206,9 @@ def demo(
     from mars_ray.demo import run_demo
 
     with _Cluster():
-        _print_result(run_demo(job, _console()))
+        result = run_demo(job, _console())
+    # Last: until the cluster has gone, lines of its workers may come.
+    _print_result(result)
 
 
 @app.command()

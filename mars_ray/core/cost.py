@@ -20,25 +20,32 @@ class StepCost:
 
     Beyond, it rises as over the last doubling: between two neighbours noise would decide, and what
     looks free there would be taken for free at any size.
+
+    A sequence takes time of its own (a call of attention, say), however few rows it has: a row more
+    of one that is there costs less than a sequence more.
     """
 
-    def __init__(self, seconds_at: Mapping[int, float]) -> None:
-        """At least two numbers of rows."""
+    def __init__(self, seconds_at: Mapping[int, float], sequence_s: float = 0.0) -> None:
+        """At least two numbers of rows, without what their sequences take by themselves."""
+        self._sequence_s = sequence_s
         self._rows = sorted(seconds_at)
         self._measured = [seconds_at[rows] for rows in self._rows]
         self._seconds = _monotone(self._measured)
 
-    def seconds(self, rows: float) -> float:
+    def seconds(self, rows: float, sequences: float = 0) -> float:
         """Of a step of so many rows; a mean of several steps may have a fraction."""
+        return self._of_rows(rows) + self._sequence_s * sequences
+
+    def _of_rows(self, rows: float) -> float:
         last = self._rows[-1]
         if rows > last:
-            doubling_s = self._seconds[-1] - self.seconds(last / 2)
+            doubling_s = self._seconds[-1] - self._of_rows(last / 2)
             return self._seconds[-1] + doubling_s * (rows - last) / (last / 2)
         right, share = self._place(rows)
         from_s, to_s = self._seconds[right - 1], self._seconds[right]
         return max(self._seconds[0], from_s + (to_s - from_s) * share)
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
         """A step has taken so long: what was measured beside it moves towards that, slowly.
 
         In proportion, so that no cost becomes zero. Steps beyond what was measured say nothing:
@@ -47,7 +54,8 @@ class StepCost:
         if not self._rows[0] <= rows <= self._rows[-1]:
             return
         right, share = self._place(rows)
-        moved = _RATE * min(seconds / self.seconds(rows) - 1, 1)
+        wrong_s = seconds - self.seconds(rows, sequences)
+        moved = _RATE * max(-1.0, min(wrong_s / self._of_rows(rows), 1.0))
         self._measured[right - 1] = self._seconds[right - 1] * (1 + moved * (1 - share))
         self._measured[right] = self._seconds[right] * (1 + moved * share)
         self._seconds = _monotone(self._measured)
@@ -58,9 +66,9 @@ class StepCost:
         low, high = self._rows[right - 1], self._rows[right]
         return right, (rows - low) / (high - low)
 
-    def table(self) -> dict[int, float]:
-        """What was measured, made monotone."""
-        return dict(zip(self._rows, self._seconds, strict=True))
+    def table(self, most_sequences: int = 0) -> dict[int, float]:
+        """What was measured, made monotone; each row of a sequence of its own, up to so many."""
+        return {rows: self.seconds(rows, min(rows, most_sequences)) for rows in self._rows}
 
 
 def _monotone(seconds: Sequence[float]) -> list[float]:

@@ -9,7 +9,7 @@ sure to be of use.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 
@@ -19,6 +19,7 @@ class Choice:
 
     drafts: int
     masks: tuple[int, ...]  # by how many drafts are accepted
+    value: float = field(default=0.0, compare=False)  # tokens that it brings beyond its price
 
     @property
     def rows(self) -> int:
@@ -27,25 +28,33 @@ class Choice:
 
 
 class Prospects:
-    """What masks promise and what rows cost, in tokens that the same time would bring elsewhere."""
+    """What masks promise and what rows cost, in tokens that the same time would bring elsewhere.
 
-    def __init__(self, reach: Sequence[float], price: float) -> None:
-        """`reach` is, by depth, how many tokens of the next step a mask brings if its outcome
-        comes; it falls."""
+    A mask takes a row now and, if its outcome comes and its draft is likely enough, the row that
+    checks it. With masks behind the next step's outcomes too, and so on, every step gains the same
+    by them. Where drafts are checked without any, only every other step has drafts, and gains half:
+    then they are still worth having behind nothing, but a doubtful draft before them is not.
+    """
+
+    def __init__(self, worth: Sequence[float], price: float, lasting: float = 1.0) -> None:
+        """`worth` is, by depth, what a mask brings in the next step if its outcome comes, beyond
+        the price of checking its draft; it falls. `lasting` is the share of what masks bring that
+        steps have which check drafts."""
         self.price = price
-        self._falling = [-reached for reached in reach]
-        self._brought = list(accumulate(reach, initial=0.0))
+        self._falling = [-value for value in worth]
+        self._brought = list(accumulate(worth, initial=0.0))
+        count = bisect_left(self._falling, -price)
+        self.gain = self._brought[count] - price * count  # by masks of a sequence without drafts
+        self._onward = self.gain * (lasting - 1) / 2
 
     def masks(self, likelihood: float, most: int) -> tuple[int, float]:
-        """How many behind an outcome, and what they bring beyond their price.
-
-        A mask takes a row now and, if its outcome comes, the row that checks its draft.
-        """
+        """How many behind an outcome, and what they bring beyond their price."""
         price = self.price
         if likelihood <= price:
             return 0, 0.0
-        count = bisect_left(self._falling, -price * (1 + 1 / likelihood), 0, most)
-        return count, likelihood * (self._brought[count] - price * count) - price * count
+        count = bisect_left(self._falling, -price / likelihood, 0, most)
+        gain = likelihood * (self._brought[count] + self._onward) - price * count
+        return (count, gain) if gain > 0 else (0, 0.0)
 
 
 def best_choice(
@@ -59,7 +68,7 @@ def best_choice(
     """
     survival, gained = 1.0, 0.0
     own, most = prospects.masks(1.0, rooms[0])
-    best = Choice(0, (own,))
+    best = Choice(0, (own,), most)
     masks: list[int] = []  # behind the outcomes before the last
     gains: list[float] = []
     for index, probability in enumerate(accept):
@@ -73,7 +82,8 @@ def best_choice(
         gained += survival - prospects.price
         own, gain = prospects.masks(survival, rooms[index + 1])
         if gained + sum(gains) + gain > most:
-            best, most = Choice(index + 1, (*masks, own)), gained + sum(gains) + gain
+            most = gained + sum(gains) + gain
+            best = Choice(index + 1, (*masks, own), most)
     return best
 
 

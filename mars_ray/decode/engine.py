@@ -205,7 +205,7 @@ class Engine:
         events = self._commit(work, rows)
         self.totals.seconds += time.monotonic() - begin_s
         if self.control:
-            self.control.cost.observe(self.last_rows, end_s - forward_s)
+            self.control.cost.observe(self.last_rows, end_s - forward_s, len(work))
         return events
 
     def _commit(self, work: list[Work], rows: list[Rows | None]) -> list[TokenEvent]:

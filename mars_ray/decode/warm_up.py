@@ -19,6 +19,8 @@ _CONTEXT = 128  # tokens before the rows
 # Short steps vary most; of two long ones, one may have been disturbed.
 _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
+# Of a step's time, that which its rows take at least.
+_LEAST_SHARE = 0.1
 
 
 def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> StepCost:
@@ -28,17 +30,34 @@ def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> St
     Overwrites the first pages of the cache.
     """
     depth = max(1, card.block_size)
-    most = max(config.max_batch * (1 + 2 * depth), 1 + depth + (depth + 1) * depth)
+    widest = 1 + 2 * depth
+    most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth)
     most = min(config.max_step_tokens, most)
-    seconds = {}
+
+    def seconds(rows: int, sequences: int) -> float:
+        return _least_seconds(backend, card, config, rows, sequences)
+
+    sequence_s, few = 0.0, -(-config.max_batch // widest)
+    if config.max_batch > few:
+        more_s = seconds(config.max_batch, config.max_batch) - seconds(config.max_batch, few)
+        sequence_s = max(0.0, more_s / (config.max_batch - few))
+    seconds_at = {}
     for rows in row_counts(most):
-        sequences = min(rows, config.max_batch)
-        step_seconds(backend, card, config, rows, sequences)
-        times: list[float] = []
-        while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
-            times.append(step_seconds(backend, card, config, rows, sequences))
-        seconds[rows] = min(times)
-    return StepCost(seconds)
+        sequences = min(config.max_batch, -(-rows // widest))
+        total_s = seconds(rows, sequences)
+        seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - sequence_s * sequences)
+    return StepCost(seconds_at, sequence_s)
+
+
+def _least_seconds(
+    backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
+) -> float:
+    """Of several such steps, the first one not counted."""
+    step_seconds(backend, card, config, rows, sequences)
+    times: list[float] = []
+    while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
+        times.append(step_seconds(backend, card, config, rows, sequences))
+    return min(times)
 
 
 def step_seconds(

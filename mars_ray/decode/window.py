@@ -8,24 +8,16 @@ of its depth became. Under load rows cost more, and fewer of them are worth it, 
 that of `exact`.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import truediv
 
 from mars_ray.config.decode import VerifiedMode
 from mars_ray.core.cost import StepCost
 from mars_ray.core.drafting import Choice, Prospects, best_choice
+from mars_ray.decode.acceptance import Acceptance
 from mars_ray.decode.sequence import Sequence
 
-# Drafts between two of these confidences are counted together.
-_CONFIDENCES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-# A depth's rate before anything was observed, and how many observations that counts for.
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.9, 4.0
-# What an observation still counts for after another one.
-_DECAY = 0.99
-# The same of a step's speed-up: the load may change faster than texts do.
+# What a step's speed-up still counts for after another one.
 _STEP_DECAY = 0.95
 # A row's least price in tokens: even where rows look free, less is within what a cost is wrong by.
 _LEAST_PRICE = 0.03
@@ -33,60 +25,10 @@ _LEAST_PRICE = 0.03
 _DEARER = 1.5
 # How fast the price follows the load.
 _PRICE_RATE = 0.2
+# New drafts that are looked at in a step: more of the same would only take time.
+_LOOKED_AT = 4
 # What is not tried is not learnt: every so many steps one sequence has all masks.
 _PROBE_EVERY = 128
-
-
-class Acceptance:
-    """What is known of drafts that were made lately."""
-
-    def __init__(self, depth: int) -> None:
-        edges = (0.0, *_CONFIDENCES, 1.0)
-        middles = [(low + high) / 2 for low, high in pairwise(edges)]
-        self._accepted = [middle * _PRIOR_WEIGHT for middle in middles]
-        self._checked = [_PRIOR_WEIGHT] * len(middles)
-        self._reached = [_PRIOR_RATE**deep * _PRIOR_WEIGHT for deep in range(1, depth + 1)]
-        self._covered = 1.0  # how likely a step with drafts ends at an outcome with masks
-        self._made = [_PRIOR_WEIGHT] * depth
-
-    def observe(self, confidences: Several[float], accepted: int) -> None:
-        """One verification: the drafts behind the first rejection tell nothing."""
-        for index, confidence in enumerate(confidences[: accepted + 1]):
-            place = bisect_right(_CONFIDENCES, confidence)
-            self._checked[place] = self._checked[place] * _DECAY + 1
-            self._accepted[place] = self._accepted[place] * _DECAY + (index < accepted)
-
-    def of(self, confidences: Several[float]) -> list[float]:
-        """How likely each of these drafts is accepted if those before it are."""
-        places = [bisect_right(_CONFIDENCES, confidence) for confidence in confidences]
-        return [self._accepted[place] / self._checked[place] for place in places]
-
-    def observe_drafts(self, accept: Several[float], choice: Choice) -> None:
-        """A sequence's new drafts: how likely each is accepted, and what is made of them."""
-        survival, covered = 1.0, 0.0
-        for index, probability in enumerate(accept):
-            if index < choice.drafts and choice.masks[index]:
-                covered += survival * (1 - probability)
-            survival *= probability
-            if index + 1 == choice.drafts and choice.masks[-1]:
-                covered += survival
-            if index < len(self._made):
-                self._made[index] = self._made[index] * _DECAY + 1
-                self._reached[index] = self._reached[index] * _DECAY + survival
-        if not choice.drafts:
-            covered = float(choice.masks[0] > 0)
-        self._covered += (1 - _DECAY) * (covered - self._covered)
-
-    @property
-    def reach(self) -> list[float]:
-        """By depth, the tokens that a mask brings in the next step if its outcome comes.
-
-        Drafts may end at an outcome without masks, and what they bring is then missing in the step
-        behind it.
-        """
-        share = 1 / (2 - self._covered)
-        means = map(truediv, self._reached, self._made)
-        return [share * mean for mean in accumulate(means, min)]
 
 
 @dataclass(slots=True)
@@ -122,12 +64,14 @@ class WindowControl:
         # Sampled drafts are accepted less often than greedy ones.
         self.acceptance = {False: Acceptance(depth), True: Acceptance(depth)}
         self._speed_up = _SpeedUp()
+        self._sequences = 1
         self._price: float | None = None
         self._steps = 0
 
     def choose(self, running: Several[Sequence]) -> None:
         """For the step to come."""
         self._steps += 1
+        self._sequences = len(running)
         speed_up = self._speed_up.close()
         members = [s for s in running if _is_controlled(s)]
         others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
@@ -138,52 +82,57 @@ class WindowControl:
         if self._price is None:
             self._price = self._price_at(least, least, speed_up)
         accept = [self._accept(sequence) for sequence in members]
-        rows = least + self._choose_at(self._price, members, accept)
-        price = self._price
+        price, prospects = self._price, self._prospects(self._price)
+        rows = least + _choose_at(prospects, members, accept)
         while least < rows > self._most_rows:
             # All must fit, or some would wait for a step more.
             price *= _DEARER
-            rows = least + self._choose_at(price, members, accept)
-        for sequence, own in zip(members, accept, strict=True):
-            if own and sequence.choice and not sequence.grammar:
-                self.acceptance[_is_sampled(sequence)].observe_drafts(own, sequence.choice)
+            prospects = self._prospects(price)
+            rows = least + _choose_at(prospects, members, accept)
+        self._look_at_some(members, accept, prospects)
         if self._steps % _PROBE_EVERY == 0:
-            self._probe(members[0])
-        self._speed_up.ratio = self.cost.seconds(rows) / self.cost.seconds(least)
+            _probe(members[0])
+        self._speed_up.ratio = self._seconds(rows) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
     def _price_at(self, rows: int, least: int, speed_up: float) -> float:
         """What the time of a row more would bring elsewhere."""
         row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
-        return max(_LEAST_PRICE, speed_up * least / self.cost.seconds(least) * row_s)
+        return max(_LEAST_PRICE, speed_up * least / self._seconds(least) * row_s)
+
+    def _seconds(self, rows: int) -> float:
+        """Of a step of so many rows, of all that run.
+
+        What is done beside the forward is not in it: part of that is by rows as well, and with or
+        without it the price is the same within a tenth.
+        """
+        return self.cost.seconds(rows, self._sequences)
+
+    def _prospects(self, price: float) -> dict[bool, Prospects]:
+        """Of greedy and of sampled drafts."""
+        return {
+            sampled: Prospects(known.worth(price), price, known.lasting)
+            for sampled, known in self.acceptance.items()
+        }
+
+    def _look_at_some(
+        self,
+        members: Several[Sequence],
+        accept: Several[list[float]],
+        prospects: dict[bool, Prospects],
+    ) -> None:
+        """Learn from new drafts, and from what is made of them; of everybody in turn."""
+        start = self._steps * _LOOKED_AT
+        for place in range(start, start + min(_LOOKED_AT, len(members))):
+            sequence, own = members[place % len(members)], accept[place % len(members)]
+            if own and sequence.choice and not sequence.grammar:
+                sampled = _is_sampled(sequence)
+                self.acceptance[sampled].observe_drafts(own, sequence.choice, prospects[sampled])
 
     def _accept(self, sequence: Sequence) -> list[float]:
         """Of the drafts that may be of use, how likely each is accepted."""
         known = self.acceptance[_is_sampled(sequence)]
         return known.of(sequence.draft_probabilities[: _useful(sequence)])
-
-    def _choose_at(
-        self, price: float, members: Several[Sequence], accept: Several[list[float]]
-    ) -> int:
-        """Rows that their choices add at this price of a row."""
-        prospects = {
-            sampled: Prospects(known.reach, price) for sampled, known in self.acceptance.items()
-        }
-        rows = 0
-        for sequence, own in zip(members, accept, strict=True):
-            mode = sequence.request.mode
-            assert isinstance(mode, VerifiedMode)
-            known = prospects[_is_sampled(sequence)]
-            choice = best_choice(own, _rooms(sequence, len(own)), known, mode.groups)
-            sequence.choice = choice
-            rows += choice.rows
-        return rows
-
-    def _probe(self, sequence: Sequence) -> None:
-        """Where masks do not pay nothing is learnt of them: now and then there are some."""
-        drafts = _useful(sequence)
-        masks = _rooms(sequence, drafts)[drafts]
-        sequence.choice = Choice(drafts, (*([0] * drafts), masks))
 
     def observe(self, sequence: Sequence, confidences: Several[float], committed: int) -> None:
         """What a step made of a sequence's drafts, by their confidences."""
@@ -193,6 +142,28 @@ class WindowControl:
         # Where a grammar forces tokens, acceptance says nothing about masks.
         if confidences and not sequence.grammar:
             self.acceptance[_is_sampled(sequence)].observe(confidences, committed - 1)
+
+
+def _choose_at(
+    prospects: dict[bool, Prospects], members: Several[Sequence], accept: Several[list[float]]
+) -> int:
+    """Rows that their choices add."""
+    rows = 0
+    for sequence, own in zip(members, accept, strict=True):
+        mode = sequence.request.mode
+        assert isinstance(mode, VerifiedMode)
+        known = prospects[_is_sampled(sequence)]
+        choice = best_choice(own, _rooms(sequence, len(own)), known, mode.groups)
+        sequence.choice = choice
+        rows += choice.rows
+    return rows
+
+
+def _probe(sequence: Sequence) -> None:
+    """Where masks do not pay nothing is learnt of them: now and then there are some."""
+    drafts = _useful(sequence)
+    masks = _rooms(sequence, drafts)[drafts]
+    sequence.choice = Choice(drafts, (*([0] * drafts), masks))
 
 
 def _is_controlled(sequence: Sequence) -> bool:

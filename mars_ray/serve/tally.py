@@ -51,7 +51,7 @@ class Tally:
         }
         sums |= {collect.OF_CLASS + name: count for name, count in self.of_class.items()}
         if engine.control:
-            table = engine.control.cost.table()
+            table = engine.control.cost.table(engine.config.max_batch)
             sums |= {f"{collect.STEP_COST}{rows}": seconds for rows, seconds in table.items()}
         if measures and measures.forwards:
             sums |= {collect.VERIFIED_FORWARDS: measures.forwards}

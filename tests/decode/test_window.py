@@ -13,17 +13,18 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.core.cost import StepCost, row_counts
-from mars_ray.core.drafting import Choice
+from mars_ray.core.drafting import Choice, Prospects
 from mars_ray.decode import reference
+from mars_ray.decode.acceptance import Acceptance
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.window import Acceptance, WindowControl
+from mars_ray.decode.window import WindowControl
 
 
 class Told(StepCost):
     """Stays what it was told, whatever steps really take."""
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
         pass
 
 
@@ -42,6 +43,17 @@ def test_beyond_the_measurements_noise_does_not_decide():
     """Guards groups for every outcome because 9 rows once took no longer than 8."""
     assert StepCost({1: 1.0, 8: 8.0, 9: 8.0}).seconds(18) == 15.0
     assert StepCost({1: 1.0, 4: 1.0, 8: 3.0}).seconds(12) == 5.0
+
+
+def test_a_sequence_has_a_cost_of_its_own():
+    """A row more of one that is there is cheaper; for others each row is a sequence, up to some."""
+    cost = StepCost({1: 1.0, 8: 8.0, 16: 16.0}, sequence_s=2.0)
+    assert [cost.seconds(8), cost.seconds(8, 1), cost.seconds(8, 8)] == [8.0, 10.0, 24.0]
+    assert cost.table(4) == {1: 3.0, 8: 16.0, 16: 24.0}
+    for _ in range(300):
+        cost.observe(8, 24.0, 8)  # as expected
+        cost.observe(16, 40.0, 4)
+    assert [cost.seconds(n) for n in (8, 16)] == pytest.approx([8.0, 32.0], rel=0.01)
 
 
 def test_cost_follows_the_steps_that_are_made():
@@ -98,16 +110,27 @@ def test_confidences_become_what_is_observed():
 
 
 def test_masks_are_worth_what_drafts_of_their_depth_were():
-    """Half of it where drafts always end at an outcome without masks; a depth not tried keeps
-    what was thought of it."""
+    """At any price, though it was another one then; a depth not tried keeps what was thought."""
     known = Acceptance(3)
-    for _ in range(2000):
-        known.observe_drafts([0.9, 0.5], Choice(2, (1, 1, 1)))
-    assert known.reach[:2] == pytest.approx([0.9, 0.45], abs=0.01)
-    assert known.reach[2] <= known.reach[1]
-    for _ in range(2000):
-        known.observe_drafts([0.9, 0.5], Choice(2, (0, 0, 0)))
-    assert known.reach[:2] == pytest.approx([0.45, 0.225], abs=0.01)
+    prospects = Prospects(known.worth(0.1), 0.1)
+    for accept in ([0.97, 0.15], [0.97, 0.85]) * 1000:
+        known.observe_drafts(accept, Choice(2, (0, 0, 1)), prospects)
+    assert known.worth(0.0)[:2] == pytest.approx([0.965, 0.5], abs=0.01)
+    assert known.worth(0.0)[2] <= known.worth(0.0)[1]
+    # Those that are not worth their rows are not checked: what they are is not subtracted.
+    assert known.worth(0.4)[:2] == pytest.approx([0.565, 0.225], abs=0.01)
+
+
+def test_what_masks_bring_lasts_where_drafts_have_some_behind():
+    """And they stay worth having where not."""
+    for choice, lasting in ((Choice(1, (0, 0), 0.65), 0.0), (Choice(1, (0, 2), 1.15), 1.0)):
+        known = Acceptance(2)
+        prospects = Prospects([0.5, 0.5], 0.25)
+        assert prospects.gain == pytest.approx(0.5)
+        for _ in range(1000):
+            known.observe_drafts([0.9], choice, prospects)
+        assert known.lasting == pytest.approx(lasting, abs=0.01)
+        assert Prospects([0.5, 0.5], 0.25, known.lasting).masks(1.0, 2)[0] == 2
 
 
 def engine_with(model, cost: StepCost, **size) -> Engine:
