@@ -61,7 +61,11 @@ class ServedModel(Config):
     stream_interval_s: float = Field(
         default=0.05, ge=0, description="at least so long between two messages of a stream"
     )
-    default_mode: Mode = VerifiedMode()
+    default_mode: Mode = Field(
+        default=VerifiedMode(),
+        description="of requests that name none; the threshold of `verified` and `speculative` is "
+        "then that of default_quality and of the set-point, and the one here for those who name it",
+    )
     qualities: dict[str, Threshold] = Field(
         default={"lossless": 1.0, "balanced": 0.3, "fast": 0.0},
         description="the classes that requests may name, and the lowest threshold each tolerates",

@@ -66,30 +66,37 @@ def best_choice(
     most masks behind each outcome, one more than drafts. At most `groups` outcomes have masks,
     the last one always counted among them.
     """
-    survival, gained = 1.0, 0.0
+    survival, gained, behind = 1.0, 0.0, 0.0
     own, most = prospects.masks(1.0, rooms[0])
     best = Choice(0, (own,), most)
     masks: list[int] = []  # behind the outcomes before the last
     gains: list[float] = []
     for index, probability in enumerate(accept):
         # The draft is a row, and what is left to the outcome before it is the draft's rejection.
-        own, gain = prospects.masks(survival * (1 - probability), rooms[index])
+        rejected = survival * (1 - probability)
+        survival *= probability
+        if survival <= prospects.price:
+            break  # what is left is not worth a row, and what masks bring only falls
+        gained += survival - prospects.price
+        own, gain = prospects.masks(rejected, rooms[index])
         masks.append(own)
         gains.append(gain)
+        behind += gain
         if groups is not None:
-            _keep(groups - 1, masks, gains)
-        survival *= probability
-        gained += survival - prospects.price
+            behind -= _drop_one(groups - 1, masks, gains)
         own, gain = prospects.masks(survival, rooms[index + 1])
-        if gained + sum(gains) + gain > most:
-            most = gained + sum(gains) + gain
+        if gained + behind + gain > most:
+            most = gained + behind + gain
             best = Choice(index + 1, (*masks, own), most)
     return best
 
 
-def _keep(groups: int, masks: list[int], gains: list[float]) -> None:
-    """Only the outcomes that bring most keep theirs; outcomes to come can only take more away."""
+def _drop_one(groups: int, masks: list[int], gains: list[float]) -> float:
+    """Of more outcomes with masks than groups the one that brings least loses its, which is
+    returned; outcomes to come can only take more away."""
     places = [place for place, own in enumerate(masks) if own]
-    if len(places) > groups:
-        least = min(places, key=lambda place: gains[place])
-        masks[least], gains[least] = 0, 0.0
+    if len(places) <= groups:
+        return 0.0
+    least = min(places, key=lambda place: gains[place])
+    lost, masks[least], gains[least] = gains[least], 0, 0.0
+    return lost

@@ -14,7 +14,7 @@ from mars_ray.core.drafting import Choice, Prospects
 
 # Drafts between two of these confidences are counted together.
 _CONFIDENCES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))]
+_MIDDLES = np.array([(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))])
 # A depth's rate before anything was observed, and how many observations that counts for.
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.9, 4.0
 # What an observation still counts for after another one.
@@ -25,7 +25,7 @@ class Acceptance:
     """Of greedy drafts, or of sampled ones."""
 
     def __init__(self, depth: int) -> None:
-        self._accepted = [middle * _PRIOR_WEIGHT for middle in _MIDDLES]
+        self._accepted = (_MIDDLES * _PRIOR_WEIGHT).tolist()
         self._checked = [_PRIOR_WEIGHT] * len(_MIDDLES)
         # By depth, how many drafts were how likely to be reached and accepted.
         self._made = np.zeros((depth, len(_MIDDLES)))
@@ -54,12 +54,12 @@ class Acceptance:
         if prospects.gain > 0:
             lasting = (choice.value - alone) / prospects.gain
             self.lasting += (1 - _DECAY) * (lasting - self.lasting)
-        for counts, survival in zip(self._made, survivals, strict=False):
-            counts *= _DECAY
-            counts[bisect_right(_CONFIDENCES, survival)] += 1
+        places = [bisect_right(_CONFIDENCES, survival) for survival in survivals[: len(self._made)]]
+        self._made[: len(places)] *= _DECAY
+        self._made[np.arange(len(places)), places] += 1
 
     def worth(self, price: float) -> list[float]:
         """By depth, the tokens that a mask brings in the next step if its outcome comes, beyond the
         price of checking its draft: only a draft that is worth its row is checked."""
-        beyond = self._made @ np.maximum(np.array(_MIDDLES) - price, 0) / self._made.sum(axis=1)
+        beyond = self._made @ np.maximum(_MIDDLES - price, 0) / self._made.sum(axis=1)
         return list(accumulate(beyond.tolist(), min))

@@ -22,6 +22,7 @@ from mars_ray.decode.request import (
     Request,
     TokenEvent,
     TokenLogprobs,
+    check_context,
     check_request,
     most_rows,
     window_of,
@@ -38,7 +39,6 @@ from mars_ray.errors import ConfigError, RequestError
 from mars_ray.memory import free_on_node
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.shape import most_positions
 
 # Above this, bfloat16 is faster on a CPU; below it, float32 (docs/log.md).
 _FLOAT32_PARAMETERS = 100_000_000
@@ -331,8 +331,7 @@ def load_engine(
         draft_engine = _load(config.draft_model, _draft_config(config))
         draft_engine.warm_up()
     engine = _load(directory, config, draft_engine)
-    if config.max_context > (most := most_positions(engine.model.config)):
-        raise ConfigError(f"max_context={config.max_context}: this model knows {most} positions")
+    check_context(config.max_context, engine.model.config)
     engine.warm_up()
     return engine, load_tokenizer(directory)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -18,8 +18,9 @@ from mars_ray.config.decode import (
 )
 from mars_ray.decode.constraint import Grammar
 from mars_ray.decode.quality import Quality
-from mars_ray.errors import PromptTooLongError, RequestError
+from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
+from mars_ray.model.shape import most_positions
 
 _MOST_LOGPROBS = 20  # OpenAI's limit
 FinishReason = Literal["stop", "length", "deadline"]
@@ -150,6 +151,12 @@ def most_rows(mode: Mode, window: int) -> int:
             return size + window
         case _:
             return 1 + window
+
+
+def check_context(max_context: int, model_config: Any) -> None:
+    """Raises ConfigError if a model does not know so many positions."""
+    if max_context > (most := most_positions(model_config)):
+        raise ConfigError(f"max_context={max_context}: this model knows {most} positions")
 
 
 def check_request(

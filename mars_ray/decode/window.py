@@ -82,12 +82,12 @@ class WindowControl:
         if self._price is None:
             self._price = self._price_at(least, least, speed_up)
         accept = [self._accept(sequence) for sequence in members]
-        price, prospects = self._price, self._prospects(self._price)
+        price, prospects = self._price, self._prospects(members, self._price)
         rows = least + _choose_at(prospects, members, accept)
         while least < rows > self._most_rows:
             # All must fit, or some would wait for a step more.
             price *= _DEARER
-            prospects = self._prospects(price)
+            prospects = self._prospects(members, price)
             rows = least + _choose_at(prospects, members, accept)
         self._look_at_some(members, accept, prospects)
         if self._steps % _PROBE_EVERY == 0:
@@ -108,11 +108,12 @@ class WindowControl:
         """
         return self.cost.seconds(rows, self._sequences)
 
-    def _prospects(self, price: float) -> dict[bool, Prospects]:
-        """Of greedy and of sampled drafts."""
+    def _prospects(self, members: Several[Sequence], price: float) -> dict[bool, Prospects]:
+        """Of sampled drafts, and of greedy ones, if there are any."""
+        known = {sampled: self.acceptance[sampled] for sampled in set(map(_is_sampled, members))}
         return {
-            sampled: Prospects(known.worth(price), price, known.lasting)
-            for sampled, known in self.acceptance.items()
+            sampled: Prospects(own.worth(price), price, own.lasting)
+            for sampled, own in known.items()
         }
 
     def _look_at_some(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mars_ray.errors import ModelError
 
+CONFIG_FILE = "config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
@@ -12,10 +13,15 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
 
+def check_config(directory: Path, called: str) -> None:
+    """Raises ModelError if there is none."""
+    if not (directory / CONFIG_FILE).is_file():
+        raise ModelError(f"{called} has no {CONFIG_FILE}: it is no model directory")
+
+
 def check_complete(directory: Path) -> None:
     """Raises ModelError if config or weights are missing, or a file of weights was cut short."""
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory} has no config.json: it is no model directory")
+    check_config(directory, str(directory))
     for name in _weight_files(directory):
         path = directory / name
         if not path.is_file():

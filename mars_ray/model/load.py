@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
+from mars_ray.model.complete import check_config
 from mars_ray.model.missing import missing
 
 # transformers' model types and how we name them in messages.
@@ -45,7 +46,7 @@ def load_model(
     `dtype` None keeps the stored one. Raises ModelError if there is none, if its architecture is
     not supported, or if its weights are incomplete or not in safetensors.
     """
-    _check_architecture(directory, revision)
+    read_config(directory, revision)
     loaded: Any = _open(
         directory,
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -94,7 +95,16 @@ def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTra
     return tokenizer
 
 
-def _check_architecture(directory: str | Path, revision: str | None) -> None:
+def read_config(
+    directory: str | Path, revision: str | None = None, called: str | None = None
+) -> Any:
+    """A model's configuration. Raises ModelError if its architecture is not supported.
+
+    `called` is the model's name in messages, where the directory is a copy of it.
+    """
+    name = called or str(directory)
+    if called:
+        check_config(Path(directory), called)
     config = _open(
         directory,
         lambda: AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False),
@@ -102,9 +112,10 @@ def _check_architecture(directory: str | Path, revision: str | None) -> None:
     )
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
-            f"{directory} is a model of type {config.model_type!r}; "
+            f"{name} is a model of type {config.model_type!r}; "
             f"supported are {', '.join(ARCHITECTURES.values())}"
         )
+    return config
 
 
 def _open(directory: str | Path, load: Callable[[], T], revision: str | None = None) -> T:

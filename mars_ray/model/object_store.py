@@ -55,12 +55,17 @@ def shown(uri: str) -> str:
 
 def stored_card(uri: str) -> ModelCard:
     """The card of the checkpoint at a URI. Raises ModelError."""
-    filesystem, files = _listing(uri)
-    cards = [file for file in files if file.name == CARD_FILE]
     with tempfile.TemporaryDirectory() as directory:
-        for card in cards:
-            _fetch(filesystem, card, Path(directory), uri)
+        copy_file(uri, CARD_FILE, Path(directory))
         return read_card(directory, called=shown(uri))
+
+
+def copy_file(uri: str, name: str, directory: Path) -> None:
+    """One file of the checkpoint at a URI, if it has it. Raises ModelError."""
+    filesystem, files = _listing(uri)
+    for file in files:
+        if file.name == name:
+            _fetch(filesystem, file, directory, uri)
 
 
 def copy_from_store(uri: str, cache: Path) -> Path:

@@ -10,17 +10,20 @@ Only what a model needs is fetched: weights in safetensors, and its JSON and tex
 import re
 import socket
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.utils import disable_progress_bars
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, ModelCard, read_card
-from mars_ray.model.complete import check_complete
+from mars_ray.model.complete import CONFIG_FILE, check_complete
+from mars_ray.model.load import read_config
 from mars_ray.model.missing import missing
-from mars_ray.model.object_store import WANTED, copy_from_store, shown, stored_card
+from mars_ray.model.object_store import WANTED, copy_file, copy_from_store, shown, stored_card
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -57,6 +60,16 @@ def pinned(source: Source) -> tuple[Source, ModelCard]:
         return replace(source, name=str(Path(source.name).resolve())), read_card(source.name)
     snapshot = _from_hub(source, only=CARD_FILE)
     return replace(source, revision=snapshot.name), read_card(snapshot, called=source.name)
+
+
+def config_of(source: Source) -> Any:
+    """The model's configuration; nothing else is fetched. Raises ModelError."""
+    if not source.is_uri:
+        directory = _from_hub(source, only=CONFIG_FILE) if source.is_on_hub else Path(source.name)
+        return read_config(directory, called=source.name)
+    with tempfile.TemporaryDirectory() as directory:
+        copy_file(source.name, CONFIG_FILE, Path(directory))
+        return read_config(directory, called=shown(source.name))
 
 
 def local_copy(source: Source, cache: str) -> Path:

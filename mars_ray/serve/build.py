@@ -11,10 +11,10 @@ from ray import serve
 from mars_ray.config.decode import BlockCachedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
-from mars_ray.decode.request import window_of
+from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
 from mars_ray.model.object_store import shown
-from mars_ray.model.source import Source, pinned
+from mars_ray.model.source import Source, config_of, pinned
 from mars_ray.scaling.prior import prior_model
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.serve.autoscale import autoscaling
@@ -218,7 +218,7 @@ def _checked(job: ServeJob) -> ServeJob:
 
 
 def _checked_model(job: ServeJob) -> ServeJob:
-    """With the checkpoint pinned; only its card is fetched here."""
+    """With the checkpoint pinned; only its card and configuration are fetched here."""
     source, card = pinned(Source(job.checkpoint, job.revision))
     if isinstance(job.default_mode, BlockCachedMode):
         raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
@@ -227,6 +227,7 @@ def _checked_model(job: ServeJob) -> ServeJob:
     except RequestError as error:
         raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
     engine = job.engine
+    check_context(engine.max_context, config_of(source))
     if engine.draft_model:
         drafts, _ = pinned(Source(engine.draft_model))
         engine = engine.model_copy(update={"draft_model": drafts.name})

@@ -56,7 +56,11 @@ class Ingress:
         return self._gate.inside
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        backends = {name: _Replicas(handle) for name, handle in self._replicas.items()}
+        each = self._job.each()
+        backends = {
+            name: _Replicas(handle, may_sleep=each[name].scaling.scale_to_zero)
+            for name, handle in self._replicas.items()
+        }
         api = build_api(self._job, backends, self._gate, of_all_nodes)
         api.add_middleware(_hung_up)
         return api
@@ -84,7 +88,8 @@ def _hung_up(app: ASGIApp) -> ASGIApp:
 class _Replicas:
     """The backend behind a handle: one model's replicas."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, *, may_sleep: bool) -> None:
+        self._may_sleep = may_sleep
         # Messages, not Ray's objects. A handle has the options of the process that made it, so this
         # one's environment has no say.
         self._handle = handle.options(_by_reference=False)
@@ -113,6 +118,9 @@ class _Replicas:
         return await insisted(lambda: self._handle.detokenize.remote(tokens))
 
     async def is_ready(self) -> bool:
+        # A model at zero answers when somebody asks it; to ask it for its health would wake it.
+        if self._may_sleep and not await self.status():
+            return True
         try:
             return await asyncio.wait_for(self._asked(), _READY_S)
         except Exception:  # noqa: BLE001 - whatever keeps a replica from answering

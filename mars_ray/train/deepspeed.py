@@ -7,6 +7,7 @@ shared-memory collectives would be compiled on first use, which takes minutes an
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, cast
 
@@ -36,33 +37,22 @@ class DeepSpeedEngine:
         config: OptimizerConfig,
         ranks: Ranks,
         *,
-        bfloat16: bool,
-        zero: ZeroConfig,
-        micro_batch_size: int,
+        settings: dict[str, Any],
         own_time: OwnTime,
     ) -> None:
+        """`settings` of `zero_settings`."""
         self._own_time = own_time
         deepspeed = _import_deepspeed(ranks.device)
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._fragments = deepspeed.utils
         self._ranks = ranks
-        self._zero_stage = zero.zero_stage
+        self._zero_stage = settings["zero_optimization"]["stage"]
         self._finite = True
         self._engine, *_ = deepspeed.initialize(
             model=step,
             optimizer=make_optimizer(step, config),
             dist_init_required=not dist.is_initialized(),
-            config={
-                "train_micro_batch_size_per_gpu": micro_batch_size,
-                # Micro-batches are marked one by one (`last`), whatever their number.
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": config.max_grad_norm,
-                "zero_optimization": _zero_section(zero),
-                # Its own would be compiled; torch's fused AdamW runs on the CPU as well.
-                "zero_force_ds_cpu_optimizer": False,
-                "bf16": {"enabled": bfloat16},
-                "steps_per_print": 1 << 40,
-            },
+            config=settings,
         )
 
     def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
@@ -190,6 +180,40 @@ class DeepSpeedEngine:
             optimizer = self._engine.optimizer
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def zero_settings(
+    zero: ZeroConfig, optimizer: OptimizerConfig, *, bfloat16: bool, micro_batch_size: int
+) -> dict[str, Any]:
+    """What DeepSpeed calls its config."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        # Micro-batches are marked one by one (`last`), whatever their number.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optimizer.max_grad_norm,
+        "zero_optimization": _zero_section(zero),
+        # Its own would be compiled; torch's fused AdamW runs on the CPU as well.
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": bfloat16},
+        "steps_per_print": 1 << 40,
+    }
+
+
+@contextmanager
+def loading_in_parts(settings: dict[str, Any], ranks: Ranks) -> Iterator[None]:
+    """What transformers loads meanwhile is split among the ranks matrix by matrix; collective.
+
+    Otherwise every worker had a whole model before stage 3 split it. Rank 0 reads the weights.
+    """
+    _import_deepspeed(ranks.device)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    # transformers asks for it as long as it lives.
+    config = HfDeepSpeedConfig(settings)
+    try:
+        yield
+    finally:
+        del config
 
 
 def _zero_section(zero: ZeroConfig) -> dict[str, Any]:

@@ -111,17 +111,23 @@ class MetricsReader:
     inode: int = 0  # who cuts back puts another file in the place
 
     def new(self) -> list[dict[str, Any]]:
-        """The complete lines that were added since the last call."""
+        """The complete lines that were added since the last call.
+
+        Of a file that was cut back those from its last start on: before it stands what was told.
+        """
         if not self.path.exists():
             return []
+        known = 0
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self.inode or status.st_size < self.offset:
-                self.offset, self.inode = 0, status.st_ino
+                known, self.offset, self.inode = self.inode, 0, status.st_ino
             file.seek(self.offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self.offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+        records = [json.loads(line) for line in whole.splitlines()]
+        starts = [i for i, record in enumerate(records) if record.get("kind") == "start"]
+        return records[starts[-1] :] if known and starts else records
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -16,8 +16,8 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     """AdamW on all parameters; weight decay on matrices only, not on biases and norms."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -26,6 +26,15 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         eps=config.eps,
         fused=True,
     )
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Its own, also of one that ZeRO stage 3 has split, whose tensor is empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return len(whole_shape(parameter)) >= 2
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

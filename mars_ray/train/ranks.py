@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mars_ray.errors import CheckpointError
+from mars_ray.errors import CheckpointError, MarsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Ranks:
         try:
             yield
         # torch and safetensors have errors of their own for a full disk.
-        except (OSError, RuntimeError, SafetensorError, CheckpointError) as error:
+        except (OSError, RuntimeError, SafetensorError, MarsError) as error:
             problem = f"rank {self.rank} on {socket.gethostname()}: {error}"
         met = [found for found in self.gather(problem) if found is not None]
         if met:

@@ -25,6 +25,7 @@ from mars_ray.train.keeping import best_checkpoint
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity, stage_plan, with_absolute_paths
+from mars_ray.writer import sole_writer
 
 _SUMMARY = "training.json"
 
@@ -42,12 +43,18 @@ class TrainResult:
 def run_training(job: TrainJob) -> TrainResult:
     """Run all stages on the cluster that `ray.init` has connected to.
 
-    Raises DataError, ModelError, or TrainingError: when output_dir holds another job, when a stage
-    fails for good, and when it was stopped with Ctrl-C (run again to resume).
+    Raises DataError, ModelError, ConfigError if output_dir cannot be written or another process is
+    writing it, or TrainingError: when it holds another job, when a stage fails for good, and when
+    it was stopped with Ctrl-C (run again to resume).
     """
     job = with_absolute_paths(job)
     output_dir = Path(job.output_dir)
-    _claim(output_dir, job)
+    with sole_writer(output_dir):
+        _claim(output_dir, job)
+        return _run_stages(job, output_dir)
+
+
+def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
     model = initial_model(job)
     result = TrainResult({}, {}, {}, {})
     for stage in job.stages:
@@ -75,13 +82,6 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(
-            f"output_dir {output_dir} cannot be used: {error}. Mend or mount its storage, or "
-            "choose another one"
-        ) from error
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(content, indent=1))

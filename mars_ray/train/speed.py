@@ -5,6 +5,7 @@ that passes it, forward and backward (2 and 4); 12 for each query-key pair and a
 (arXiv 2204.02311, appendix B). A row at position p sees p + 1 keys, in both streams.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mars_ray.model.forward import output_head
+from mars_ray.train.optim import whole_shape
 from mars_ray.train.ranks import Ranks
 
 _PROBE_ROWS = {"cpu": 768, "cuda": 8192}
@@ -31,13 +33,13 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFlops":
-        """Of a model whose parameters are whole: before an engine splits them."""
+        """Of a model, whole or split."""
         linear = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
-            sum(module.weight.numel() for module in linear),
-            sum(parameter.numel() for parameter in output_head(model).parameters()),
+            sum(module.in_features * module.out_features for module in linear),
+            sum(math.prod(whole_shape(weight)) for weight in output_head(model).parameters()),
             config.num_hidden_layers * config.num_attention_heads * size,
         )
 

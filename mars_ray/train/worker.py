@@ -5,7 +5,9 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +30,7 @@ from mars_ray.model.save import save_model
 from mars_ray.model.shape import shape_of
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState, newest
-from mars_ray.train.deepspeed import DeepSpeedEngine
+from mars_ray.train.deepspeed import DeepSpeedEngine, loading_in_parts, zero_settings
 from mars_ray.train.engine import Engine, PlainEngine
 from mars_ray.train.keeping import Keeper
 from mars_ray.train.loop import (
@@ -174,19 +176,21 @@ def _keeper(plan: StagePlan, ranks: Ranks) -> Keeper | None:
 
 def make_engine(plan: StagePlan, step: TrainStep, ranks: Ranks, own_time: OwnTime) -> Engine:
     """The engine that the job asks for."""
-    bfloat16 = plan.job.precision == "bfloat16"
     optimizer = plan.config.optimizer
     if isinstance(plan.job.engine, DeepSpeedConfig):
-        return DeepSpeedEngine(
-            step,
-            optimizer,
-            ranks,
-            bfloat16=bfloat16,
-            zero=plan.job.engine,
-            micro_batch_size=plan.micro_batch_size(ranks.world_size),
-            own_time=own_time,
-        )
+        settings = _zero_settings(plan, plan.job.engine, ranks)
+        return DeepSpeedEngine(step, optimizer, ranks, settings=settings, own_time=own_time)
+    bfloat16 = plan.job.precision == "bfloat16"
     return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, own_time=own_time)
+
+
+def _zero_settings(plan: StagePlan, zero: DeepSpeedConfig, ranks: Ranks) -> dict[str, Any]:
+    return zero_settings(
+        zero,
+        plan.config.optimizer,
+        bfloat16=plan.job.precision == "bfloat16",
+        micro_batch_size=plan.micro_batch_size(ranks.world_size),
+    )
 
 
 def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreTrainedModel:
@@ -197,7 +201,14 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
         directory = resume_from / checkpoint.MODEL
     # Float32: the master weights. DeepSpeed casts to bfloat16 itself and keeps its own masters.
     attention = "flex_attention" if ranks.device.type == "cuda" else "sdpa"
-    model = load_model(directory, dtype=torch.float32, attention=attention)
+    load = partial(load_model, directory, dtype=torch.float32, attention=attention)
+    zero = plan.job.engine
+    if isinstance(zero, DeepSpeedConfig) and zero.zero_stage == 3 and ranks.world_size > 1:
+        # Its parts are cast as they come. No worker may ever hold a whole model.
+        with ranks.together(), loading_in_parts(_zero_settings(plan, zero, ranks), ranks):
+            model = load(device=ranks.device)
+    else:
+        model = load()
     model.train()
     if lora is not None:
         settings = lora.model_dump()

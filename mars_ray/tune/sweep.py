@@ -15,6 +15,7 @@ from mars_ray.tune.measure import START, best, fastest, measure, survivors
 from mars_ray.tune.results import Row, rows_of, summary_of, write_results
 from mars_ray.tune.run import absolute, run_trials, start_model
 from mars_ray.tune.space import trial_job
+from mars_ray.writer import sole_writer
 
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"
@@ -34,8 +35,13 @@ def run_sweep(job: TuneJob, console: Console) -> Sweep:
 
     Raises MarsError.
     """
-    ledger = run_trials(job, console)
     resolved = absolute(job)
+    with sole_writer(Path(resolved.output_dir)):
+        return _run(job, resolved, console)
+
+
+def _run(job: TuneJob, resolved: TuneJob, console: Console) -> Sweep:
+    ledger = run_trials(job, console)
     kept = survivors(ledger, job.objectives)
     frontiers = measure(resolved, kept, start_model(resolved), console)
     chosen = best(frontiers, job.objectives, kept)

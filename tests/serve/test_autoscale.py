@@ -197,6 +197,11 @@ def test_a_service_at_zero_wakes_for_a_request_and_stays_awake(service):
         return time.monotonic() - begin
 
     wait_for(0, 60)
+    # Whoever watches over the service does not wake it.
+    for _ in range(15):
+        assert service.get("/../readyz", cast_to=dict) == {"status": "ready"}
+        time.sleep(0.2)
+    assert replicas() == 0
     ask()
     time.sleep(2)
     assert ask() < 3

@@ -26,6 +26,7 @@ def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
 
 def test_a_default_mode_that_every_request_would_fail_on_is_refused(job, tmp_path):
     """A model without MARS training can serve `exact` only; `block_cached` is for evaluation."""
+    shutil.copy(f"{job.checkpoint}/config.json", tmp_path)
     write_card(tmp_path, replace(read_card(job.checkpoint), block_size=0))
     untrained = job.model_copy(update={"checkpoint": str(tmp_path)})
     with pytest.raises(ConfigError, match="exact"):
@@ -127,3 +128,7 @@ def test_a_context_that_the_model_does_not_know_is_refused(checkpoint, tmp_path,
     load_engine(model, size)
     with pytest.raises(ConfigError, match=f"knows {most} positions"):
         load_engine(model, size.model_copy(update={"max_context": most + 1}))
+    # Known before replicas start.
+    engine = {"max_batch": 2, "max_context": most + 1}
+    with pytest.raises(ConfigError, match=f"knows {most} positions"):
+        build_app(ServeJob.model_validate({"checkpoint": str(model), "engine": engine}))

@@ -1,11 +1,12 @@
 """Two ranks as real processes with gloo: plain torch and ZeRO give one rank's loss curve."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from train.small_jobs import (
     ignore_report,
     losses,
@@ -17,9 +18,12 @@ from train.small_jobs import (
     spawn,
 )
 
+from mars_ray.config.train import DeepSpeedEngine, TrainJob
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError, MarsError
+from mars_ray.model.load import load_model
 from mars_ray.train.checkpoint import TrainState, directory_of, read_rank_state, write
+from mars_ray.train.deepspeed import loading_in_parts, zero_settings
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
@@ -136,6 +140,73 @@ def test_zero_stages_equal_plain_torch(model, one_rank, tmp_path):
         # The consolidated weights are whole, and one rank's.
         mine, expected = (load_file(_last_model(p)) for p in (plan, one_rank))
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-3)
+
+
+def load_in_parts(plan: StagePlan, broken: StagePlan, wrote: Path) -> None:
+    """What this rank holds after loading, and what it meets with weights of another shape."""
+    ranks = Ranks.current(torch.device("cpu"))
+    assert isinstance(plan.job.engine, DeepSpeedEngine)
+    settings = zero_settings(
+        plan.job.engine, plan.config.optimizer, bfloat16=True, micro_batch_size=1
+    )
+    with loading_in_parts(settings, ranks):
+        parameters = list(load_model(plan.start_model, dtype=torch.float32).parameters())
+    loaded = {
+        "whole": sum(parameter.numel() for parameter in parameters),
+        "part": sum(parameter.ds_tensor.numel() for parameter in parameters),
+        "types": sorted({str(parameter.ds_tensor.dtype) for parameter in parameters}),
+        "after": sum(p.numel() for p in load_model(plan.start_model, dtype=None).parameters()),
+        "error": str(train_stage(broken, ranks, None, ignore_report)),
+    }
+    (wrote / f"{ranks.rank}.json").write_text(json.dumps(loaded))
+
+
+@pytest.mark.slow
+def test_under_zero_3_no_rank_ever_holds_a_whole_model(model, tmp_path):
+    """Guards a worker of a large model that runs out of memory before its part is cut.
+
+    Only rank 0 reads weights, so what is wrong with them must reach the others.
+    """
+    engine = {"type": "deepspeed", "zero_stage": 3}
+    plan = two_ranks(model, tmp_path / "run", engine=engine, precision="bfloat16")
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(3)
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    broken = two_ranks(other, tmp_path / "broken", engine=engine)
+    spawn(load_in_parts, 2, plan, broken, tmp_path)
+    total = sum(parameter.numel() for parameter in load_model(model, dtype=None).parameters())
+    for rank in (0, 1):
+        loaded = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert loaded["whole"] == 0
+        assert total / 2 <= loaded["part"] < 0.51 * total
+        assert loaded["types"] == ["torch.bfloat16"]
+        assert loaded["after"] == total
+        assert "model.norm.weight" in loaded["error"]
+
+
+@pytest.mark.slow
+def test_adapters_under_zero_3_equal_those_of_one_rank(model, tmp_path):
+    """They come after the model was cut into parts, and go into its whole weights."""
+    todo: list[tuple[StagePlan, Path | None]] = []
+    for name in ("a", "b"):
+        job = two_ranks(
+            model, tmp_path / name, engine={"type": "deepspeed", "zero_stage": 3}
+        ).job.model_dump()
+        job["stages"]["mars"]["lora"] = {"rank": 4, "alpha": 8}
+        todo.append((make_plan(TrainJob.model_validate(job), model), None))
+    (first, _), (second, _) = todo
+    todo[1] = (second, directory_of(first.run_dir, 10))
+    spawn(train_all, 2, todo, tmp_path / "results.json")
+    content = first.job.model_dump() | {"output_dir": str(tmp_path / "one")}
+    content |= {"engine": {"type": "torch"}}
+    content["cluster"]["workers"] = 1
+    alone = make_plan(TrainJob.model_validate(content), model)
+    run_alone(alone)
+    assert losses(first) == pytest.approx(losses(alone), abs=1e-4)
+    assert losses(second) == losses(first)[10:]
+    mine, expected = (load_file(_last_model(plan)) for plan in (first, alone))
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-3)
 
 
 def _tiny_steps_in_bfloat16(model: Path, directory: Path) -> StagePlan:

@@ -20,7 +20,7 @@ from train.small_jobs import (
 )
 
 from mars_ray.config.train import CheckpointConfig
-from mars_ray.errors import CheckpointError, TrainingError
+from mars_ray.errors import CheckpointError, ConfigError, TrainingError
 from mars_ray.train import checkpoint
 from mars_ray.train.keeping import best_checkpoint, fetch_copies, kept
 from mars_ray.train.loop import StageOutcome
@@ -197,5 +197,5 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(model, tmp_path):
 def test_a_run_directory_that_cannot_be_made_is_an_error_of_ours(model, tmp_path):
     """Guards an unreachable storage path: a file stands where the directory should be."""
     (tmp_path / "run").write_text("no directory")
-    with pytest.raises(TrainingError, match=r"cannot be used.*Mend or mount"):
+    with pytest.raises(ConfigError, match=r"cannot be used.*Mend or mount"):
         run_training(make_job(model, tmp_path / "run"))

@@ -1,0 +1,54 @@
+"""Two jobs that write one directory would mix their checkpoints."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+from filelock import FileLock
+
+from mars_ray.errors import ConfigError
+from mars_ray.writer import sole_writer
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from mars_ray.writer import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_directory_has_one_writer_at_a_time(tmp_path):
+    """Also if that one is killed: nothing has to be removed by hand."""
+    directory = tmp_path / "runs" / "a"
+    command = [sys.executable, "-c", HOLD, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=r"another process is writing .*runs/a"):
+            sole_writer(directory).__enter__()
+        with sole_writer(tmp_path / "runs" / "b"):
+            pass
+        other.kill()
+    with sole_writer(directory):
+        pass
+
+
+def test_storage_without_locks_is_written_all_the_same(tmp_path, monkeypatch, caplog):
+    """With a word, once."""
+
+    def refuse(*_, **__):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with caplog.at_level(logging.WARNING), sole_writer(tmp_path):
+        pass
+    assert "cannot be locked" in caplog.text
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        sole_writer(tmp_path / "file" / "run").__enter__()
