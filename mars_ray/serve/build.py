@@ -18,7 +18,7 @@ from mars_ray.model.source import Source, config_of, pinned
 from mars_ray.scaling.prior import prior_model
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.serve.autoscale import autoscaling
-from mars_ray.serve.control import end_control, release
+from mars_ray.serve.control import end_controls, release
 from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
@@ -162,9 +162,8 @@ def start(job: ServeJob) -> str:
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
     check_port(job.host, job.port)
-    for name in job.each():
-        # Of a service before this one, which did not end as it should have.
-        end_control(name)
+    # Of a service before this one, which did not end as it should have.
+    end_controls()
     # What Serve says of itself while it starts would bury what the command says.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
@@ -190,7 +189,8 @@ def update(job: ServeJob) -> None:
     app = build_app(job)
     if APP_NAME not in serve.status().applications:
         raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
-    address = serve.get_deployment_handle(Ingress.__name__, APP_NAME).address.remote().result()
+    ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
+    address, models = ingress.address.remote().result(), ingress.models.remote().result()
     if address != (job.host, job.port):
         raise ConfigError(
             f"the service listens on {address[0]}:{address[1]} as long as it runs, so the job must "
@@ -200,6 +200,7 @@ def update(job: ServeJob) -> None:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
         raise EngineError(f"the service was not updated: {error}") from error
+    end_controls(set(models) - job.each().keys())
     for name, model in job.each().items():
         if model.replicas != "auto":
             release(name, model.set_point)

@@ -10,12 +10,13 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Container, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util import list_named_actors
 
 from mars_ray.errors import ConfigError
 from mars_ray.scaling.ladder import Rung
@@ -133,12 +134,16 @@ def release(model: str, threshold: float) -> None:
     ray.get(control_of(model, threshold).release.remote(threshold))
 
 
-def end_control(model: str) -> None:
-    """At the end of the service; none is no fault."""
-    try:
-        ray.kill(ray.get_actor(f"control:{model}", namespace=_NAMESPACE))
-    except ValueError:
-        return
+def end_controls(models: Container[str] | None = None) -> None:
+    """Of models that are served no more; without names of all, where Serve has ended."""
+    actors: Any = list_named_actors(all_namespaces=True)  # Ray's annotation: of the other argument
+    for actor in actors:
+        prefix, _, model = actor["name"].partition(":")
+        is_ours = (prefix, actor["namespace"]) == ("control", _NAMESPACE)
+        if is_ours and (models is None or model in models):
+            # It may have ended meanwhile.
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(**actor))
 
 
 async def follow(

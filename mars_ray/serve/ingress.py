@@ -47,6 +47,10 @@ class Ingress:
         """Host and port of the job."""
         return self._job.host, self._job.port
 
+    def models(self) -> list[str]:
+        """Names of the job's models."""
+        return list(self._replicas)
+
     def close(self) -> None:
         """Let no request in any more."""
         self._gate.close()

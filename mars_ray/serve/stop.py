@@ -16,7 +16,7 @@ from ray.util import list_named_actors
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.build import APP_NAME
-from mars_ray.serve.control import end_control
+from mars_ray.serve.control import end_controls
 from mars_ray.serve.ingress import Ingress
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def wait_until_stopped(job: ServeJob) -> None:
         if not is_drained:
             _cut()
         serve.shutdown()
-        for name in job.each():
-            end_control(name)
+        end_controls()
 
 
 def drain(limit_s: float, at_once: threading.Event) -> bool:

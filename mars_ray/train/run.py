@@ -74,8 +74,10 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
     """Make the directory this job's. Raises TrainingError if it is another's."""
     path = output_dir / "job.json"
     if path.exists():
-        before = identity(_recorded(path))
-        now = identity(job)
+        before, now = (
+            identity(known) | {"order of stages": list(known.stages)}
+            for known in (_recorded(path), job)
+        )
         changed = sorted(key for key in before | now if before.get(key) != now.get(key))
         if changed:
             raise TrainingError(

@@ -20,7 +20,7 @@ from mars_ray.scaling import collect
 from mars_ray.scaling.service_model import Level, ServiceModel, Shape
 from mars_ray.serve.autoscale import Autoscaler
 from mars_ray.serve.build import APP_NAME, start
-from mars_ray.serve.control import end_control, publish
+from mars_ray.serve.control import end_controls, publish
 
 DEPLOYMENT = DeploymentID("Replica-tiny", "mars-ray")
 # Lower thresholds pay: more tokens for the rows.
@@ -166,7 +166,7 @@ def service(ray_cluster, checkpoint, tmp_path, request) -> Iterator[openai.OpenA
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=50) as client:
         yield client
     serve.shutdown()
-    end_control("tiny")
+    end_controls()
 
 
 def replicas() -> int:

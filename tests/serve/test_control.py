@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 import ray
+from ray.util import list_named_actors
 
 from mars_ray.serve import control
-from mars_ray.serve.control import Control, Entry, SetPoint, control_of, end_control, follow
+from mars_ray.serve.control import Control, Entry, SetPoint, control_of, end_controls, follow
 
 
 @pytest.mark.ray
@@ -45,8 +47,23 @@ def test_everybody_learns_every_set_point(ray_cluster):
         following.cancel()
 
     asyncio.run(scenario())
-    end_control("nobody")
-    end_control("nobody")
+    ray.get(control_of("somebody", 0.5).history.remote())
+
+    def names() -> set[str]:
+        return {each["name"] for each in list_named_actors(all_namespaces=True)}
+
+    end_controls({"nobody", "never"})
+    wait_until(lambda: "control:nobody" not in names())
+    assert "control:somebody" in names()
+    end_controls()
+    wait_until(lambda: "control:somebody" not in names())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_wait_without_news_leaves_nothing_behind(monkeypatch):

@@ -66,12 +66,12 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
     monkeypatch.setattr(stop, "drain", wait)
     monkeypatch.setattr(stop, "_cut", lambda: did.append("cut"))
     monkeypatch.setattr(serve, "shutdown", lambda: did.append("stop"))
-    monkeypatch.setattr(stop, "end_control", did.append)
+    monkeypatch.setattr(stop, "end_controls", lambda: did.append("forget"))
     before = signal.getsignal(number)
     for delay_s in (0.2, 0.4):
         threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
     stop.wait_until_stopped(ServeJob(checkpoint="m"))
-    assert did == ["drain", "cut", "stop", "m"]
+    assert did == ["drain", "cut", "stop", "forget"]
     assert signal.getsignal(number) is before
 
 
