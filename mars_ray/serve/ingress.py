@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import TaskCancelledError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
@@ -141,6 +142,6 @@ class _Replicas:
             replies = await self._handle.broadcast("status").results_async(
                 timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True
             )
-        except TimeoutError:
+        except (TimeoutError, DeploymentUnavailableError):  # the latter where there is none
             return ()
         return [reply for reply in replies if isinstance(reply, ReplicaStatus)]

@@ -198,8 +198,10 @@ def test_a_service_at_zero_wakes_for_a_request_and_stays_awake(service):
 
     wait_for(0, 60)
     # Whoever watches over the service does not wake it.
+    once = service.with_options(max_retries=0)
     for _ in range(15):
-        assert service.get("/../readyz", cast_to=dict) == {"status": "ready"}
+        assert once.get("/../readyz", cast_to=dict) == {"status": "ready"}
+        assert once.get("/mars/status", cast_to=dict)["data"][0]["replicas"] == 0
         time.sleep(0.2)
     assert replicas() == 0
     ask()
