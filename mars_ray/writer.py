@@ -21,7 +21,8 @@ def sole_writer(directory: Path) -> Iterator[None]:
     The system lets go of it when this process ends, however it does. On shared storage processes of
     other machines are seen too, if the storage has locks; otherwise nobody is.
     """
-    lock = FileLock(directory / _LOCK_FILE)
+    # Never a file in place of a lock: that would stay when this process is killed.
+    lock = FileLock(directory / _LOCK_FILE, fallback_to_soft=False)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

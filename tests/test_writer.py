@@ -1,11 +1,12 @@
 """Two jobs that write one directory would mix their checkpoints."""
 
+import errno
+import fcntl
 import logging
 import subprocess
 import sys
 
 import pytest
-from filelock import FileLock
 
 from mars_ray.errors import ConfigError
 from mars_ray.writer import sole_writer
@@ -36,15 +37,17 @@ def test_a_directory_has_one_writer_at_a_time(tmp_path):
         pass
 
 
-def test_storage_without_locks_is_written_all_the_same(tmp_path, monkeypatch, caplog):
-    """With a word, once."""
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_storage_without_locks_is_written_all_the_same(tmp_path, monkeypatch, caplog, number):
+    """With a word, and nothing that would keep others out after a kill."""
 
-    def refuse(*_, **__):
-        raise OSError(95, "Operation not supported")
+    def refuse(*_):
+        raise OSError(number, "not here")
 
-    monkeypatch.setattr(FileLock, "acquire", refuse)
-    with caplog.at_level(logging.WARNING), sole_writer(tmp_path):
-        pass
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING), sole_writer(tmp_path), sole_writer(tmp_path):
+            pass
     assert "cannot be locked" in caplog.text
 
 

@@ -54,8 +54,8 @@ class StepCost:
         if not self._rows[0] <= rows <= self._rows[-1]:
             return
         right, share = self._place(rows)
-        wrong_s = seconds - self.seconds(rows, sequences)
-        moved = _RATE * max(-1.0, min(wrong_s / self._of_rows(rows), 1.0))
+        moved = _RATE * min(seconds / self.seconds(rows, sequences) - 1, 1)
+        self._sequence_s *= 1 + moved * (sequences > 0)
         self._measured[right - 1] = self._seconds[right - 1] * (1 + moved * (1 - share))
         self._measured[right] = self._seconds[right] * (1 + moved * share)
         self._seconds = _monotone(self._measured)

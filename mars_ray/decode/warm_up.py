@@ -37,13 +37,16 @@ def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> St
     def seconds(rows: int, sequences: int) -> float:
         return _least_seconds(backend, card, config, rows, sequences)
 
-    sequence_s, few = 0.0, -(-config.max_batch // widest)
-    if config.max_batch > few:
-        more_s = seconds(config.max_batch, config.max_batch) - seconds(config.max_batch, few)
-        sequence_s = max(0.0, more_s / (config.max_batch - few))
+    batch = min(config.max_batch, most)
+    sequence_s, few = 0.0, -(-batch // widest)
+    if batch > few:
+        # In turn: what disturbs one shall disturb the other.
+        pairs = [(seconds(batch, batch), seconds(batch, few)) for _ in range(2)]
+        many_s, few_s = map(min, zip(*pairs, strict=True))
+        sequence_s = max(0.0, (many_s - few_s) / (batch - few))
     seconds_at = {}
     for rows in row_counts(most):
-        sequences = min(config.max_batch, -(-rows // widest))
+        sequences = min(batch, -(-rows // widest))
         total_s = seconds(rows, sequences)
         seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - sequence_s * sequences)
     return StepCost(seconds_at, sequence_s)

@@ -1,7 +1,10 @@
 """Whether a model directory is whole: a copy that was cut short loads late, or not as it should."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
+
+from safetensors import safe_open
 
 from mars_ray.errors import ModelError
 
@@ -11,6 +14,8 @@ _SINGLE = "model.safetensors"
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
+# Stored by old versions of transformers, and computed by all others.
+_IGNORED = ".rotary_emb.inv_freq"
 
 
 def check_config(directory: Path, called: str) -> None:
@@ -31,6 +36,29 @@ def check_complete(directory: Path) -> None:
         size = path.stat().st_size
         if size != _safetensors_size(path):
             raise ModelError(f"{path} is damaged or was cut short: it has {size} bytes")
+
+
+def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
+    """Raises ModelError if a file of weights has some that the model does not know.
+
+    `prefix` is what names of a model without its output projection lack.
+    """
+    strange = [
+        name
+        for file in _weight_files(directory)
+        for name in _names(directory / file)
+        if not {name, f"{prefix}.{name}"} & set(known) and not name.endswith(_IGNORED)
+    ]
+    if strange:
+        raise ModelError(
+            f"the weights in {directory} do not fit its config.json: "
+            f"unexpected keys {', '.join(sorted(strange)[:3])}"
+        )
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
 
 
 def _weight_files(directory: Path) -> list[str]:

@@ -60,7 +60,7 @@ def _opened(destination: str, names: set[str]) -> tuple[FileSystem, str]:
     if "://" in destination:
         filesystem, root = FileSystem.from_uri(destination)
     else:
-        filesystem, root = LocalFileSystem(), str(Path(destination).resolve())
+        filesystem, root = LocalFileSystem(), str(Path(destination).expanduser().resolve())
     root = root.rstrip("/")
     is_file = filesystem.get_file_info(root).type == FileType.File
     held = set() if is_file else _held(filesystem, root)

@@ -79,7 +79,7 @@ def copy_from_store(uri: str, cache: Path) -> Path:
     except OSError as error:
         raise ModelError(f"cannot keep models in {cache}: {error}; set model_cache=") from error
     directory = cache / f"{_name(uri)}-{_digest(uri, files)}"
-    with FileLock(f"{directory}.lock"):
+    with FileLock(f"{directory}.lock", fallback_to_soft=False):
         if not directory.exists():
             _download(uri, filesystem, files, directory)
     return directory

@@ -123,10 +123,10 @@ class _Replicas:
         return await insisted(lambda: self._handle.detokenize.remote(tokens))
 
     async def is_ready(self) -> bool:
-        # A model at zero answers when somebody asks it; to ask it for its health would wake it.
-        if self._may_sleep and not await self.status():
-            return True
         try:
+            # A model at zero answers when it is asked; to ask it for its health would wake it.
+            if self._may_sleep and await self._status.get() is None:
+                return True
             return await asyncio.wait_for(self._asked(), _READY_S)
         except Exception:  # noqa: BLE001 - whatever keeps a replica from answering
             return False
@@ -135,13 +135,16 @@ class _Replicas:
         return await self._handle.is_ready.remote()
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        return await self._status.get()
+        return await self._status.get() or ()
 
-    async def _asked_for_status(self) -> Sequence[ReplicaStatus]:
+    async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:
+        """None where there are no replicas at all."""
         try:
             replies = await self._handle.broadcast("status").results_async(
                 timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True
             )
-        except (TimeoutError, DeploymentUnavailableError):  # the latter where there is none
+        except DeploymentUnavailableError:
+            return None
+        except TimeoutError:
             return ()
         return [reply for reply in replies if isinstance(reply, ReplicaStatus)]

@@ -20,11 +20,13 @@ from mars_ray.errors import (
     CheckpointError,
     MarsError,
     MemoryShortError,
+    ModelError,
     NonFiniteLossError,
     TrainingError,
 )
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
 from mars_ray.model.card import read_card
+from mars_ray.model.complete import check_names
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 from mars_ray.model.shape import shape_of
@@ -204,9 +206,9 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
     load = partial(load_model, directory, dtype=torch.float32, attention=attention)
     zero = plan.job.engine
     if isinstance(zero, DeepSpeedConfig) and zero.zero_stage == 3 and ranks.world_size > 1:
-        # Its parts are cast as they come. No worker may ever hold a whole model.
-        with ranks.together(), loading_in_parts(_zero_settings(plan, zero, ranks), ranks):
-            model = load(device=ranks.device)
+        # No worker may ever hold a whole model. What comes is cast already.
+        with loading_in_parts(_zero_settings(plan, zero, ranks), ranks):
+            model = _loaded_by_all(partial(load, device=ranks.device), directory, ranks)
     else:
         model = load()
     model.train()
@@ -220,6 +222,27 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
     if plan.job.compile:
         # Batches differ in width and rows.
         model.base_model.compile(dynamic=True)
+    return model
+
+
+def _loaded_by_all(
+    load: Callable[[], PreTrainedModel], directory: Path, ranks: Ranks
+) -> PreTrainedModel:
+    """What rank 0 finds wrong with the weights, when all have come, is every rank's error."""
+    problem, model = None, None
+    try:
+        model = load()
+        # transformers does not look for these where parameters are split.
+        check_names(directory, model.state_dict().keys(), model.base_model_prefix)
+    except ModelError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            # This rank alone, and the others wait for it in a collective: its end is theirs.
+            raise error.__cause__ from error
+        problem = error
+    with ranks.together():
+        if problem:
+            raise problem
+    assert model is not None
     return model
 
 
