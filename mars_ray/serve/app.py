@@ -217,7 +217,8 @@ class _Routes:
     ) -> Response:
         assert entry.id
         model = self._models.asked(body.model, key)
-        call = _within(to_call(body, entry.id, secrets.randbits(63), model.job), key)
+        call = to_call(body, entry.id, secrets.randbits(63), model.job)
+        call = _within(call, key, "max_tokens" if body.max_tokens else "max_completion_tokens")
         entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
         created = int(time.time())
         messages = self._admitted(model.backend, call, key, entry)
@@ -274,13 +275,13 @@ class _Routes:
                     yield message
 
 
-def _within(call: Call, key: Key | None) -> Call:
-    """The call, no longer than its key allows. Raises ApiError if it asks for more."""
+def _within(call: Call, key: Key | None, param: str) -> Call:
+    """The call, no longer than its key allows. Raises ApiError if it asks for more, by `param`."""
     if key is None or key.new_tokens is None:
         return call
     if call.max_new_tokens is not None and call.max_new_tokens > key.new_tokens:
         message = f"key {key.name!r} allows at most {key.new_tokens} tokens per answer"
-        raise ApiError(Refusal(400, message, param="max_tokens", code="invalid_value"))
+        raise ApiError(Refusal(400, message, param=param, code="invalid_value"))
     return replace(call, new_tokens_limit=min(call.new_tokens_limit, key.new_tokens))
 
 

@@ -257,7 +257,8 @@ Stops = Annotated[
     Discriminator(_stop_kind),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+# One way to write a number: a second one would be the same token once more.
+TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Biases = Annotated[
     dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=_MAX_BIASES, json_schema_extra={"additionalProperties": False}),

@@ -115,6 +115,8 @@ def test_a_key_limits_tokens(client, backend):
     refused = ask(client, SECRET, max_tokens=6)
     assert refused.status_code == 400
     assert "'hashed' allows at most 5" in refused.json()["error"]["message"]
+    refused = ask(client, SECRET, max_tokens=None, max_completion_tokens=6)
+    assert refused.json()["error"]["param"] == "max_completion_tokens"
     assert ask(client, OTHER, max_tokens=6).status_code == 200
 
 

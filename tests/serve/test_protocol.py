@@ -173,6 +173,7 @@ def test_an_unsupported_field_is_named(field):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"05": 1}}, "logit_bias.05.[key]"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
