@@ -42,7 +42,7 @@ from mars_ray.provenance import provenance
 from mars_ray.scaling.simulate.result import Outcome, summarise
 from mars_ray.scaling.traces.load import load_trace
 from mars_ray.serve.build import APP_NAME, service_model, start
-from mars_ray.serve.control import Entry, end_control
+from mars_ray.serve.control import Entry, end_controls
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
 _PINNED_EVERY = 10  # requests: one of so many pins threshold 1
@@ -194,7 +194,7 @@ def _service(job: ServeJob) -> Iterator[str]:
         yield start(job)
     finally:
         serve.shutdown()
-        end_control(NAME)
+        end_controls()
         ray.shutdown()
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from render_sweeps import machine
 
+from mars_ray.evaluate.simulation_verdict import percent
+
 
 def _knob(knob: dict[str, Any]) -> str:
     value, aim, caution = knob["value"], knob["manner"]["aim"], knob["manner"]["caution"]
@@ -39,7 +41,7 @@ def simulation(result: dict[str, Any]) -> list[str]:
         "",
         f"{result['model']['name']}, {len(job['seeds'])} seeds, 95% intervals; `mars` takes: its "
         "replica-seconds as a share of this policy's; tuned to: replicas or a share, the aim, and "
-        f"the caution where it is not 1; * misses {wanted:.0%} in time. "
+        f"the caution where it is not 1; * misses {percent(wanted)} in time. "
         f"Commit {result['provenance']['commit']}.",
     ]
 
@@ -82,7 +84,7 @@ def _fleets_facts(result: dict[str, Any]) -> str:
     job = result["job"]
     return (
         f"Mean replicas (in time), {len(job['seeds'])} seeds; "
-        f"* misses {job['scaling']['slo']['attainment']:.0%}. "
+        f"* misses {percent(job['scaling']['slo']['attainment'])}. "
         f"{result['model']['name']}. Commit {result['provenance']['commit']}."
     )
 

@@ -36,6 +36,7 @@ from mars_ray.model.object_store import WANTED
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
+from mars_ray.writer import sole_writer
 
 Line = dict[str, Any]
 
@@ -55,15 +56,25 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
     """Write the output, or the rest of it.
 
     Raises DataError if the prompts cannot be read, if too many of them are bad, or if what is there
-    is not of this job, these prompts and this model; and ModelError.
+    is not of this job, these prompts and this model; ConfigError if another process is writing it;
+    and ModelError.
     """
-    output = Path(job.output)
-    done = output.with_suffix(".json")
+    output = _output(job)
     part = output.with_name(f"{output.name}.part")
     read_card(job.checkpoint)
     check_complete(Path(job.checkpoint))
     records = _records(job)
     made_from = _made_from(job, records)
+    # By file: several outputs may share a directory.
+    with sole_writer(output, part.with_name(f"{part.name}.lock"), "output"):
+        return _generated(job, records, made_from, part, console)
+
+
+def _generated(
+    job: GenerateJob, records: list[Record], made_from: Line, part: Path, console: Console
+) -> Generated:
+    output = _output(job)
+    done = output.with_suffix(".json")
     # The part goes last: while it is there, the others are of this command.
     if not part.exists() and (generated := _finished(output, done, made_from)):
         return generated
@@ -71,7 +82,7 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
     with Bars(console) as bars:
         task = bars.add_task("answers", total=len(records), completed=len(lines))
         for chunk in _answers(job, records[len(lines) :], lambda: bars.advance(task)):
-            _append(part, chunk)
+            _append(part, chunk, len(lines))
             lines += chunk
             bars.update(task, completed=len(lines))
     generated = _summary(output, lines)
@@ -80,6 +91,10 @@ def run_generation(job: GenerateJob, console: Console) -> Generated:
     done.write_text(json.dumps(table, indent=1) + "\n")
     part.unlink()
     return generated
+
+
+def _output(job: GenerateJob) -> Path:
+    return Path(job.output).expanduser()
 
 
 def _records(job: GenerateJob) -> list[Record]:
@@ -120,7 +135,7 @@ def _model(job: GenerateJob) -> str:
     directory = Path(job.checkpoint).resolve()
     # An evaluation may come in between, and writes beside the model how good it is; the output
     # itself may lie there.
-    others = {directory / FRONTIER_FILE, Path(job.output).resolve().with_suffix(".json")}
+    others = {directory / FRONTIER_FILE, _output(job).resolve().with_suffix(".json")}
     digest = hashlib.sha256()
     for path in sorted(set(directory.iterdir()) - others):
         if path.name.endswith(WANTED) and path.is_file():
@@ -215,10 +230,15 @@ def _resume(part: Path, made_from: Line) -> list[Line]:
     """The lines that an earlier attempt wrote whole; the file is made if it is not there."""
     kept = read_journal(part)
     if not kept:
-        part.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(made_from) + "\n")
         return []
     _check(kept[0], made_from, part)
+    # Lines of versions before have no number.
+    if any("prompt" in line and line["prompt"] != i for i, line in enumerate(kept[1:])):
+        raise DataError(
+            f"{part} has answers twice or not in the order of their prompts, as two processes "
+            "leave them: delete it"
+        )
     return kept[1:]
 
 
@@ -242,9 +262,11 @@ def _not_ours(place: Path) -> DataError:
     return DataError(f"{place} is there and is not of mars-ray generate: choose another output")
 
 
-def _append(part: Path, lines: list[Line]) -> None:
+def _append(part: Path, lines: list[Line], first: int) -> None:
+    """With the number of each line's prompt, of which `first` is the first one's."""
+    rows = ({"prompt": number} | line for number, line in enumerate(lines, start=first))
     with part.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def _write(output: Path, conversations: list[list[Line]]) -> None:

@@ -1,4 +1,4 @@
-"""One process at a time writes a directory of results."""
+"""One process at a time writes what a job leaves."""
 
 import logging
 from collections.abc import Iterator
@@ -11,35 +11,37 @@ from mars_ray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOCK_FILE = ".lock"
-
 
 @contextmanager
-def sole_writer(directory: Path) -> Iterator[None]:
-    """Raises ConfigError if another process has the directory, or if it cannot be made.
+def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
+    """Whoever holds the lock writes `place`, a file or a directory, as the job's `setting` says.
 
-    The system lets go of it when this process ends, however it does. On shared storage processes of
-    other machines are seen too, if the storage has locks; otherwise nobody is.
+    Raises ConfigError if another process holds it, or if its directory cannot be made. The system
+    lets go of it when this process ends, however it does. On shared storage processes of other
+    machines are seen too, if the storage has locks; otherwise nobody is.
     """
     # Never a file in place of a lock: that would stay when this process is killed.
-    lock = FileLock(directory / _LOCK_FILE, fallback_to_soft=False)
+    lock = FileLock(lock_file, fallback_to_soft=False)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"output_dir {directory} cannot be used: {error}. Mend or mount its storage, or "
-            "choose another one"
+            f"{setting} {place} cannot be used: {error}. Mend or mount its storage, or "
+            f"choose another {setting}"
         ) from error
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"another process is writing {directory}: wait until it has ended, stop it, or choose "
-            "another output_dir"
+            f"another process is writing {place}: wait until it has ended, stop it, or choose "
+            f"another {setting}"
         ) from None
     except (OSError, NotImplementedError) as error:
-        logger.warning("%s cannot be locked, so do not run this job twice: %s", directory, error)
+        logger.warning("%s cannot be locked, so do not run this job twice: %s", place, error)
     try:
         yield
     finally:
+        if lock.is_locked:
+            # While it is held: who opened it before sees that it has no name any more.
+            lock_file.unlink(missing_ok=True)
         lock.release()

@@ -5,6 +5,7 @@ import fcntl
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,15 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from mars_ray.writer import sole_writer
-with sole_writer(Path(sys.argv[1])):
+directory = Path(sys.argv[1])
+with sole_writer(directory, directory / ".lock", "output_dir"):
     print("held", flush=True)
     time.sleep(60)
 """
+
+
+def writer_of(directory: Path):
+    return sole_writer(directory, directory / ".lock", "output_dir")
 
 
 def test_a_directory_has_one_writer_at_a_time(tmp_path):
@@ -29,12 +35,13 @@ def test_a_directory_has_one_writer_at_a_time(tmp_path):
         assert other.stdout
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=r"another process is writing .*runs/a"):
-            sole_writer(directory).__enter__()
-        with sole_writer(tmp_path / "runs" / "b"):
+            writer_of(directory).__enter__()
+        with writer_of(tmp_path / "runs" / "b"):
             pass
         other.kill()
-    with sole_writer(directory):
+    with writer_of(directory):
         pass
+    assert not list(directory.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
@@ -46,7 +53,7 @@ def test_storage_without_locks_is_written_all_the_same(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     for _ in range(2):
-        with caplog.at_level(logging.WARNING), sole_writer(tmp_path), sole_writer(tmp_path):
+        with caplog.at_level(logging.WARNING), writer_of(tmp_path), writer_of(tmp_path):
             pass
     assert "cannot be locked" in caplog.text
 
@@ -54,4 +61,4 @@ def test_storage_without_locks_is_written_all_the_same(tmp_path, monkeypatch, ca
 def test_a_place_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be used"):
-        sole_writer(tmp_path / "file" / "run").__enter__()
+        writer_of(tmp_path / "file" / "run").__enter__()

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -113,16 +113,22 @@ class _Peer:
 
     def ask(self, task: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._ended() from None
         return self._receive()
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise MarsError(f"the peer {self._name} ended; what it said is above")
+            raise self._ended()
         return json.loads(line)
+
+    def _ended(self) -> MarsError:
+        return MarsError(f"the peer {self._name} ended; what it said is above")
 
 
 @contextmanager
@@ -167,7 +173,9 @@ def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]
         yield _Peer(name, process)
     finally:
         assert process.stdin
-        process.stdin.close()
+        # What was not sent is sent now, and fails where nobody is there any more.
+        with suppress(OSError):
+            process.stdin.close()
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

@@ -59,18 +59,23 @@ class _ModeResult:
 
 def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
     """Measure `exact` and every mode of the job; write frontier, plot and answers after each mode,
-    so that an interruption loses one mode at most. Raises MarsError."""
+    so that an interruption loses one mode at most. Where there is a frontier already, it stays
+    until the new one is whole. Raises MarsError.
+    """
     problems = _TASKS[type(job.task)](job.task)
     if not problems:
         raise DataError("the task has no problems")
     # What a checkpoint's masks are worth is measured with all of them, whatever steps cost here.
-    config = job.engine.model_copy(update={"window_control": False})
-    directory = Path(job.output_dir or job.checkpoint)
+    # And every mode computes the prompts: the first one would, for all.
+    config = job.engine.model_copy(update={"window_control": False, "prefix_cache": False})
+    directory = Path(job.output_dir or job.checkpoint).expanduser()
     modes: list[Mode] = [ExactMode(), *(m for m in job.modes if not isinstance(m, ExactMode))]
     results: list[_ModeResult] = []
     with Bars(console) as bars:
         engine, tokenizer = load_engine(job.checkpoint, config)
         directory.mkdir(parents=True, exist_ok=True)
+        # Services read it, and an hour's measurement is not lost to the start of another one.
+        is_first = not (directory / FRONTIER_FILE).exists()
         prompts = [
             encode_prompt([Message("user", problem.question)], tokenizer) for problem in problems
         ]
@@ -79,7 +84,8 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
             requests = _requests(prompts, mode, job.max_new_tokens, stop_ids(engine.model))
             advance = partial(bars.advance, task)
             results.append(_measure(engine, tokenizer, mode, problems, requests, advance))
-            _write(directory, _frontier(job, results), problems, results)
+            if is_first or len(results) == len(modes):
+                _write(directory, _frontier(job, results), problems, results)
     return Evaluation(_frontier(job, results), directory)
 
 

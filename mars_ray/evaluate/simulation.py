@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
+from mars_ray.errors import ConfigError
 from mars_ray.evaluate.parts import Kept, run_parts
+from mars_ray.evaluate.simulation_verdict import percent
 from mars_ray.provenance import provenance
 from mars_ray.scaling.baselines.contenders import Setting, contender, run
 from mars_ray.scaling.baselines.tuning import tuned
@@ -24,9 +26,9 @@ from mars_ray.scaling.simulate.result import Outcome, Timeline, summarise
 from mars_ray.scaling.traces.load import load_trace
 from mars_ray.scaling.traces.trace import Trace
 
-# 97.5% quantiles of Student's t by degrees of freedom; beyond, the normal one.
+# 97.5% quantiles of Student's t by degrees of freedom; beyond, from the normal one.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-_NORMAL = 1.96
+_NORMAL = 1.959964
 _KEPT = "parts.jsonl"
 # Points of a timeline in the result: its file stays small.
 _TICKS = 150
@@ -53,6 +55,7 @@ def run_simulations(
     code. Workers are processes, as many as cores if not said. Raises ConfigError or DataError.
     """
     model = replace(load_service_model(job.service_model), step_rows=job.cluster.step_tokens)
+    _check_fixed_threshold(job, model)
     # A trace that is missing is found now, not after those before it.
     traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
     colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))
@@ -74,6 +77,17 @@ def run_simulations(
         "cold_starts": results,
         "provenance": where,
     }
+
+
+def _check_fixed_threshold(job: SimulateJob, model: ServiceModel) -> None:
+    """Raises ConfigError if the policy would be run at another threshold than it is said to be."""
+    wanted = job.fixed_threshold
+    if "fixed-threshold" in job.policies and model.level(wanted).threshold != wanted:
+        known = ", ".join(f"{level.threshold:g}" for level in model.levels)
+        raise ConfigError(
+            f"{model.name} has no level {wanted:g} for the policy fixed-threshold: set "
+            f"fixed_threshold to one of {known}, or leave the policy out of policies"
+        )
 
 
 def _work(job: SimulateJob, model: ServiceModel, traces: list[Trace], where: dict[str, Any]) -> str:
@@ -116,13 +130,20 @@ def _compared(part: _Part, job: SimulateJob, model: ServiceModel) -> dict[str, A
     }
 
 
-def _half_width(values: list[float]) -> float:
-    """Of the 95% interval of the mean over seeds."""
+def _half_width(values: list[float]) -> float | None:
+    """Of the 95% interval of the mean over seeds; None where nothing is known of it."""
     if len(values) < 2 or not all(map(np.isfinite, values)):
-        return 0.0
-    degrees = len(values) - 1
-    quantile = _T[degrees - 1] if degrees <= len(_T) else _NORMAL
-    return quantile * statistics.stdev(values) / sqrt(len(values))
+        return None
+    return _quantile(len(values) - 1) * statistics.stdev(values) / sqrt(len(values))
+
+
+def _quantile(degrees: int) -> float:
+    """Beyond the table by Cornish and Fisher's expansion: right to 0.2% from 10 degrees on."""
+    if degrees <= len(_T):
+        return _T[degrees - 1]
+    z = _NORMAL
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / degrees + second / degrees**2
 
 
 def _thinned(timeline: Timeline) -> dict[str, list[float]]:
@@ -165,14 +186,19 @@ def print_comparison(result: dict[str, Any], console: Console) -> None:
             mark = "" if mean["attainment"] >= wanted else " *"
             table.add_row(
                 policy,
-                f"{mean['mean_replicas']:.2f} ± {half['mean_replicas']:.2f}",
+                f"{mean['mean_replicas']:.2f}{_margin(half['mean_replicas'])}",
                 f"{mean['attainment']:.2%}{mark}",
-                f"{mean['effective_accuracy']:.2f} ± {half['effective_accuracy']:.2f}",
+                f"{mean['effective_accuracy']:.2f}{_margin(half['effective_accuracy'])}",
                 f"{mean['points_lost']:.2f}",
                 f"{mean['below_set_point_s']:.0f} s",
             )
         console.print(table)
-    console.print(f"* below {wanted:.1%}; means over seeds, 95% intervals", style="dim")
+    console.print(f"* below {percent(wanted)}; means over seeds, 95% intervals", style="dim")
+
+
+def _margin(half_width: float | None) -> str:
+    """What follows a mean: nothing where its interval is not known."""
+    return "" if half_width is None else f" ± {half_width:.2f}"
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The comparison as one page that needs nothing else, and as JSON."""
 
 import json
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from mars_ray.evaluate.simulation_plots import pareto, sensitivity, timelines
-from mars_ray.evaluate.simulation_verdict import verdicts
+from mars_ray.evaluate.simulation_verdict import percent, verdicts
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -67,15 +68,22 @@ def page(result: dict[str, Any]) -> str:
 def _head(result: dict[str, Any], cold: str) -> str:
     job = result["job"]
     slo, prices = job["scaling"]["slo"], job["scaling"]["prices"]
+    seeds = len(job["seeds"])
+    intervals = "intervals are 95% of the mean" if seeds > 1 else "so no intervals are known"
+    tuned = min(job["tuning_seeds"], seeds)
     return (
         f"<h1>{escape(job['name'])}</h1><p>Scaling policies on a virtual clock. Service model: "
         f"{escape(result['model']['name'])}. Objective: first token in {slo['ttft_s']:g} s and "
-        f"{1e3 * slo['time_per_token_s']:g} ms a token for {slo['attainment']:.1%} of the "
-        f"requests. Cold start {cold} s, {len(job['seeds'])} seeds; intervals are 95% of the mean. "
+        f"{1e3 * slo['time_per_token_s']:g} ms a token for {percent(slo['attainment'])} of the "
+        f"requests. Cold start {cold} s, {_seeds(seeds)}; {intervals}. "
         f"A replica costs {prices['replica_hour']:g} an hour, a point of accuracy "
         f"{prices['point_hour']:g}. All but static-mean are tuned: the cheapest setting that "
-        f"reaches the objective on {job['tuning_seeds']} seeds.</p>"
+        f"reaches the objective on {_seeds(tuned)}.</p>"
     )
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed" if count == 1 else f"{count} seeds"
 
 
 def _verdict_table(result: dict[str, Any]) -> str:
@@ -110,11 +118,15 @@ def _table(policies: dict[str, Any], attainment: float) -> str:
         missed = row["mean"]["attainment"] < attainment
         kind = " ".join(k for k, on in (("mars", name == "mars"), ("missed", missed)) if on)
         cells = "".join(
-            f"<td title='± {shown(row['half_width'][key])}'>{shown(row['mean'][key])}"
+            f"<td{_margin(row['half_width'][key], shown)}>{shown(row['mean'][key])}"
             for _, key, shown in _COLUMNS
         )
         rows.append(f"<tr class='{kind}'><td>{escape(name)}{cells}")
     return f"<table><tr><th>policy{head}{''.join(rows)}</table>"
+
+
+def _margin(half_width: float | None, shown: Callable[[float], str]) -> str:
+    return "" if half_width is None else f" title='± {shown(half_width)}'"
 
 
 def _log(row: dict[str, Any] | None) -> str:

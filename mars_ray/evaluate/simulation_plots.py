@@ -35,7 +35,7 @@ def pareto(policies: dict[str, Part], attainment: float) -> str:
         axes.errorbar(
             x,
             y,
-            xerr=half["replica_s"] / 3600,
+            xerr=None if half["replica_s"] is None else half["replica_s"] / 3600,
             yerr=half["effective_accuracy"],
             marker="o",
             ms=8,

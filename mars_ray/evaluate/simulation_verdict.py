@@ -39,10 +39,17 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
     return found
 
 
+def percent(share: float) -> str:
+    """With all its digits: 99.9% is not 100%."""
+    return f"{100 * share:g}%"
+
+
 def _of_trace(trace: str, means: dict[str, Any], wanted: float) -> Iterator[Verdict]:
     mars = means["mars"]
     attained = mars["attainment"]
-    yield Verdict(trace, f"at least {wanted:.0%} in time", f"{attained:.2%}", attained >= wanted)
+    yield Verdict(
+        trace, f"at least {percent(wanted)} in time", f"{attained:.2%}", attained >= wanted
+    )
     if "ray" in means:
         yield _ratio(trace, "Ray's default over plain decoding", mars, means["ray"], _OF_RAY)
     lossless = {n: means[n] for n in _LOSSLESS if n in means and means[n]["attainment"] >= wanted}

@@ -90,7 +90,8 @@ def _fleet(seen: Seen, needed: Need, fleet: Fleet, config: ScalingConfig, dt: fl
     fleet = remember(fleet, needed.replicas, seen.busy, dt, window_s)
     before = seen.sample.target if fleet.asked is None else fleet.asked
     asked = ask(fleet, before, needed.replicas, seen.stay_s, config)
-    return replace(fleet, asked=asked, cold_start_s=seen.cold_start_s)
+    measured_s = seen.sample.cold_start_s or fleet.cold_start_s
+    return replace(fleet, asked=asked, cold_start_s=measured_s)
 
 
 def _quality(

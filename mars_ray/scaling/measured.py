@@ -62,12 +62,13 @@ def confidence_level(threshold: float, points_lost: float, rates: Sequence[float
     return Level(threshold, points_lost, _undominated(shapes))
 
 
-def acceptance_rate(mode: str, tokens_per_forward: float, window: int) -> float:
-    """The one rate of all depths that gives this T/F at this window, with one group."""
+def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: int = 1) -> float:
+    """The one rate of all depths that gives this T/F at this window with so many groups, which are
+    `verified`'s alone."""
 
     def tokens(rate: float) -> float:
         if mode == "verified":
-            return expected(Uniform(window, 1), [rate] * window).tokens
+            return expected(Uniform(window, groups), [rate] * window).tokens
         return 1 + sum(accumulate([rate] * window, mul))
 
     low, high = 0.0, 1.0
@@ -110,7 +111,9 @@ def _one_each(points: Iterable[FrontierPoint], depth: int) -> list[FrontierPoint
 
 def _level(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> Level:
     window = point.mode.get("window") or depth
-    rates = [acceptance_rate(mode, point.tokens_per_forward, window)] * window
+    # As the engine takes them: one where none is set, and no more than a step has outcomes.
+    groups = min(point.mode.get("groups") or 1, window + 1)
+    rates = [acceptance_rate(mode, point.tokens_per_forward, window, groups)] * window
     make = verified_level if mode == "verified" else confidence_level
     threshold = point.threshold
     assert threshold is not None

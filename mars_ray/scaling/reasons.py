@@ -45,7 +45,9 @@ def _why_replicas(needed: Need, fleet: Fleet, seen: Seen, config: ScalingConfig)
         return "the last one saves more quality than it costs"
     if needed.floor >= needed.mean:
         lowest = seen.rungs[-1].threshold
-        return f"{needed.floor:.2f} at threshold {lowest:g} for {covered(config):.0%} of loads"
+        return (
+            f"{needed.floor:.2f} at threshold {lowest:g} for {_percent(covered(config))} of loads"
+        )
     backlog = f", {seen.extra_rate:.2g}/s of it backlog" if seen.extra_rate > 0.01 else ""
     return f"{needed.mean:.2f} at the set-point{backlog}"
 
@@ -64,6 +66,11 @@ def _why_threshold(seen: Seen, quality: Quality, config: ScalingConfig) -> str:
     if pressure.running and not pressure.enough(best) and len(seen.rungs) == 1:
         return f"{now}, too much, but a lower one carries no more"
     return "the set-point"
+
+
+def _percent(share: float) -> str:
+    """A whole one, but 99.9% is not 100%."""
+    return f"{share:.0%}" if share < 0.99 else f"{100 * share:.4g}%"
 
 
 def _replicas(count: int) -> str:

@@ -49,7 +49,7 @@ def run_training(job: TrainJob) -> TrainResult:
     """
     job = with_absolute_paths(job)
     output_dir = Path(job.output_dir)
-    with sole_writer(output_dir):
+    with sole_writer(output_dir, output_dir / ".lock", "output_dir"):
         _claim(output_dir, job)
         return _run_stages(job, output_dir)
 

@@ -36,7 +36,8 @@ def run_sweep(job: TuneJob, console: Console) -> Sweep:
     Raises MarsError.
     """
     resolved = absolute(job)
-    with sole_writer(Path(resolved.output_dir)):
+    directory = Path(resolved.output_dir)
+    with sole_writer(directory, directory / ".lock", "output_dir"):
         return _run(job, resolved, console)
 
 

@@ -23,13 +23,20 @@ from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity_hash, stage_plan
-from mars_ray.train.store import below
+from mars_ray.train.store import CheckpointStore, below
 from mars_ray.tune.space import trial_job, values_at
 
 _POLL_S = 0.3
 # Of an attempt that is told to end: its checkpoint, and the worker group's own end.
 _STOP_TIMEOUT_S = 120
 _EVAL = "eval_"
+# In a copy that Tune keeps: the directory of the run that it is of.
+_ORIGIN = "origin"
+# In a run's directory: the state of the last checkpoint that came from another run.
+_TAKEN = "taken.json"
+# As bad as can be, for searchers that learn from ends: no draft is accepted, and the clean loss is
+# above that of a uniform guess. Numbers beyond would only stretch their scale.
+_DIVERGED = {"tokens_per_forward": 1.0, "clean_ce": 20.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class MarsTrial(tune.Trainable):
         newest = checkpoint.newest(self._plan.run_dir)
         assert newest is not None, "asked to save before the first evaluation"
         shutil.copytree(newest, Path(checkpoint_dir) / newest.name)
+        (Path(checkpoint_dir) / _ORIGIN).write_text(str(self._plan.run_dir))
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         hand_over(Path(checkpoint_dir), self._plan)
@@ -85,7 +93,7 @@ class MarsTrial(tune.Trainable):
     def _end(self, run: "_Run") -> dict[str, Any]:
         if isinstance(run.error, NonFiniteLossError):
             # It would meet the same again: a result, not an accident.
-            return {"done": True, "fatal": str(run.error)}
+            return {"done": True, "fatal": str(run.error), "metrics": _DIVERGED}
         if run.error is not None:
             raise run.error
         outcome = run.outcome
@@ -164,16 +172,44 @@ def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:
 def hand_over(directory: Path, plan: StagePlan) -> None:
     """Let a run go on from a copy of another's checkpoint: weights, optimizer and step.
 
-    What the run already has is kept if it has come as far.
+    A trial that starts again is given the same copy once more: then what the run has made of it is
+    kept. The weights of another copy replace the run's own from that step on; settings that did not
+    change, or came back, have brought it to a directory that is not empty.
     """
     donor = checkpoint.newest(directory)
     assert donor is not None, f"{directory} holds no checkpoint"
     mine = checkpoint.newest(plan.run_dir)
-    if mine is not None and mine.name >= donor.name:
+    is_ours = _has_taken(donor, plan)
+    if is_ours and mine is not None and mine.name >= donor.name:
         return
+    state = (donor / checkpoint.STATE).read_text()
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     draft = plan.run_dir / f".{donor.name}"
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(donor, draft)
     checkpoint.assign(draft, identity_hash(plan.job))
+    if not is_ours:
+        _forget_from(checkpoint.step_of(donor), plan)
+    shutil.rmtree(plan.run_dir / donor.name, ignore_errors=True)
     draft.replace(plan.run_dir / donor.name)
+    (plan.run_dir / _TAKEN).write_text(state)
+
+
+def _has_taken(donor: Path, plan: StagePlan) -> bool:
+    """Whether the run's own checkpoints are this one's, or followed from it."""
+    origin, taken = donor.parent / _ORIGIN, plan.run_dir / _TAKEN
+    if origin.exists() and origin.read_text() == str(plan.run_dir):
+        return True
+    return taken.exists() and taken.read_text() == (donor / checkpoint.STATE).read_text()
+
+
+def _forget_from(step: int, plan: StagePlan) -> None:
+    """Delete the run's checkpoints of this step and later ones, here and in the store of copies."""
+    for directory in checkpoint.complete(plan.run_dir):
+        if checkpoint.step_of(directory) >= step:
+            checkpoint.delete(directory)
+    if plan.job.checkpoint.storage_path is not None:
+        store = CheckpointStore(plan.job.checkpoint.storage_path, plan.stage)
+        for copied in store.steps():
+            if copied >= step:
+                store.delete(copied)

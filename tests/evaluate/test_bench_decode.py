@@ -1,6 +1,8 @@
 """The decoding benchmark: real processes, small everything. No times are judged here."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 from pydantic import ValidationError
@@ -8,6 +10,8 @@ from rich.console import Console
 
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.core.frontier import mode_label
+from mars_ray.errors import MarsError
+from mars_ray.evaluate import bench_decode
 from mars_ray.evaluate.bench_decode import run_bench_decode
 
 SMALL = {
@@ -74,3 +78,24 @@ def test_a_job_names_one_model():
         BenchDecodeJob.model_validate(SMALL | {"checkpoint": "somewhere"})
     with pytest.raises(ValidationError, match="need random_prompt_tokens"):
         BenchDecodeJob.model_validate(SMALL | {"random_prompt_tokens": None})
+
+
+def test_a_peer_that_died_while_it_waited(monkeypatch):
+    """Guards a traceback about a pipe: the operating system may end a peer between two questions,
+    and what was not sent is sent once more when the pipe is closed."""
+    program = "print('{}', flush=True)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        bench_decode.subprocess, "Popen", lambda _, **o: popen([sys.executable, "-c", program], **o)
+    )
+    job = BenchDecodeJob.model_validate(SMALL)
+    with (
+        pytest.raises(MarsError, match="the peer mars ended"),
+        bench_decode._running("mars", job, "nowhere") as peer,
+    ):
+        ask_when_it_is_gone(peer)
+
+
+def ask_when_it_is_gone(peer: bench_decode._Peer) -> None:
+    peer._process.wait()
+    peer.ask({"step": (1, 1)})

@@ -14,6 +14,7 @@ from mars_ray.config.model import PresetModel
 from mars_ray.core.frontier import read_frontier
 from mars_ray.data.corpus import problems
 from mars_ray.errors import DataError, ModelError
+from mars_ray.evaluate import run
 from mars_ray.evaluate.report import print_table, summary
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.evaluate.tasks.base import Problem, is_correct
@@ -74,6 +75,57 @@ def test_a_sweep_writes_what_it_found(checkpoint, tmp_path):
     print_table(evaluation, Console(quiet=True))
 
 
+def test_a_finished_frontier_stays_until_another_one_is(checkpoint, tmp_path, monkeypatch):
+    """Guards an hour's measurement, which a service reads, lost to one that was only begun; where
+    there is none yet, every mode that is finished counts."""
+    measure, calls = run._measure, []
+
+    def stops_at_the_second(*arguments):
+        calls.append(arguments)
+        if len(calls) % 2 == 0:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    first = job(checkpoint, output_dir=str(tmp_path), modes=(VerifiedMode(),))
+    monkeypatch.setattr(run, "_measure", stops_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(first, Console(quiet=True))
+    assert len(read_frontier(tmp_path).points) == 1
+    monkeypatch.setattr(run, "_measure", measure)
+    run_evaluation(first, Console(quiet=True))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(run, "_measure", stops_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(first, Console(quiet=True))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_every_mode_computes_the_prompts(checkpoint, tmp_path, monkeypatch):
+    """Guards tokens per second that flatter every mode but the first."""
+    load, configs = run.load_engine, []
+
+    def loaded(path, config):
+        configs.append(config)
+        return load(path, config)
+
+    monkeypatch.setattr(run, "load_engine", loaded)
+    run_evaluation(job(checkpoint, output_dir=str(tmp_path), modes=()), Console(quiet=True))
+    assert not configs[0].prefix_cache
+
+
+def test_a_home_directory_is_one(checkpoint, tmp_path, monkeypatch):
+    """Guards results in a directory that is named `~`, and problems that are not found."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "p.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
+    task = Gsm8kTask(path="~/p.jsonl")
+    given = job(checkpoint, task=task, output_dir="~/results", modes=())
+    run_evaluation(given, Console(quiet=True))
+    assert len(read_frontier(tmp_path / "home" / "results").points) == 1
+    assert not (tmp_path / "~").exists()
+
+
 def test_clear_errors(checkpoint, tmp_path):
     """A wrong path, and a problem that does not fit."""
     with pytest.raises(ModelError, match="there is no directory"):
@@ -118,6 +170,12 @@ def test_a_gsm8k_file_has_lines_and_an_encoding(tmp_path):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     items = gsm8k_problems(Gsm8kTask(path=str(path), count=2))
     assert [item.question for item in items] == [row["question"] for row in rows[:2]]
+    path.write_text("\ufeff" + path.read_text("utf-8") + "\n\n", "utf-8")
+    assert gsm8k_problems(Gsm8kTask(path=str(path), count=3))[:2] == items, "a mark, empty lines"
+    assert len(gsm8k_problems(Gsm8kTask(path=str(path)))) == 3
+    path.write_text('{"question": 1, "answer": "#### 1"}\n')
+    with pytest.raises(DataError, match=r":1: the question is no text"):
+        gsm8k_problems(Gsm8kTask(path=str(path)))
     path.write_text('{"question": "caf\xe9", "answer": "#### 1"}\n', "latin-1")
     with pytest.raises(DataError, match="cannot be read"):
         gsm8k_problems(Gsm8kTask(path=str(path)))

@@ -1,5 +1,6 @@
 """mars-ray simulate from job to page."""
 
+import io
 import json
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from rich.console import Console
 
 from mars_ray.config.load import load_job
 from mars_ray.config.simulate import SimulateJob
-from mars_ray.errors import DataError
+from mars_ray.errors import ConfigError, DataError
 from mars_ray.evaluate import simulation
 from mars_ray.evaluate.simulation_page import page
-from mars_ray.evaluate.simulation_verdict import verdicts
+from mars_ray.evaluate.simulation_verdict import percent, verdicts
 from mars_ray.scaling.service_model import load_service_model
 from mars_ray.scaling.traces.load import load_trace
 from mars_ray.scaling.traces.trace import Trace
@@ -74,6 +75,59 @@ def test_a_page_of_none_but_late_policies(folder):
         for row in part["flash"]["policies"].values():
             row["mean"]["attainment"] = 0.5
     assert page(result).count("<svg") == 3
+
+
+@pytest.mark.parametrize(
+    ("seeds", "quantile"), [(2, 12.706), (10, 2.262), (11, 2.228), (21, 2.086), (61, 2.000)]
+)
+def test_an_interval_is_students(seeds, quantile):
+    """Guards intervals that are narrower than what is known, and jump where a table ends."""
+    values = [float(i % 2) for i in range(seeds)]
+    expected = quantile * np.std(values, ddof=1) / seeds**0.5
+    assert simulation._half_width(values) == pytest.approx(expected, rel=0.002)
+
+
+def test_one_seed_tells_no_interval(folder):
+    """Guards "± 0.00" where nothing is known, in table, page and JSON."""
+    assert simulation._half_width([1.0]) is None
+    assert simulation._half_width([1.0, float("inf")]) is None
+    result = json.loads((folder / "result.json").read_text())
+    result["job"]["seeds"] = [0]
+    for traces in result["cold_starts"].values():
+        for row in traces["flash"]["policies"].values():
+            row["half_width"] = dict.fromkeys(row["half_width"])
+    console = Console(file=io.StringIO(), width=200)
+    simulation.print_comparison(result, console)
+    html = page(result)
+    assert isinstance(console.file, io.StringIO)
+    assert "static-peak" in console.file.getvalue()
+    assert "±" not in console.file.getvalue() + html.partition("<details>")[0]
+    assert "1 seed; so no intervals are known" in html
+    assert "reaches the objective on 1 seed." in html
+
+
+def test_a_share_keeps_its_digits():
+    """Guards "at least 100% in time | 99.93% | yes"."""
+    assert [percent(share) for share in (0.9, 0.995, 0.999, 0.9995)] == [
+        "90%",
+        "99.5%",
+        "99.9%",
+        "99.95%",
+    ]
+
+
+def test_a_fixed_threshold_is_one_that_the_model_has():
+    """Guards a policy that is another one, to the last digit, under its own name."""
+    model = "service_model='jobs/models/demo-cpu.json'"
+    job = load_job("jobs/simulate-fast.toml", [*SMALL, model, "policies=['fixed-threshold']"])
+    assert isinstance(job, SimulateJob)
+    with pytest.raises(
+        ConfigError, match=r"no level 0.95 .*: set fixed_threshold to one of 1, 0.5"
+    ):
+        simulation.run_simulations(job, Console(quiet=True))
+    simulation._check_fixed_threshold(
+        job.model_copy(update={"fixed_threshold": 0.5}), load_service_model(job.service_model)
+    )
 
 
 def test_verdicts_by_hand():

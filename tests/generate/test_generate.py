@@ -19,7 +19,7 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.model import PretrainedModel
 from mars_ray.data.sources import BadRows, read
-from mars_ray.errors import DataError
+from mars_ray.errors import ConfigError, DataError
 from mars_ray.generate import run_generation
 from mars_ray.model.create import create_model
 
@@ -254,3 +254,48 @@ def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pyte
     run_generation(make_job(model, tmp_path / "own.jsonl"), log)
     assert isinstance(log.file, io.StringIO)
     assert re.search(r"^answers: \d of 6, \d+ s$", log.file.getvalue(), re.MULTILINE)
+
+
+def test_an_output_has_one_writer_at_a_time(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards answers that stand twice beside prompts without one, as two processes wrote them: a
+    line's prompt was told by its place alone. Another output in the directory is free."""
+    job, others = make_job(model, tmp_path / "own.jsonl"), make_job(model, tmp_path / "b.jsonl")
+    append, seen = generate._append, []
+
+    def twice(*arguments: Any) -> None:
+        append(*arguments)
+        if not seen:
+            seen.append(1)
+            with pytest.raises(ConfigError, match=r"another process is writing .*own\.jsonl:"):
+                run_generation(job, QUIET)
+            assert len(Path(f"{job.output}.part").read_text().splitlines()) == 1 + 2
+            run_generation(others, QUIET)
+
+    monkeypatch.setattr(generate, "_append", twice)
+    result = run_generation(job, QUIET)
+    assert result.conversations + result.left_out == 6
+    names = {"own.jsonl", "own.json", "b.jsonl", "b.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_part_with_answers_twice_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards a file that two processes have mixed, on storage without locks."""
+    job = make_job(model, tmp_path / "own.jsonl")
+    part = stop_at_the_end(job, monkeypatch, 4)
+    lines = part.read_text().splitlines(keepends=True)
+    part.write_text("".join([*lines[:3], *lines[1:3]]))
+    with pytest.raises(DataError, match="answers twice"):
+        run_generation(job, QUIET)
+
+
+def test_a_home_directory_is_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards answers in a directory that is named `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    run_generation(make_job(model, Path("~/own.jsonl")), QUIET)
+    assert (tmp_path / "home" / "own.jsonl").exists()
+    assert not (tmp_path / "~").exists()

@@ -166,3 +166,12 @@ def test_an_incomplete_checkpoint_is_refused(made, tmp_path):
     with pytest.raises(ModelError, match="cut short"):
         export_model(Source(str(broken)), str(tmp_path / "mars"), cache="")
     assert not (tmp_path / "mars").exists()
+
+
+def test_a_home_directory_is_one(made, tmp_path, monkeypatch):
+    """Guards a model in a directory that is named `~`, where no service looks."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    export_model(Source(str(made)), "~/mars", cache="")
+    assert read_card(tmp_path / "home" / "mars") == read_card(made)
+    assert not (tmp_path / "~").exists()

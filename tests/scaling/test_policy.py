@@ -221,3 +221,12 @@ def test_dearer_points_buy_replicas_and_dearer_replicas_quality():
     cheap, dear = replicas(0.001, 1), replicas(100, 1)
     assert cheap < dear
     assert replicas(100, 100_000) == cheap
+
+
+@pytest.mark.parametrize("share", ["99%", "99.5%", "99.9%", "99.95%"])
+def test_a_share_of_loads_keeps_its_digits(share):
+    """Guards "for 100% of loads" where one in a thousand is not carried."""
+    slo = {"attainment": float(share[:-1]) / 100}
+    fleet = Fleet(config(slo=slo, threshold={"floor": 1.0}), running=3)
+    log = fleet.run(300, lambda now: 20.0 + 8 * (now % 100 > 50))
+    assert any(f"for {share} of loads" in d.reason for d in log)

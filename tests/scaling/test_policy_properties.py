@@ -156,6 +156,23 @@ def test_slow_cold_starts_do_not_feed_back():
     assert max(asked) == 1
 
 
+def test_replicas_without_a_machine_are_no_cold_start():
+    """Guards an hour's scale-down window, and surges taken to last as long, from two replicas that
+    the cluster has no room for; nothing of it stays when they are no longer asked for."""
+    wanted = config(cold_start_s=10.0, scale_down_window_s=0.0)
+    state, reason = State(), ""
+    for second in range(1000):
+        seen = sample(2, 5.0, target=4, starting_ages_s=(float(second),) * 2)
+        decision = decide(seen, state, wanted, MEMORY_BOUND, float(second))
+        state, reason = decision.state, decision.reason
+    assert "requests/s in 30 s" in reason
+    decision = decide(sample(2, 5.0), state, wanted, MEMORY_BOUND, 1000.0)
+    assert "requests/s in 10 s" in decision.reason
+    measured = decide(sample(2, 5.0, cold_start_s=20.0), state, wanted, MEMORY_BOUND, 1000.0)
+    later = decide(sample(2, 5.0), measured.state, wanted, MEMORY_BOUND, 1001.0)
+    assert "requests/s in 20 s" in later.reason
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 19), st.floats(1.05, 30))
 def test_overload_never_shrinks_the_fleet(running, times):

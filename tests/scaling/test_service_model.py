@@ -147,6 +147,20 @@ def test_the_one_rate_gives_the_frontier_back():
     assert verified_level(1.0, 0.0, [0.0] * 4).shapes == ()
 
 
+@pytest.mark.parametrize(("groups", "used"), [(None, 1), (2, 2), (99, 5)])
+def test_a_point_with_groups_is_read_with_them(groups, used):
+    """Guards a service that counts on an eighth more than was measured: what several groups gave
+    is not what one would have to give."""
+    rates = [0.7] * 4
+    measured = expected(Uniform(4, used), rates).tokens
+    exact, point = Frontier.from_json((RESULTS / "demo.json").read_text()).points[:2]
+    mode = {"type": "verified", "threshold": 1.0, "window": 4, "groups": groups}
+    point = replace(point, mode=mode, tokens=round(1e6 * measured), forwards=10**6)
+    (level,) = levels_of(Frontier("m", {}, (exact, point), {}), "verified", 4)
+    most = max(shape.tokens_per_forward for shape in level.shapes)
+    assert most == pytest.approx(1 + sum(0.7**n for n in range(1, 5)), rel=1e-4)
+
+
 def test_levels_of_the_committed_frontier():
     """Lossless first, loss rising, and `confidence` begins with plain decoding."""
     frontier = Frontier.from_json((RESULTS / "demo.json").read_text())

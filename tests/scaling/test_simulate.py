@@ -245,6 +245,15 @@ def test_shedding_spares_pinned_requests():
     assert summarise(outcome, Slo(), 90)["floor_breaches"] == 0
 
 
+@pytest.mark.parametrize(("pinned", "refused"), [(0.0, 5), (0.1, 0)])
+def test_who_pins_the_lowest_level_pins(pinned, refused):
+    """Guards requests that are refused by where the ladder ends, not by what they say."""
+    given = trace(*[(1.0 + i, 50, 9) for i in range(5)])
+    given = replace(given, pinned_threshold=np.full(5, pinned))
+    outcome = run(given, Script((0, 1, 1.0), shed=1.0))
+    assert (outcome.requests["outcome"] == SHED).sum() == refused
+
+
 def test_a_lower_threshold_is_faster_and_costs_points():
     """Three tokens a step instead of two; 4 points for all but the first token."""
     high, low = (run(trace((0.5, 10, 31)), Script((0, 1, t))) for t in (1.0, 0.5))

@@ -120,6 +120,36 @@ def test_other_refusals(tmp_path, name, text, message):
         load(tmp_path, name, text)
 
 
+def test_what_editors_and_spreadsheets_add(tmp_path):
+    """Guards a trace that is refused for an empty last line, or a mark at its beginning."""
+    line = json.dumps({"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 1})
+    assert len(load(tmp_path, "a.jsonl", f"{line}\n\n{line}\n\n")) == 2
+    assert len(load(tmp_path, "a.csv", f"\ufeff{HEAD}\n1,1,1\n")) == 1
+    assert len(load(tmp_path, "a.csv.gz", f"\ufeff{HEAD}\n1,1,1\n")) == 1
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    """Guards a traceback of zlib, which is no error of files."""
+    source = servegen_files(tmp_path)
+    damaged = bytearray(gzip.compress(Path(source.rates_path).read_bytes(), mtime=0))
+    damaged[10] = 0xFF  # the first byte behind the head
+    path = tmp_path / "damaged.csv.gz"
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"damaged\.csv\.gz: cannot be read"):
+        load_trace(FileTrace(path=str(path)), 0)
+    with pytest.raises(DataError, match=r"damaged\.csv\.gz: cannot be read"):
+        load_trace(source.model_copy(update={"rates_path": str(path)}), 0)
+
+
+def test_a_home_directory_is_one(tmp_path, monkeypatch):
+    """As in jobs that train."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = servegen_files(tmp_path)
+    (tmp_path / "a.csv").write_text(f"{HEAD}\n1,1,1\n")
+    assert len(load_trace(FileTrace(path="~/a.csv"), 0)) == 1
+    assert len(load_trace(source.model_copy(update={"rates_path": "~/m_rates.csv"}), 0)) == 1800
+
+
 def test_a_missing_file_and_an_empty_part(tmp_path):
     """Typed errors instead of tracebacks."""
     with pytest.raises(DataError, match=r"no such file.*simulator"):
@@ -191,6 +221,16 @@ def test_servegen_merges_clients(tmp_path):
     assert (trace.arrival_s < 600).sum() == 1200
     assert set(trace.prompt_tokens) == {7}
     assert set(trace.output_tokens) == {3}
+
+
+def test_servegen_may_begin_within_a_window(tmp_path):
+    """Guards minutes of silence before the first request: the window that has begun counts."""
+    source = servegen_files(tmp_path).model_copy(update={"start_s": 300.0, "duration_s": 600.0})
+    trace = load_trace(source, seed=0)
+    # 2 a second for 300 s, then 1 a second by a law that comes in crowds.
+    assert (trace.arrival_s < 300).sum() == pytest.approx(600, abs=5 * 600**0.5)
+    assert trace.arrival_s[0] < 5
+    assert trace.arrival_s[-1] < 600
 
 
 def test_servegen_refuses_what_it_cannot_use(tmp_path):

@@ -3,11 +3,16 @@
 import math
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.tune.utils import flatten_dict
 from tune.sweeps import make_sweep
 
+from mars_ray.errors import NonFiniteLossError
 from mars_ray.tune.search import domains, searcher_of
+from mars_ray.tune.trial import MarsTrial
 
 NOWHERE = Path("nowhere")
 
@@ -46,3 +51,18 @@ def test_no_more_trials_than_fit_are_open():
     assert made.suggest("c") is None
     made.on_trial_complete("a", error=True)
     assert made.suggest("c")
+
+
+def test_a_trial_that_diverged_is_learnt_from():
+    """Guards points that are drawn again and again where every loss is infinite: Optuna left a
+    trial open whose end had no numbers."""
+    made = searcher(at_once=1)
+    made.suggest("a")
+    run: Any = SimpleNamespace(error=NonFiniteLossError("the loss is not finite"))
+    result = MarsTrial._end(object.__new__(MarsTrial), run)
+    assert result["done"]
+    assert "score" not in result, "it would count for the rules that stop trials"
+    made.on_trial_complete("a", flatten_dict(result))
+    (trial,) = made.searcher._ot_study.trials
+    assert trial.state.name == "COMPLETE"
+    assert trial.values == [1.0, 20.0]

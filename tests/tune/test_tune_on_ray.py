@@ -147,7 +147,7 @@ def test_a_trial_that_diverges_has_failed_and_ends_nothing(
 @pytest.mark.timeout(300)
 def test_population_based_training_hands_weights_over(model: Path, tmp_path: Path, ray_cluster):
     """Two trials, one with a learning rate of next to nothing: it must go on from the other's
-    checkpoint, which is the only way for its run to begin at a step above 0."""
+    checkpoint, and begins at its step, be it with other settings or with those that it had."""
     output_dir = tmp_path / "pbt"
     space = {"optimizer.learning_rate": {"type": "choice", "values": [1e-7, 1e-2]}}
     table = make_table(
@@ -168,6 +168,12 @@ def test_population_based_training_hands_weights_over(model: Path, tmp_path: Pat
     starts = [e for e in read_journal(ledger.path) if e["event"] == "start"]
     assert len({json.dumps(e["values"]) for e in starts}) == 2, "the seed must draw both rates"
     runs = list(output_dir.glob("trials/*/*/stages/mars"))
-    first_steps = [json.loads((r / "metrics.jsonl").read_text().splitlines()[0]) for r in runs]
-    assert any(line["step"] > 0 for line in first_steps)
+    taken = {run: run / "taken.json" for run in runs if (run / "taken.json").exists()}
+    assert taken
+    for run, path in taken.items():
+        records = read_journal(run / "metrics.jsonl")
+        begun = [record["step"] for record in records if record["kind"] == "start"]
+        step = json.loads(path.read_text())["step"]
+        assert step > 0
+        assert step in begun
     assert all(checkpoint.newest(run) is not None for run in runs)

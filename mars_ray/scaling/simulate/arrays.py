@@ -32,6 +32,7 @@ _REQUEST = np.dtype(
         ("output", "i8"),
         ("priority", "i8"),
         ("pinned", "i8"),  # the lowest level that may serve it
+        ("pins", "?"),  # whether it says so itself, even if that level is the last
         # Uniform chances: to be refused when load is shed, and for routing.
         ("shed_at", "f8"),
         ("one", "f8"),
@@ -138,6 +139,7 @@ def _requests(trace: Trace, thresholds: list[float], rng: np.random.Generator) -
     requests["priority"] = trace.priority
     allowed = np.array(thresholds)[None] >= trace.pinned_threshold[:, None]
     requests["pinned"] = np.maximum(0, allowed.sum(1) - 1)
+    requests["pins"] = trace.pinned_threshold > 0
     for name in ("shed_at", "one", "other"):
         requests[name] = rng.random(len(trace))
     requests["first_s"] = requests["end_s"] = np.nan

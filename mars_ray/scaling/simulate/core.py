@@ -130,9 +130,8 @@ def set_slowness(world: World, slowness: float, now: float) -> None:
 @compiled
 def _arrive(world: World, tables: Tables, number: int, shed: float) -> None:
     request = world.requests[number]
-    pinned = request.pinned < len(tables.points_L) - 1
-    world.counts[PINNED] += pinned
-    if not pinned and request.shed_at < shed:
+    world.counts[PINNED] += request.pins
+    if not request.pins and request.shed_at < shed:
         _end(world, number, SHED, request.arrival_s)
     else:
         _route(world, tables, number, request.arrival_s)

@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +55,7 @@ def read_mooncake(path: str | Path) -> Trace:
 
 def _trace(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) -> Trace:
     rows: list[Row] = []
-    for line, table in _tables(Path(path)):
+    for line, table in _tables(Path(path).expanduser()):
         try:
             rows.append(row(table))
         except (KeyError, ValueError, TypeError, OverflowError) as error:
@@ -131,14 +132,15 @@ def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: a trace is a .csv or .jsonl file, also with .gz")
     try:
         with (
-            gzip.open(path, "rt", encoding="utf-8")
+            # Spreadsheets begin a file with a mark of its encoding.
+            gzip.open(path, "rt", encoding="utf-8-sig")
             if path.suffix == ".gz"
-            else path.open(encoding="utf-8")
+            else path.open(encoding="utf-8-sig")
         ) as file:
             yield from (_csv_rows if suffix == ".csv" else _json_rows)(path, file)
     except FileNotFoundError:
         raise DataError(missing(path)) from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
@@ -155,6 +157,8 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, text in enumerate(file, start=1):
+        if not text.strip():
+            continue
         try:
             table = json.loads(text)
         except ValueError as error:

@@ -8,6 +8,7 @@ gaps of a window are stretched to hold the number of requests that the rate says
 import csv
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ def servegen(source: ServeGenTrace, rng: np.random.Generator) -> Trace:
     windows = [
         window
         for window in read_windows(source.rates_path)
-        if source.start_s <= window.start_s < source.start_s + source.duration_s
+        if window.start_s + source.window_s > source.start_s
+        and window.start_s < source.start_s + source.duration_s
     ]
     if not windows:
         raise DataError(f"{source.rates_path}: no client between the chosen seconds")
@@ -132,6 +134,8 @@ def read_lengths(path: str | Path) -> Lengths:
     prompts: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     outputs: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for line, text in enumerate(_lines(path), start=1):
+        if not text.strip():
+            continue
         try:
             row = json.loads(text)
             for key, sums in (("input_tokens", prompts), ("output_tokens", outputs)):
@@ -169,10 +173,10 @@ def _owners(
 
 def _lines(path: str | Path) -> list[str]:
     try:
-        data = Path(path).read_bytes()
+        data = Path(path).expanduser().read_bytes()
         text = gzip.decompress(data) if str(path).endswith(".gz") else data
-        return text.decode("utf-8").splitlines()
+        return text.decode("utf-8-sig").splitlines()
     except FileNotFoundError:
         raise DataError(missing(path)) from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
