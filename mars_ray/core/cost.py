@@ -22,7 +22,8 @@ class StepCost:
     looks free there would be taken for free at any size.
 
     A sequence takes time of its own (a call of attention, say), however few rows it has: a row more
-    of one that is there costs less than a sequence more.
+    of one that is there costs less than a sequence more. That time stays what the start measured:
+    steps of one load do not tell it from that of rows, and a share of every correction led it astray.
     """
 
     def __init__(self, seconds_at: Mapping[int, float], sequence_s: float = 0.0) -> None:
@@ -54,8 +55,8 @@ class StepCost:
         if not self._rows[0] <= rows <= self._rows[-1]:
             return
         right, share = self._place(rows)
-        moved = _RATE * min(seconds / self.seconds(rows, sequences) - 1, 1)
-        self._sequence_s *= 1 + moved * (sequences > 0)
+        wrong_s = seconds - self.seconds(rows, sequences)
+        moved = _RATE * max(-1.0, min(wrong_s / self._of_rows(rows), 1.0))
         self._measured[right - 1] = self._seconds[right - 1] * (1 + moved * (1 - share))
         self._measured[right] = self._seconds[right] * (1 + moved * share)
         self._seconds = _monotone(self._measured)

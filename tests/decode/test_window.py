@@ -50,14 +50,11 @@ def test_a_sequence_has_a_cost_of_its_own():
     cost = StepCost({1: 1.0, 8: 8.0, 16: 16.0}, sequence_s=2.0)
     assert [cost.seconds(8), cost.seconds(8, 1), cost.seconds(8, 8)] == [8.0, 10.0, 24.0]
     assert cost.table(4) == {1: 3.0, 8: 16.0, 16: 24.0}
-    before = cost.table(4)
-    cost.observe(8, 24.0, 8)
-    assert cost.table(4) == before
-    # A start that was disturbed: what a sequence costs is put right with what rows cost.
     for _ in range(300):
-        cost.observe(8, 12.0, 8)
-    assert cost.seconds(8, 8) == pytest.approx(12.0, rel=0.01)
-    assert cost.seconds(8, 9) - cost.seconds(8, 8) == pytest.approx(1.0, rel=0.01)
+        cost.observe(8, 24.0, 8)  # as expected
+        cost.observe(16, 40.0, 4)
+    assert [cost.seconds(n) for n in (8, 16)] == pytest.approx([8.0, 32.0], rel=0.01)
+    assert cost.seconds(8, 9) - cost.seconds(8, 8) == 2.0
 
 
 def test_cost_follows_the_steps_that_are_made():
