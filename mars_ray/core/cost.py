@@ -22,8 +22,8 @@ class StepCost:
     looks free there would be taken for free at any size.
 
     A sequence takes time of its own (a call of attention, say), however few rows it has: a row more
-    of one that is there costs less than a sequence more. That time stays what the start measured:
-    steps of one load do not tell it from that of rows, and a share of every correction led it astray.
+    of one that is there costs less than a sequence more. It stays what the start measured: steps of
+    one load do not tell it from what rows cost, and a share of every correction led it astray.
     """
 
     def __init__(self, seconds_at: Mapping[int, float], sequence_s: float = 0.0) -> None:
