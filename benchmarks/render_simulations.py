@@ -5,7 +5,7 @@ from typing import Any
 
 from render_sweeps import machine
 
-from mars_ray.evaluate.simulation_verdict import percent
+from mars_ray.evaluate.simulation_verdict import margin, percent
 
 
 def _knob(knob: dict[str, Any]) -> str:
@@ -30,10 +30,10 @@ def simulation(result: dict[str, Any]) -> list[str]:
             mean, half = row["mean"], row["half_width"]
             mark = "" if mean["attainment"] >= wanted else " *"
             lines.append(
-                f"| {trace} | `{policy}` | {_knob(row['knob'])} | {mean['mean_replicas']:.2f} ± "
-                f"{half['mean_replicas']:.2f} | {own_s / mean['replica_s']:.0%} | "
+                f"| {trace} | `{policy}` | {_knob(row['knob'])} | {mean['mean_replicas']:.2f}"
+                f"{margin(half['mean_replicas'])} | {own_s / mean['replica_s']:.0%} | "
                 f"{mean['attainment']:.2%}{mark} | "
-                f"{mean['effective_accuracy']:.2f} ± {half['effective_accuracy']:.2f} | "
+                f"{mean['effective_accuracy']:.2f}{margin(half['effective_accuracy'])} | "
                 f"{mean['points_lost']:.2f} |"
             )
     return [

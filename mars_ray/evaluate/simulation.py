@@ -17,7 +17,7 @@ from rich.table import Table
 from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
 from mars_ray.errors import ConfigError
 from mars_ray.evaluate.parts import Kept, run_parts
-from mars_ray.evaluate.simulation_verdict import percent
+from mars_ray.evaluate.simulation_verdict import margin, percent
 from mars_ray.provenance import provenance
 from mars_ray.scaling.baselines.contenders import Setting, contender, run
 from mars_ray.scaling.baselines.tuning import tuned
@@ -186,19 +186,14 @@ def print_comparison(result: dict[str, Any], console: Console) -> None:
             mark = "" if mean["attainment"] >= wanted else " *"
             table.add_row(
                 policy,
-                f"{mean['mean_replicas']:.2f}{_margin(half['mean_replicas'])}",
+                f"{mean['mean_replicas']:.2f}{margin(half['mean_replicas'])}",
                 f"{mean['attainment']:.2%}{mark}",
-                f"{mean['effective_accuracy']:.2f}{_margin(half['effective_accuracy'])}",
+                f"{mean['effective_accuracy']:.2f}{margin(half['effective_accuracy'])}",
                 f"{mean['points_lost']:.2f}",
                 f"{mean['below_set_point_s']:.0f} s",
             )
         console.print(table)
     console.print(f"* below {percent(wanted)}; means over seeds, 95% intervals", style="dim")
-
-
-def _margin(half_width: float | None) -> str:
-    """What follows a mean: nothing where its interval is not known."""
-    return "" if half_width is None else f" ± {half_width:.2f}"
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,11 @@ def percent(share: float) -> str:
     return f"{100 * share:g}%"
 
 
+def margin(half_width: float | None) -> str:
+    """What follows a mean: nothing where its interval is not known, as that of one seed."""
+    return "" if half_width is None else f" ± {half_width:.2f}"
+
+
 def _of_trace(trace: str, means: dict[str, Any], wanted: float) -> Iterator[Verdict]:
     mars = means["mars"]
     attained = mars["attainment"]

@@ -37,6 +37,10 @@ class Report:
     sums: Mapping[str, float]
 
 
+# A replica that has been starting for so many cold starts finds no machine: it tells of the
+# cluster's room, not of how long a start takes.
+NO_ROOM = 3.0
+
 _Pairs = Sequence[tuple[Report, Report]]
 
 
@@ -88,7 +92,10 @@ class Collector:
         """Which replicas are on their way since when; how long the last one took."""
         for _ in range(running - self._running):
             if self._ordered_s:
-                self._cold_start_s = now - self._ordered_s.pop(0)
+                took_s = now - self._ordered_s.pop(0)
+                if self._cold_start_s:
+                    took_s = min(took_s, NO_ROOM * self._cold_start_s)
+                self._cold_start_s = took_s
         self._running = running
         missing = max(0, target - running)
         self._ordered_s = self._ordered_s[:missing]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from mars_ray.config.scaling import ScalingConfig
+from mars_ray.scaling.collect import NO_ROOM
 from mars_ray.scaling.decision import State
 from mars_ray.scaling.forecast import Forecast, Load, bucket_s, forecast, observe, surprise
 from mars_ray.scaling.ladder import Rung, ladder
@@ -16,9 +17,6 @@ from mars_ray.scaling.traffic import Traffic, observe_traffic
 # The rate of the last seconds reaches back so many times the time to the first token.
 _FAST_SPANS = 2.0
 _LONGEST_COLD_START_S = 3600.0
-# A replica that has been starting for so many cold starts finds no machine: it tells of the
-# cluster's room, not of how long a start takes.
-_NO_ROOM = 3.0
 # A forecast reaches at most so many buckets ahead: half of what is remembered.
 _FURTHEST = 32
 
@@ -84,7 +82,7 @@ def see(
     load = observe(state.load, offered, dt, fast_span_s(config), width)
     traffic = observe_traffic(state.traffic, sample, model, dt)
     measured = sample.cold_start_s or state.fleet.cold_start_s or config.cold_start_s
-    ages = [min(age, _NO_ROOM * measured) for age in sample.starting_ages_s]
+    ages = [min(age, NO_ROOM * measured) for age in sample.starting_ages_s]
     cold = min(_LONGEST_COLD_START_S, max([measured, width, *ages]))
     ahead = min(_FURTHEST, max(1, round(cold / width)))
     surge = passed(state.surge, load.level, dt)

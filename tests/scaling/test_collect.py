@@ -104,6 +104,15 @@ def test_starts_are_timed():
     assert (again.starting_ages_s, again.cold_start_s) == ((0, 0), 7)
 
 
+def test_a_wait_for_a_machine_is_no_cold_start():
+    """Nobody can tell the two apart, so a start counts at most three times the one before."""
+    collector = Collector()
+    look(collector, {}, 1, 2, 0)
+    assert look(collector, {}, 2, 3, 10).cold_start_s == 10
+    assert look(collector, {}, 3, 4, 1810).cold_start_s == 30
+    assert look(collector, {}, 4, 5, 1820).cold_start_s == 10
+
+
 def test_shares_and_curves():
     """By class, and by threshold."""
     collector = Collector()
