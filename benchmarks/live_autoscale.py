@@ -42,7 +42,8 @@ from mars_ray.provenance import provenance
 from mars_ray.scaling.simulate.result import Outcome, summarise
 from mars_ray.scaling.traces.load import load_trace
 from mars_ray.serve.build import APP_NAME, service_model, start
-from mars_ray.serve.control import Entry, end_controls
+from mars_ray.serve.control import end_controls
+from mars_ray.serve.status import Decided
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
 _PINNED_EVERY = 10  # requests: one of so many pins threshold 1
@@ -200,7 +201,7 @@ def _service(job: ServeJob) -> Iterator[str]:
 
 async def _live(
     url: str, job: ServeJob, asked: argparse.Namespace, rows: list[Asked], questions: list[str]
-) -> tuple[list[Asked], Watched, list[Entry]]:
+) -> tuple[list[Asked], Watched, list[Decided]]:
     """The rows come back with what has become of them."""
     watched = Watched()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -299,7 +300,7 @@ def _simulated_timeline(outcome: Outcome) -> dict[str, list[float]]:
     return {name: getattr(outcome.timeline, name).tolist() for name in names}
 
 
-def _reasons(history: list[Entry]) -> list[tuple[float, str]]:
+def _reasons(history: list[Decided]) -> list[tuple[float, str]]:
     """Of the decisions that changed something; seconds since the first one."""
     changed, before = [], None
     for entry in history:

@@ -30,7 +30,7 @@ from mars_ray.serve.calls import to_call, turns_of
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.keys import Key, Keys
 from mars_ray.serve.messages import Call, Message, Piece, Refusal
-from mars_ray.serve.models import Backend, Models
+from mars_ray.serve.models import Backend, Model, Models
 from mars_ray.serve.openapi import openapi
 from mars_ray.serve.replies import (
     Answer,
@@ -149,14 +149,7 @@ class _Routes:
     async def status(self, request: Request) -> dict[str, Any]:
         """What the models are doing at the moment."""
         models = self._models.of(self._holder(request))
-        statuses = await asyncio.gather(*(model.backend.status() for model in models))
-        return {
-            "object": "list",
-            "data": [
-                model_status(model.name, replicas)
-                for model, replicas in zip(models, statuses, strict=True)
-            ],
-        }
+        return {"object": "list", "data": await asyncio.gather(*map(_status_of, models))}
 
     async def openapi(self, request: Request) -> dict[str, Any]:
         models = self._models.of(self._holder(request))
@@ -273,6 +266,11 @@ class _Routes:
                 async for message in messages:
                     entry.told(message)
                     yield message
+
+
+async def _status_of(model: Model) -> dict[str, Any]:
+    replicas, decided = await asyncio.gather(model.backend.status(), model.backend.decided())
+    return model_status(model.name, replicas, decided)
 
 
 def _within(call: Call, key: Key | None, param: str) -> Call:

@@ -19,7 +19,8 @@ from mars_ray.scaling.collect import Collector, Report, step_costs
 from mars_ray.scaling.decide import decide
 from mars_ray.scaling.decision import Decision, State
 from mars_ray.scaling.service_model import ServiceModel
-from mars_ray.serve.control import Entry, control_of
+from mars_ray.serve.control import Setting, control_of
+from mars_ray.serve.status import Decided
 
 logger = logging.getLogger("ray.serve")
 
@@ -109,9 +110,13 @@ class Autoscaler:
         """Without waiting for anybody to have heard it."""
         threshold = decision.threshold_setpoint
         if threshold is not None:
-            control = control_of(self._name, self._config.threshold.set_point)
-            entry = Entry(time.time(), decision.replicas, threshold, decision.shed, decision.reason)
-            control.record.remote(entry, decision.rungs)
+            # Replicas know when it was built; whoever comes from there is newer.
+            setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
+            control = control_of(self._name, setting)
+            decided = Decided(
+                time.time(), decision.replicas, threshold, decision.shed, decision.reason
+            )
+            control.record.remote(decided, decision.rungs)
 
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mars_ray.model.source import Source, config_of, pinned
 from mars_ray.scaling.prior import prior_model
 from mars_ray.scaling.service_model import ServiceModel, load_service_model
 from mars_ray.serve.autoscale import autoscaling
-from mars_ray.serve.control import end_controls, release
+from mars_ray.serve.control import Setting, end_controls
 from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
@@ -82,7 +83,8 @@ def _replicas(job: ServeJob) -> serve.Application:
         **_life(job),
         ray_actor_options=_actor_options(job),
     )(Replica)
-    return replica.bind(job)
+    setting = Setting(time.time(), job.set_point, job.replicas == "auto")
+    return replica.bind(job, setting)
 
 
 def _how_many(job: ServeJob) -> dict[str, Any]:
@@ -201,9 +203,6 @@ def update(job: ServeJob) -> None:
     except RuntimeError as error:
         raise EngineError(f"the service was not updated: {error}") from error
     end_controls(set(models) - job.each().keys())
-    for name, model in job.each().items():
-        if model.replicas != "auto":
-            release(name, model.set_point)
 
 
 def _checked(job: ServeJob) -> ServeJob:

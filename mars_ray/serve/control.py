@@ -1,14 +1,13 @@
 """The set-point on its way to the replicas: a small named actor on which they wait.
 
 Whoever decides publishes and goes on; a replica has the news some milliseconds later, and a new one
-asks for it first. The actor outlives the process that made it, and is made anew with the job's own
-set-point if it is lost.
+asks for it first. The actor outlives the process that made it and updates of the service: replicas
+tell it what their job says, and the newest job's word counts, however it came to be deployed.
 """
 
 import asyncio
 import contextlib
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Container, Coroutine
 from dataclasses import dataclass, replace
@@ -20,14 +19,23 @@ from ray.util import list_named_actors
 
 from mars_ray.errors import ConfigError
 from mars_ray.scaling.ladder import Rung
+from mars_ray.serve.status import Decided
 
 _NAMESPACE = "mars-ray"
 # A wait that ends without news: so that a caller which is gone is not waited for in vain.
 _WAIT_S = 30.0
 _RETRY_S = 0.5
+_ANSWER_S = 2.0
 _KEPT = 4096  # decisions, half an hour of them
-# A policy that has decided nothing for so long is not in charge any more.
-_LATELY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a job says of its model's threshold."""
+
+    at_s: float  # when the application was built, by the clock of the wall
+    set_point: float  # at rest
+    is_auto: bool  # whether the policy decides from there on
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +48,44 @@ class SetPoint:
     rungs: tuple[Rung, ...] = ()  # that a replica may choose from by itself
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A decision as it was made, by the clock of the wall."""
-
-    at_s: float
-    replicas: int
-    threshold: float
-    shed: float
-    reason: str
-
-
 class Control:
     """The actor. Versions count changes; another actor begins elsewhere."""
 
-    def __init__(self, threshold: float) -> None:
-        self._point = SetPoint(secrets.randbits(48), threshold)
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._point = SetPoint(secrets.randbits(48), setting.set_point)
         self._changed = asyncio.Event()
-        self._history: deque[Entry] = deque(maxlen=_KEPT)
+        self._history: deque[Decided] = deque(maxlen=_KEPT)
 
-    async def record(self, entry: Entry, rungs: tuple[Rung, ...]) -> None:
-        """A decision of the autoscaling policy, and its set-point is published."""
-        self._history.append(entry)
-        await self.publish(entry.threshold, entry.shed, rungs)
+    async def adopt(self, setting: Setting) -> None:
+        """Of the newest job. A fixed fleet begins with its own set-point if that is another one
+        than before, or a policy chose before; else what an operator has said stays in force."""
+        if setting.at_s <= self._setting.at_s:
+            return
+        before, self._setting = self._setting, setting
+        if not setting.is_auto and (before.is_auto or before.set_point != setting.set_point):
+            self._history.clear()
+            await self.publish(setting.set_point)
 
-    async def history(self) -> list[Entry]:
+    async def is_auto(self) -> bool:
+        """Whether the policy chooses the threshold."""
+        return self._setting.is_auto
+
+    async def record(self, decided: Decided, rungs: tuple[Rung, ...]) -> None:
+        """A decision of the autoscaling policy, and its set-point is published; not of one whose
+        service has gone over to a fixed number of replicas meanwhile."""
+        if not self._setting.is_auto:
+            return
+        self._history.append(decided)
+        await self.publish(decided.threshold, decided.shed, rungs)
+
+    async def history(self) -> list[Decided]:
         """The last decisions, oldest first."""
         return list(self._history)
+
+    async def newest(self) -> Decided | None:
+        """The last decision, if a policy has decided."""
+        return self._history[-1] if self._history else None
 
     async def publish(
         self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
@@ -78,12 +97,6 @@ class Control:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def release(self, threshold: float) -> None:
-        """If a policy was in charge, what it has said last holds no longer."""
-        if self._history:
-            self._history.clear()
-            await self.publish(threshold)
-
     async def wait(self, version: int | None) -> SetPoint:
         """The point, once it is another one than that of the version; None: at once."""
         changed = self._changed
@@ -94,8 +107,8 @@ class Control:
         return self._point
 
 
-def control_of(model: str, threshold: float) -> Any:
-    """The handle of a model's actor, made with this set-point if there is none."""
+def control_of(model: str, setting: Setting) -> Any:
+    """The handle of a model's actor, made with this setting if there is none."""
     options: dict[str, Any] = {
         "name": f"control:{model}",
         "namespace": _NAMESPACE,
@@ -104,7 +117,17 @@ def control_of(model: str, threshold: float) -> Any:
         "max_restarts": -1,
         "num_cpus": 0,
     }
-    return ray.remote(Control).options(**options).remote(threshold)
+    return ray.remote(Control).options(**options).remote(setting)
+
+
+async def newest_decision(model: str) -> Decided | None:
+    """Of the policy on a model; None if it has none, or its actor does not answer in time."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            control = await asyncio.to_thread(_actor, model)
+            return await control.newest.remote()
+    except (ValueError, TimeoutError, RayActorError):
+        return None
 
 
 def publish(model: str, threshold: float) -> None:
@@ -113,25 +136,21 @@ def publish(model: str, threshold: float) -> None:
     Raises ConfigError if no service has this model, or the policy chooses its threshold.
     """
     try:
-        control = ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
+        control = _actor(model)
     except ValueError as error:
         raise ConfigError(f"no service on this cluster has a model {model!r}") from error
-    decisions = ray.get(control.history.remote())
-    if decisions and time.time() - decisions[-1].at_s < _LATELY_S:
+    if ray.get(control.is_auto.remote()):
         raise ConfigError(
             f"the threshold of {model!r} is the autoscaling policy's to choose: change "
             "`scaling.threshold` in the job and tell the service with `mars-ray update`, "
-            "or give it a fixed number of `replicas`, and a minute later say this again"
+            "or give it a fixed number of `replicas` and say this again"
         )
     ray.get(control.publish.remote(threshold))
 
 
-def release(model: str, threshold: float) -> None:
-    """No policy is in charge of the model any more: at rest is the job's own set-point again.
-
-    What an operator has said stays in force.
-    """
-    ray.get(control_of(model, threshold).release.remote(threshold))
+def _actor(model: str) -> Any:
+    """Raises ValueError if there is none."""
+    return ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
 
 
 def end_controls(models: Container[str] | None = None) -> None:
@@ -147,13 +166,14 @@ def end_controls(models: Container[str] | None = None) -> None:
 
 
 async def follow(
-    model: str, threshold: float, apply: Callable[[SetPoint], Coroutine[Any, Any, None]]
+    model: str, setting: Setting, apply: Callable[[SetPoint], Coroutine[Any, Any, None]]
 ) -> None:
-    """Applies every set-point, until cancelled. `threshold` is the job's own."""
+    """Applies every set-point, until cancelled. `setting` is the job's own."""
     version = None
     while True:
         try:
-            control = control_of(model, threshold)
+            control = control_of(model, setting)
+            await control.adopt.remote(setting)
             while True:
                 point = await control.wait.remote(version)
                 version = point.version

@@ -14,13 +14,14 @@ from starlette.types import Message as AsgiMessage
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.app import build_api
+from mars_ray.serve.control import newest_decision
 from mars_ray.serve.exposition import of_all_nodes
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.recent import Recent
 from mars_ray.serve.request_log import write_to
 from mars_ray.serve.retry import answered, insisted
-from mars_ray.serve.status import ReplicaStatus
+from mars_ray.serve.status import Decided, ReplicaStatus
 
 # A replica that takes longer to say that it is ready, is not.
 _READY_S = 5.0
@@ -62,10 +63,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         each = self._job.each()
-        backends = {
-            name: _Replicas(handle, may_sleep=each[name].scaling.scale_to_zero)
-            for name, handle in self._replicas.items()
-        }
+        backends = {name: _Replicas(handle, each[name]) for name, handle in self._replicas.items()}
         api = build_api(self._job, backends, self._gate, of_all_nodes)
         api.add_middleware(_hung_up)
         return api
@@ -93,12 +91,13 @@ def _hung_up(app: ASGIApp) -> ASGIApp:
 class _Replicas:
     """The backend behind a handle: one model's replicas."""
 
-    def __init__(self, handle: DeploymentHandle, *, may_sleep: bool) -> None:
-        self._may_sleep = may_sleep
+    def __init__(self, handle: DeploymentHandle, job: ServeJob) -> None:
+        self._job = job
         # Messages, not Ray's objects. A handle has the options of the process that made it, so this
         # one's environment has no say.
         self._handle = handle.options(_by_reference=False)
         self._status = Recent(self._asked_for_status, _STATUS_S)
+        self._decided = Recent(lambda: newest_decision(job.name), _STATUS_S)
         self._streaming = self._handle.options(stream=True)
 
     def answer(self, call: Call) -> AsyncGenerator[Message, None]:
@@ -125,7 +124,7 @@ class _Replicas:
     async def is_ready(self) -> bool:
         try:
             # A model at zero answers when it is asked; to ask it for its health would wake it.
-            if self._may_sleep and await self._status.get() is None:
+            if self._job.scaling.scale_to_zero and await self._status.get() is None:
                 return True
             return await asyncio.wait_for(self._asked(), _READY_S)
         except Exception:  # noqa: BLE001 - whatever keeps a replica from answering
@@ -136,6 +135,9 @@ class _Replicas:
 
     async def status(self) -> Sequence[ReplicaStatus]:
         return await self._status.get() or ()
+
+    async def decided(self) -> Decided | None:
+        return await self._decided.get() if self._job.replicas == "auto" else None
 
     async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:
         """None where there are no replicas at all."""

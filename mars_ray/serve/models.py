@@ -8,7 +8,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.serve.bodies import ApiError
 from mars_ray.serve.keys import Key
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
-from mars_ray.serve.status import ReplicaStatus
+from mars_ray.serve.status import Decided, ReplicaStatus
 
 
 class Backend(Protocol):
@@ -32,6 +32,10 @@ class Backend(Protocol):
 
     async def status(self) -> Sequence[ReplicaStatus]:
         """Of each replica that answers."""
+        ...
+
+    async def decided(self) -> Decided | None:
+        """By the autoscaling policy lately, if one is in charge."""
         ...
 
 

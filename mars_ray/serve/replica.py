@@ -14,7 +14,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.engine import load_engine
 from mars_ray.errors import EngineError
 from mars_ray.model.source import Source, local_copy
-from mars_ray.serve.control import SetPoint, follow
+from mars_ray.serve.control import SetPoint, Setting, follow
 from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
@@ -34,7 +34,7 @@ class Replica:
     """Answers calls with its own copy of the model."""
 
     # Serve awaits it: the loop that runs here is that of the requests.
-    async def __init__(self, job: ServeJob) -> None:
+    async def __init__(self, job: ServeJob, setting: Setting) -> None:
         sys.setswitchinterval(_SWITCH_S)
         checkpoint, engine_config = _fetched(job)
         engine, tokenizer = load_engine(checkpoint, engine_config)
@@ -42,7 +42,7 @@ class Replica:
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()
         self._looking = asyncio.create_task(self._look())
-        following = follow(job.name, job.set_point, self._set)
+        following = follow(job.name, setting, self._set)
         self._following = asyncio.create_task(following)
         self._steering = asyncio.create_task(self._steer())
         self._leaving = asyncio.create_task(self._leave())

@@ -238,6 +238,16 @@ class ModelsReply(Said):
     data: list[ModelEntry]
 
 
+class PolicyNow(Said):
+    """The autoscaling policy's last decision, in seconds of Unix time, and why."""
+
+    at_s: float
+    replicas: int
+    threshold: float
+    shed: float
+    reason: str
+
+
 class ModelNow(Said):
     """What a model is doing; null where nothing is known, as no replica or nothing lately."""
 
@@ -251,6 +261,7 @@ class ModelNow(Said):
     disagreement: float | None
     mode: str | None
     threshold: float | None
+    policy: PolicyNow | None
 
 
 class MarsStatusReply(Said):

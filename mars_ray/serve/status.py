@@ -1,7 +1,7 @@
 """The reply of `GET /v1/mars/status`: what models are doing at the moment."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -20,7 +20,20 @@ class ReplicaStatus:
     disagreed: int
 
 
-def model_status(name: str, replicas: Sequence[ReplicaStatus]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision of the autoscaling policy as it was made, by the clock of the wall."""
+
+    at_s: float
+    replicas: int
+    threshold: float
+    shed: float  # share refused of the new requests that pin nothing
+    reason: str
+
+
+def model_status(
+    name: str, replicas: Sequence[ReplicaStatus], decided: Decided | None
+) -> dict[str, Any]:
     """One model's entry in the reply, from the replicas that have answered."""
     tokens = sum(replica.tokens for replica in replicas)
     forwards = sum(replica.forwards for replica in replicas)
@@ -39,4 +52,5 @@ def model_status(name: str, replicas: Sequence[ReplicaStatus]) -> dict[str, Any]
         "mode": replicas[0].mode if replicas else None,
         # While a new one spreads, the lower one is what a client may get.
         "threshold": min(thresholds, default=None),
+        "policy": asdict(decided) if decided else None,
     }

@@ -122,6 +122,9 @@ class TextEngine:
         """What this engine is doing at the moment. Raises EngineError if it is dead."""
         return (self._live.status(self._job, await self.seen(), time.monotonic()),)
 
+    async def decided(self) -> None:
+        """No policy is in charge of an engine by itself."""
+
     async def sums(self) -> dict[str, float]:
         """For the autoscaling policy. Raises EngineError if the engine is dead."""
         return await self._thread.ask(self._tally.sums)

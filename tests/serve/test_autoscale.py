@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 import ray
@@ -249,6 +250,8 @@ def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
     assert most == 2
     with pytest.raises(ConfigError, match="policy's to choose"):
         publish("tiny", 0.5)
+    (status,) = httpx.get(f"{service.base_url}mars/status").json()["data"]
+    assert "replicas" in status["policy"]["reason"]
     reasons = [entry.reason for entry in ray.get(control().history.remote())]
     assert any("2 replicas" in reason for reason in reasons)
     assert {threshold for pinned, threshold in answers if pinned} == {1.0}

@@ -9,7 +9,17 @@ import ray
 from ray.util import list_named_actors
 
 from mars_ray.serve import control
-from mars_ray.serve.control import Control, Entry, SetPoint, control_of, end_controls, follow
+from mars_ray.serve.control import (
+    Control,
+    SetPoint,
+    Setting,
+    control_of,
+    end_controls,
+    follow,
+)
+from mars_ray.serve.status import Decided
+
+FIXED = Setting(1.0, 0.9, is_auto=False)
 
 
 @pytest.mark.ray
@@ -29,9 +39,9 @@ def test_everybody_learns_every_set_point(ray_cluster):
         return time.monotonic() - begin
 
     async def scenario() -> None:
-        following = asyncio.create_task(follow("nobody", 0.9, apply))
+        following = asyncio.create_task(follow("nobody", FIXED, apply))
         await until(0.9)
-        actor = control_of("nobody", 0.9)
+        actor = control_of("nobody", FIXED)
         await actor.publish.remote(0.5, 0.25)
         await until(0.5)
         assert seen[-1].shed == 0.25
@@ -42,12 +52,12 @@ def test_everybody_learns_every_set_point(ray_cluster):
         # It comes back with the job's own set-point.
         ray.kill(actor, no_restart=False)
         await until(0.9)
-        await control_of("nobody", 0.9).publish.remote(0.4, 0.0)
+        await control_of("nobody", FIXED).publish.remote(0.4, 0.0)
         await until(0.4)
         following.cancel()
 
     asyncio.run(scenario())
-    ray.get(control_of("somebody", 0.5).history.remote())
+    ray.get(control_of("somebody", FIXED).history.remote())
 
     def names() -> set[str]:
         return {each["name"] for each in list_named_actors(all_namespaces=True)}
@@ -71,7 +81,7 @@ def test_a_wait_without_news_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(control, "_WAIT_S", 0.01)
 
     async def scenario() -> None:
-        point = Control(0.5)
+        point = Control(FIXED)
         first = await point.wait(None)
         for _ in range(5):
             assert await point.wait(first.version) == first
@@ -80,19 +90,43 @@ def test_a_wait_without_news_leaves_nothing_behind(monkeypatch):
     asyncio.run(scenario())
 
 
+async def told(control: Control) -> tuple[float, float]:
+    point = await control.wait(None)
+    return point.threshold, point.shed
+
+
 def test_what_a_policy_has_said_ends_with_it():
     """Guards a service with a fixed number of replicas that goes on refusing, as a policy which is
-    gone has said last; what an operator says stays."""
+    gone has said last, or says while it goes."""
+    full = Decided(0.0, 4, 0.1, 0.5, "full")
 
     async def scenario() -> None:
-        point = Control(1.0)
-        await point.publish(0.7)
-        await point.release(1.0)
-        assert (await point.wait(None)).threshold == 0.7
-        await point.record(Entry(0.0, 4, 0.1, 0.5, "full"), ())
-        await point.release(1.0)
-        told = await point.wait(None)
-        assert (told.threshold, told.shed) == (1.0, 0.0)
-        assert await point.history() == []
+        control = Control(Setting(0.0, 1.0, is_auto=True))
+        assert await control.is_auto()
+        await control.record(full, ())
+        assert await told(control) == (0.1, 0.5)
+        await control.adopt(Setting(1.0, 1.0, is_auto=True))
+        assert await told(control) == (0.1, 0.5)
+        await control.adopt(Setting(2.0, 1.0, is_auto=False))
+        await control.record(full, ())
+        assert await told(control) == (1.0, 0.0)
+        assert await control.history() == []
+        assert not await control.is_auto()
+
+    asyncio.run(scenario())
+
+
+def test_the_newest_job_says_the_set_point():
+    """What an operator has said stays in force until a job says something new; a replica of an
+    older job that comes late says nothing new."""
+
+    async def scenario() -> None:
+        control = Control(FIXED)
+        await control.publish(0.7)
+        await control.adopt(Setting(2.0, FIXED.set_point, is_auto=False))
+        assert (await told(control))[0] == 0.7
+        await control.adopt(Setting(3.0, 0.5, is_auto=False))
+        await control.adopt(FIXED)
+        assert (await told(control))[0] == 0.5
 
     asyncio.run(scenario())

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.config.scaling import ScalingConfig, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError
 from mars_ray.serve.build import APP_NAME, start, update
@@ -231,10 +232,12 @@ def greedy(checkpoint: Path) -> str:
 
 
 def test_an_update_under_load_fails_no_request(url, job, checkpoint, second_checkpoint):
-    """Every reply is whole, of the old checkpoint or the new one; in the end all are of the new."""
+    """Every reply is whole, of the old checkpoint or the new one; in the end all are of the new,
+    and the threshold is that of the new job."""
     old, new = greedy(checkpoint), greedy(second_checkpoint)
     assert old != new
-    changed = job.model_copy(update={"checkpoint": str(second_checkpoint)})
+    scaling = ScalingConfig(threshold=ThresholdBounds(set_point=0.5))
+    changed = job.model_copy(update={"checkpoint": str(second_checkpoint), "scaling": scaling})
 
     async def ask_on(client: httpx.AsyncClient, stop: asyncio.Event) -> list[str]:
         texts = []
@@ -258,6 +261,11 @@ def test_an_update_under_load_fails_no_request(url, job, checkpoint, second_chec
     assert set(texts) <= {old, new}
     assert old in texts
     assert last == new
+
+    async def followed() -> None:
+        await eventually(lambda: thresholds(url) == {0.5}, 30)
+
+    asyncio.run(followed())
     with pytest.raises(ConfigError, match="port="):
         update(changed.model_copy(update={"port": free_port()}))
 

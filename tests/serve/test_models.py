@@ -109,6 +109,7 @@ def test_status_counts_what_was_written(api):
     assert 0 <= entry["disagreement"] <= 1
     assert (entry["mode"], entry["threshold"]) == ("verified", 1.0)
     assert 0 <= entry["kv_cache_usage"] <= 1
+    assert entry["policy"] is None
 
 
 def test_models_of_one_name_are_refused():

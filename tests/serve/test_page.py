@@ -8,6 +8,7 @@ from serve.real_port import served
 
 from mars_ray.config.serve import Limits, ServedModel
 from mars_ray.serve.app import build_api
+from mars_ray.serve.status import Decided
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -80,9 +81,17 @@ def test_a_conversation_with_a_mode_switch(page):
     assert "1.00 per forward" in exact.locator(".note").inner_text()
 
 
-def test_a_phone_shows_everything(page):
-    """Nothing sticks out at 360 pixels, and what is to be touched is large enough."""
+def test_a_phone_shows_everything(page, text_engine, monkeypatch):
+    """Nothing sticks out at 360 pixels, and what is to be touched is large enough. Where a policy
+    decides it says why."""
+
+    async def decided() -> Decided:
+        return Decided(0.0, 3, 0.3, 0.0, "3 replicas: 12 ± 3 requests/s in 60 s take 2.4 " * 3)
+
+    playwright.expect(page.locator("#policy")).to_be_hidden()
+    monkeypatch.setattr(text_engine, "decided", decided)
     page.set_viewport_size({"width": 360, "height": 740})
+    playwright.expect(page.locator("#policy")).to_contain_text("3 replicas", timeout=10_000)
     ask(page, "word " * 6)
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= 360

@@ -1,0 +1,47 @@
+"""Lists in the documentation are complete."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SERVE = ROOT / "mars_ray" / "serve"
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def first_texts(path: Path) -> set[str]:
+    """What calls are given first, where it is a text."""
+    first = (call.args[0] for call in calls(path) if call.args)
+    return {
+        arg.value for arg in first if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+    }
+
+
+def test_every_metric_is_described():
+    made = {text for text in first_texts(SERVE / "metrics.py") if text.startswith("mars_")}
+    assert len(made) > 20
+    described = re.findall(
+        r"^\| `(mars_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
+    assert sorted(described) == sorted(made)
+
+
+def codes() -> Iterator[str]:
+    for path in SERVE.glob("*.py"):
+        for call in calls(path):
+            given = [key.value for key in call.keywords if key.arg == "code"]
+            # Of a refusal the fourth argument.
+            if isinstance(call.func, ast.Name) and call.func.id == "Refusal":
+                given += call.args[3:4]
+            yield from (str(value.value) for value in given if isinstance(value, ast.Constant))
+
+
+def test_every_error_code_is_described():
+    made = set(codes())
+    assert {"replica_lost", "model_not_found"} <= made
+    table = (ROOT / "docs/serving.md").read_text().split("| status | `code` |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`([a-z_]+)`", table)) - {"timeout_s", "param"} == made
