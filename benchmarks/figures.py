@@ -29,7 +29,8 @@ from mars_ray.core.layout import compact_layout
 from mars_ray.core.mask import dense_mask
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
-from mars_ray.decode.engine import generate_all, load_engine
+from mars_ray.decode.engine import generate_all
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance

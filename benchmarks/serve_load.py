@@ -30,7 +30,8 @@ from mars_ray.config.model import PresetName
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
-from mars_ray.decode.engine import Engine, generate_all, load_engine
+from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.stop import stop_ids

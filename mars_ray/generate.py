@@ -26,7 +26,8 @@ from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.data.chat import ChatEncoder, Message, encode_prompt, encoder_of
 from mars_ray.data.journal import read_journal
 from mars_ray.data.sources import BadRows, Record, read
-from mars_ray.decode.engine import Engine, generate_all, load_engine
+from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.model.card import read_card

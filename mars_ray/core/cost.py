@@ -13,6 +13,9 @@ from itertools import accumulate, pairwise
 _LEAST_STEP = 1.25
 # How far one step moves what is known; an outlier counts as twice what was expected.
 _RATE = 0.05
+# Of what the start measured: no number of rows ever costs less. Where a sequence was measured as
+# dearer than whole steps are, rows would come to cost nothing.
+_LEAST_SHARE = 0.1
 
 
 class StepCost:
@@ -31,6 +34,7 @@ class StepCost:
         self._sequence_s = sequence_s
         self._rows = sorted(seconds_at)
         self._measured = [seconds_at[rows] for rows in self._rows]
+        self._least = [_LEAST_SHARE * seconds for seconds in self._measured]
         self._seconds = _monotone(self._measured)
 
     def seconds(self, rows: float, sequences: float = 0) -> float:
@@ -57,8 +61,9 @@ class StepCost:
         right, share = self._place(rows)
         wrong_s = seconds - self.seconds(rows, sequences)
         moved = _RATE * max(-1.0, min(wrong_s / self._of_rows(rows), 1.0))
-        self._measured[right - 1] = self._seconds[right - 1] * (1 + moved * (1 - share))
-        self._measured[right] = self._seconds[right] * (1 + moved * share)
+        for place, part in ((right - 1, 1 - share), (right, share)):
+            moved_s = self._seconds[place] * (1 + moved * part)
+            self._measured[place] = max(self._least[place], moved_s)
         self._seconds = _monotone(self._measured)
 
     def _place(self, rows: float) -> tuple[int, float]:

@@ -1,10 +1,12 @@
 """What a request changes in a row's logits before a token is taken from them.
 
-Shape suffixes: N rows, V vocabulary.
+Shape suffixes: N rows, V vocabulary, U tokens that occur in a text.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,27 +18,29 @@ def adjust(
     sampling: Sampling,
     prompt: Sequence[int],
     answers: Sequence[Sequence[int]],
+    places: Sequence[int],
     stop_ids: Iterable[int],
 ) -> None:
     """Apply penalties, biases and the least length in place; float32 logits.
 
-    `answers` are the answer's tokens before each row. Presence and frequency penalties are OpenAI's
-    and count the answer only; the repetition penalty is that of `transformers` (CTRL, Keskar et
-    al., 2019, section 4.1) and regards the prompt too.
+    `answers` are the answer's tokens that each row sees, all with the same beginning, and `places`
+    how many the answer has before the one that the row predicts: a mask sees fewer. Presence and
+    frequency penalties are OpenAI's and count the answer only; the repetition penalty is that of
+    `transformers` (CTRL, Keskar et al., 2019, section 4.1) and regards the prompt too.
     """
     if sampling.repetition_penalty != 1:
         _penalise_repetition(logits_NV, sampling.repetition_penalty, prompt, answers)
     if sampling.presence_penalty or sampling.frequency_penalty:
-        count_NV = _counts(logits_NV, answers)
-        logits_NV -= sampling.frequency_penalty * count_NV
-        logits_NV -= sampling.presence_penalty * (count_NV > 0)
+        token_U, count_NU = _counts([], answers, logits_NV.device)
+        penalty_NU = sampling.frequency_penalty * count_NU
+        logits_NV[:, token_U] -= penalty_NU + sampling.presence_penalty * (count_NU > 0)
     if sampling.logit_bias:
         # All in one operation: there may be many, in every step of the answer.
         device = logits_NV.device
         tokens = torch.tensor(list(sampling.logit_bias), device=device)
         logits_NV[:, tokens] += torch.tensor(list(sampling.logit_bias.values()), device=device)
     if sampling.min_new_tokens:
-        short_N = torch.tensor([len(answer) < sampling.min_new_tokens for answer in answers])
+        short_N = torch.tensor([place < sampling.min_new_tokens for place in places])
         for token in stop_ids:
             logits_NV[short_N.to(logits_NV.device), token] = -torch.inf
 
@@ -44,15 +48,26 @@ def adjust(
 def _penalise_repetition(
     logits_NV: Tensor, penalty: float, prompt: Sequence[int], answers: Sequence[Sequence[int]]
 ) -> None:
-    seen_NV = _counts(logits_NV, [[*prompt, *answer] for answer in answers]) > 0
-    penalised_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
-    logits_NV.copy_(torch.where(seen_NV, penalised_NV, logits_NV))
+    token_U, count_NU = _counts(prompt, answers, logits_NV.device)
+    logits_NU = logits_NV[:, token_U]
+    penalised_NU = torch.where(logits_NU > 0, logits_NU / penalty, logits_NU * penalty)
+    logits_NV[:, token_U] = torch.where(count_NU > 0, penalised_NU, logits_NU)
 
 
-def _counts(logits_NV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
-    """How often each token occurs in each row's text."""
-    count_NV = torch.zeros_like(logits_NV)
-    for count_V, text in zip(count_NV, texts, strict=True):
-        tokens = torch.tensor(text, dtype=torch.long, device=logits_NV.device)
-        count_V.index_add_(0, tokens, torch.ones(len(text), device=logits_NV.device))
-    return count_NV
+def _counts(
+    prompt: Sequence[int], answers: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The tokens that occur, and how often each does in each row's text.
+
+    What all rows have in common, a long text perhaps, is counted once.
+    """
+    common = min(answers, key=len)
+    behind = [answer[len(common) :] for answer in answers]
+    text = np.fromiter(chain(prompt, common, *behind), np.int64)
+    token_U, index = np.unique(text, return_inverse=True)
+    shared = len(prompt) + len(common)
+    count_NU = np.zeros((len(answers), len(token_U)), np.float32)
+    count_NU += np.bincount(index[:shared], minlength=len(token_U))
+    row = np.arange(len(answers)).repeat([len(tokens) for tokens in behind])
+    np.add.at(count_NU, (row, index[shared:]), 1)
+    return torch.from_numpy(token_U).to(device), torch.from_numpy(count_NU).to(device)

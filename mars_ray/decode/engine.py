@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
 from mars_ray.decode.attention.choice import backend_of
@@ -22,13 +21,12 @@ from mars_ray.decode.request import (
     Request,
     TokenEvent,
     TokenLogprobs,
-    check_context,
     check_request,
     most_rows,
     window_of,
 )
 from mars_ray.decode.runner import Runner
-from mars_ray.decode.scheduler import Scheduler, Work
+from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Rows
@@ -37,11 +35,7 @@ from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.memory import free_on_node
-from mars_ray.model.card import ModelCard, read_card
-from mars_ray.model.load import load_model, load_tokenizer
-
-# Above this, bfloat16 is faster on a CPU; below it, float32 (docs/log.md).
-_FLOAT32_PARAMETERS = 100_000_000
+from mars_ray.model.card import ModelCard
 
 
 class Engine:
@@ -136,7 +130,7 @@ class Engine:
         cost = measure_steps(self._backend, self.card, self.config)
         if self.config.window_control:
             depth = max(1, self.card.block_size)
-            self.control = WindowControl(cost, depth, self.config.max_step_tokens)
+            self.control = WindowControl(cost, depth, decoding_rows(self.config))
 
     def time_step(self, sequences: int, positions: int) -> float:
         """Seconds of a step of so many sequences with so many positions each, when idle."""
@@ -280,7 +274,7 @@ class Engine:
         ]
         for sequence in late:
             self.cancel(sequence.request.id)
-        return [TokenEvent(s.request.id, (), s.forwards, s.completion("deadline")) for s in late]
+        return [sequence.event((), sequence.completion("deadline")) for sequence in late]
 
 
 def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[TokenLogprobs, ...]:
@@ -322,74 +316,31 @@ def _free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def load_engine(
-    directory: str | Path, config: EngineConfig
-) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """An engine for a model directory, warmed up, and its tokenizer. Raises MarsError."""
-    draft_engine = None
-    if config.draft_model:
-        draft_engine = _load(config.draft_model, _draft_config(config))
-        draft_engine.warm_up()
-    engine = _load(directory, config, draft_engine)
-    check_context(config.max_context, engine.model.config)
-    engine.warm_up()
-    return engine, load_tokenizer(directory)
-
-
-def _draft_config(config: EngineConfig) -> EngineConfig:
-    """Its prompts are texts with drafts behind them; small pages lose little of what is shared."""
-    changes = {
-        "draft_model": None,
-        "max_context": config.max_context + config.max_step_tokens,
-        "page_size": 4,
-        "cache_bytes": None,
-        "cache_memory_share": None,
-        "prefix_cache": True,
-        "window_control": False,
-    }
-    return config.model_copy(update=changes)
-
-
-def _load(
-    directory: str | Path, config: EngineConfig, draft_engine: Engine | None = None
-) -> Engine:
-    card = read_card(directory)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Float32 first would need twice the memory.
-    is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
-    dtype = torch.bfloat16 if is_half else torch.float32
-    model = load_model(directory, dtype=dtype, device=device)
-    if config.dtype == "auto" and device == "cpu" and _prefers_bfloat16(model):
-        torch.nn.Module.to(model, torch.bfloat16)
-    return Engine(model, card, config, draft_engine)
-
-
-def _prefers_bfloat16(model: PreTrainedModel) -> bool:
-    """Whether it is the faster one on this CPU: for large models, and if it can multiply it."""
-    multiplies = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return multiplies and model.num_parameters() > _FLOAT32_PARAMETERS
-
-
 def generate_all(
     engine: Engine,
     requests: Iterable[Request],
     on_progress: Callable[[Completion], None] | None = None,
 ) -> list[Completion]:
-    """Decode requests in batches; completions in the order of the requests. Raises RequestError."""
-    order = []
-    for request in requests:
-        engine.submit(request)
-        order.append(request.id)
+    """Decode requests in batches; completions in the order of the requests.
+
+    Raises RequestError, or what a request has failed by; none is left in the engine then.
+    """
+    order: list[str] = []
     done: dict[str, Completion] = {}
-    while engine.has_work:
-        for event in engine.step():
-            if event.completion:
-                done[event.request_id] = event.completion
-                if on_progress:
-                    on_progress(event.completion)
+    try:
+        for request in requests:
+            engine.submit(request)
+            order.append(request.id)
+        while engine.has_work:
+            for event in engine.step():
+                if event.failure:
+                    raise event.failure
+                if event.completion:
+                    done[event.request_id] = event.completion
+                    if on_progress:
+                        on_progress(event.completion)
+    finally:
+        for request_id in order:
+            engine.cancel(request_id)
     engine.check_integrity()
     return [done[request_id] for request_id in order]

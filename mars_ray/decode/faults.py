@@ -4,8 +4,9 @@ A step commits nothing before its forward has succeeded, and a sequence that lea
 comes back says the same as one that stays. So everybody leaves, and takes the next steps alone.
 """
 
+from mars_ray.config.decode import ExactMode, Sampling
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.request import TokenEvent
+from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.sequence import Sequence
 
 
@@ -25,6 +26,26 @@ def step_apart(engine: Engine) -> list[TokenEvent]:
     for sequence in sorted(staying, key=lambda sequence: turns[sequence.request.id]):
         engine.take_back(sequence)
     return events
+
+
+def works(engine: Engine) -> bool:
+    """Whether it says a token of a text of our own, with nobody beside it; all others come back.
+
+    So an engine that is broken is told from requests that are, of which three may come one after
+    the other: clients repeat what has failed.
+    """
+    everybody = engine.set_aside()
+    probe = Request("probe", (0,), ExactMode(), Sampling(), 1, frozenset())
+    try:
+        engine.submit(probe)
+        said = engine.step()
+        return bool(said and said[0].completion)
+    except Exception:  # noqa: BLE001 - whatever it is, it is not the requests'
+        return False
+    finally:
+        engine.cancel(probe.id)
+        for sequence in everybody:
+            engine.take_back(sequence)
 
 
 def _alone(engine: Engine, sequence: Sequence) -> list[TokenEvent]:

@@ -21,6 +21,10 @@ from mars_ray.core.sampling import scores
 from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies.base import Plan, Rows, Wanted
+from mars_ray.errors import EngineError
+
+# Stands for the best token of a row without numbers.
+_NOT_A_NUMBER = -1
 
 
 def read(
@@ -73,12 +77,14 @@ def _to_host(
         logits_PV[own].log_softmax(dim=-1) if item.sequence.request.logprobs is not None else None
         for item, own in zip(work, owns, strict=True)
     ]
-    _adjust(logits_PV, work, owns)
+    _adjust(logits_PV, work, owns, position_P)
     _sample(logits_PV, work, owns, position_P)
     best_P, measured["ratio"] = _best(logits_PV, _drafts(plans, len(logits_PV)))
     meanwhile()
     best, *values = _lists(runner, [best_P, *(measured[name] for name in wanted)])
     best = [int(token) for token in best]
+    if _NOT_A_NUMBER in best:
+        raise EngineError("the model gives numbers that are none")
     numbers = dict(zip(wanted, values, strict=True))
     return [
         _rows(plan, best[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
@@ -92,14 +98,17 @@ def _best(logits_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
         # Several times faster than torch, which looks for a maximum one number at a time.
         score_PV, row_P = logits_PV.numpy(), np.arange(len(draft_P))
         best_P = score_PV.argmax(axis=-1)
+        most_P = score_PV[row_P, best_P]
         # Behind the end of what a grammar allows every token has -inf.
         with np.errstate(invalid="ignore"):
-            ratio_P = np.exp(score_PV[row_P, draft_P] - score_PV[row_P, best_P])
+            ratio_P = np.exp(score_PV[row_P, draft_P] - most_P)
+        best_P[np.isnan(most_P)] = _NOT_A_NUMBER
         return torch.from_numpy(best_P), torch.from_numpy(ratio_P)
     best_P = logits_PV.argmax(dim=-1)
     draft = _upload(torch.from_numpy(draft_P), logits_PV.device)
     pair_P2 = torch.stack([draft, best_P], dim=-1)
     score_P2 = logits_PV.gather(-1, pair_P2)
+    best_P = best_P.masked_fill(score_P2[:, 1].isnan(), _NOT_A_NUMBER)
     return best_P, (score_P2[:, 0] - score_P2[:, 1]).exp()
 
 
@@ -133,7 +142,9 @@ def _rows(
     )
 
 
-def _adjust(logits_PV: Tensor, work: Several[Work], owns: Several[slice]) -> None:
+def _adjust(
+    logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
+) -> None:
     """Penalties, biases and grammars of the requests that have some, in place."""
     for item, own in zip(work, owns, strict=True):
         request, plan = item.sequence.request, cast(Plan, item.plan)
@@ -141,7 +152,9 @@ def _adjust(logits_PV: Tensor, work: Several[Work], owns: Several[slice]) -> Non
             answer = item.sequence.tokens[len(request.prompt) :]
             answers = [answer[: index - plan.review] for index in range(plan.review)]
             answers += [answer + drafts for drafts in plan.drafts_before()]
-            adjust(logits_PV[own], request.sampling, request.prompt, answers, request.stop_ids)
+            places = (position_P[own] - len(request.prompt)).tolist()
+            stop = request.stop_ids
+            adjust(logits_PV[own], request.sampling, request.prompt, answers, places, stop)
         if item.sequence.grammar:
             allowed_RV = item.sequence.grammar.allowed(plan.review, plan.drafts)
             forbidden_RV = _upload(torch.from_numpy(~allowed_RV), logits_PV.device)

@@ -92,7 +92,8 @@ class _Run:
         if self.sampling.changes_logits:
             answer = self.tokens[len(self.prompt) :]
             answers = [answer + drafts for drafts in before]
-            adjust(adjusted_NV, self.sampling, self.prompt, answers, self.stop_ids)
+            places = [position - len(self.prompt) for position in position_N.tolist()]
+            adjust(adjusted_NV, self.sampling, self.prompt, answers, places, self.stop_ids)
         return _Rows(logits_NV, scores(adjusted_NV, self.sampling, position_N))
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.config.decode import (
     BlockCachedMode,
+    ConfidenceMode,
     ExactMode,
     JacobiMode,
     Mode,
@@ -145,12 +146,15 @@ def most_rows(mode: Mode, window: int) -> int:
             return 1 + window + groups_of(mode, window) * window
         case SpeculativeMode(draft_tokens=drafts):
             return 1 + window + drafts + groups_of(mode, window) * window
+        case ConfidenceMode():
+            # What the masks gave was committed unseen, and is pending.
+            return 1 + 2 * window
         case JacobiMode(guesses=guesses):
             return 1 + guesses
         case BlockCachedMode(cache_block=size):
             return size + window
-        case _:
-            return 1 + window
+        case ExactMode():
+            return 1
 
 
 def check_context(max_context: int, model_config: Any) -> None:

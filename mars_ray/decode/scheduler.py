@@ -11,6 +11,14 @@ from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan
 
+# While a prompt waits, one row in so many is not for those that decode.
+_PROMPTS_SHARE = 8
+
+
+def decoding_rows(config: EngineConfig) -> int:
+    """Of a step, those that decoding sequences may fill whoever else waits."""
+    return config.max_step_tokens - config.max_step_tokens // _PROMPTS_SHARE
+
 
 @dataclass(slots=True)
 class Work:
@@ -89,15 +97,18 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next forward's work, at most `max_step_tokens` rows; never empty if anybody is here.
 
-        Sequences that decode go before prompts, so that a long prompt fills what they leave.
+        Sequences that decode go before prompts, so that a long prompt fills what they leave; while
+        one waits that is something.
         """
         self._steps += 1
         work: dict[int, Work] = {}
         budget = self._config.max_step_tokens
+        kept = budget - decoding_rows(self._config) if self._has_prompts() else 0
         for sequence in sorted(self._running.values(), key=_turn):
             # It may have been sent back by one before it.
             if sequence.arrival in self._running:
-                budget -= self._enter(sequence, budget, work)
+                room = budget - kept if work and not _is_prompt(sequence) else budget
+                budget -= self._enter(sequence, room, work)
         while self._waiting and budget > 0 and self.running < self._config.max_batch:
             sequence = self._waiting[0][1]
             if not self._admit(sequence):
@@ -133,6 +144,11 @@ class Scheduler:
         for sequence in self._running.values():
             assert sequence.cached <= len(sequence.pages) * size
         self._pool.check([sequence.pages for sequence in self._running.values()])
+
+    def _has_prompts(self) -> bool:
+        """Whether a prompt is under way, or may come in."""
+        comes = bool(self._waiting) and self.running < self._config.max_batch
+        return comes or any(map(_is_prompt, self._running.values()))
 
     def _item(self, sequence: Sequence, budget: int) -> Work | None:
         """As much of a sequence as fits the budget."""
@@ -210,5 +226,8 @@ class Scheduler:
 
 def _turn(sequence: Sequence) -> tuple[bool, int, int, int]:
     """Decoding before prompts; then by priority, then whoever has waited longest."""
-    is_prompt = sequence.forwards == 0
-    return is_prompt, sequence.request.priority, sequence.served, sequence.arrival
+    return _is_prompt(sequence), sequence.request.priority, sequence.served, sequence.arrival
+
+
+def _is_prompt(sequence: Sequence) -> bool:
+    return sequence.forwards == 0

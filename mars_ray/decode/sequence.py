@@ -119,9 +119,13 @@ class Sequence:
         elif self.grammar:
             self.grammar.consume(kept)
             self.follow_grammar()
+        return self.event(tuple(kept), completion)
+
+    def event(self, tokens: tuple[int, ...], completion: Completion | None) -> TokenEvent:
+        """What is new."""
         return TokenEvent(
             self.request.id,
-            tuple(kept),
+            tokens,
             self.forwards,
             completion,
             disagreed=self.disagreed,

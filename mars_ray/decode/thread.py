@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.faults import step_apart
+from mars_ray.decode.faults import step_apart, works
 from mars_ray.decode.mailbox import Event, Mailbox
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.errors import EngineError, PoisonError, RequestError
@@ -140,11 +140,14 @@ class EngineThread:
         """Whatever ended the thread, nobody may be left waiting for it."""
         with self._closing:
             self._closed = True
-        # What was asked before that is done, so that it can be undone like the rest.
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._commands.get_nowait()()
-        self._deliver()
+        try:
+            # What was asked before that is done, so that it can be undone like the rest.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._commands.get_nowait()()
+            self._deliver()
+        except Exception:  # noqa: BLE001 - the others still have to hear of the end
+            _log.exception("a command failed while the engine's thread was ending")
         self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
@@ -193,7 +196,9 @@ class EngineThread:
         except Exception:
             self._failed_steps += 1
             if self._failed_steps == _MOST_FAILED_STEPS:
-                raise
+                if not works(self._engine):
+                    raise
+                self._failed_steps = 0
             _log.exception("a step of the engine failed; each of its sequences is tried alone")
             return step_apart(self._engine)
         self._failed_steps = 0
@@ -220,10 +225,15 @@ class EngineThread:
             self._engine.cancel(request_id)
 
     def _fail_all(self, error: EngineError) -> None:
-        for request_id, deliver in self._listeners.items():
-            self._engine.cancel(request_id)
+        listeners, self._listeners = self._listeners, {}
+        # First: what has ended the thread may be in the way of the rest.
+        for deliver in listeners.values():
             deliver(error)
-        self._listeners.clear()
+        for request_id in listeners:
+            try:
+                self._engine.cancel(request_id)
+            except Exception:  # noqa: BLE001 - the engine is not used any more
+                _log.exception("request %s could not be taken away", request_id)
 
     def _stop(self) -> None:
         self._stopping = True

@@ -16,7 +16,8 @@ from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask
 from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, mode_label
 from mars_ray.core.statistics import paired_difference, wilson_interval
 from mars_ray.data.chat import Message, encode_prompt
-from mars_ray.decode.engine import Engine, generate_all, load_engine
+from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.evaluate.plots import plot_frontier

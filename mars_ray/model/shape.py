@@ -70,5 +70,14 @@ def shape_of_config(config: Any) -> ModelShape:
 def most_positions(config: Any) -> int:
     """What the model was made for, and what its rotary embedding stretches that to."""
     rope = getattr(config, "rope_parameters", None) or {}
-    stretched = rope.get("rope_type") in ("linear", "yarn")
-    return int(config.max_position_embeddings * (rope.get("factor", 1.0) if stretched else 1.0))
+    positions = config.max_position_embeddings
+    match rope.get("rope_type"):
+        case "linear":
+            return int(positions * rope.get("factor", 1.0))
+        case "yarn":
+            # What it stretches; the other number may be stretched already.
+            return int(
+                rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1.0)
+            )
+        case _:
+            return int(positions)

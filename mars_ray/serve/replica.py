@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError
 from mars_ray.model.source import Source, local_copy
 from mars_ray.serve.control import SetPoint, Setting, follow

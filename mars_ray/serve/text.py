@@ -32,7 +32,11 @@ class Detokenizer:
         self._tokens.append(token)
         text = self._held_text()
         held = len(self._tokens) - self._read
-        if not text or (text.endswith(REPLACEMENT) and held <= _MAX_HELD_TOKENS):
+        if not text:
+            if held > _MAX_HELD_TOKENS:
+                del self._tokens[self._read :]  # special tokens, which are no part of the text
+            return ""
+        if text.endswith(REPLACEMENT) and held <= _MAX_HELD_TOKENS:
             return ""
         self._context, self._read = self._read, len(self._tokens)
         return text
@@ -105,17 +109,20 @@ class Written:
 class Writer:
     """An answer's text in the making: detokenised, and cut at the first stop string."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+    def __init__(self, decode: Decode, stops: Sequence[str], least: int = 0) -> None:
+        """Stop strings are looked for behind so many tokens."""
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stops)
         self._has_stops = bool(stops)
+        self._least = least
 
     def push(self, tokens: Sequence[int]) -> Written:
         """Adds tokens; those after a stop string are not used."""
         if not self._has_stops:
             return Written(self._detokenizer.push_all(tokens), len(tokens), False)
-        parts = []
-        for used, token in enumerate(tokens, start=1):
+        free, self._least = min(self._least, len(tokens)), max(0, self._least - len(tokens))
+        parts = [self._detokenizer.push_all(tokens[:free])] if free else []
+        for used, token in enumerate(tokens[free:], start=free + 1):
             text, stopped = self._filter.push(self._detokenizer.push(token))
             parts.append(text)
             if stopped:

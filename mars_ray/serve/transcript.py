@@ -23,7 +23,7 @@ class Transcript:
         self._request = request
         self._choice = choice
         self._token_text = token_text
-        self._writer = Writer(decode, call.stop)
+        self._writer = Writer(decode, call.stop, request.sampling.min_new_tokens)
         self._reader = ToolCallReader(request.id) if call.tools else None
         self._tokens = 0
 

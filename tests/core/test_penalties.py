@@ -12,7 +12,7 @@ from mars_ray.core.penalties import adjust
 
 def adjusted(sampling, answers, prompt=(0,), logits=(2.0, -1.0, 0.5, 1.0)):
     rows = torch.tensor([logits] * len(answers))
-    adjust(rows, sampling, prompt, answers, stop_ids={3})
+    adjust(rows, sampling, prompt, answers, [len(answer) for answer in answers], stop_ids={3})
     return rows
 
 
@@ -46,6 +46,22 @@ def test_bias_and_least_length():
     assert rows[:, 3].tolist() == [-math.inf, -math.inf, 1.0]
 
 
+def test_a_row_that_sees_less_than_stands_before_it_knows_its_place():
+    """Guards a mask whose token could stop the answer, but was not let."""
+    rows = torch.zeros(2, 4)
+    adjust(rows, Sampling(min_new_tokens=2), [0], [[1], [1]], [1, 2], stop_ids={3})
+    assert rows[:, 3].tolist() == [-math.inf, 0.0]
+
+
+def test_rows_are_counted_behind_what_they_share():
+    """The same as counting each row's text by itself."""
+    sampling = Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
+    answers, prompt = [[2, 2], [2, 2, 1], [2, 2, 3, 3], [2, 2, 2]], (0, 2)
+    together = adjusted(sampling, answers, prompt)
+    apart = [adjusted(sampling, [answer], prompt)[0] for answer in answers]
+    assert together.equal(torch.stack(apart))
+
+
 class Operations(TorchDispatchMode):
     """Counts what torch is asked to do."""
 
@@ -63,7 +79,7 @@ def test_many_biases_are_one_operation():
         rows = torch.zeros(2, 1000)
         with Operations() as operations:
             bias = {token: token / 10 for token in range(biases)}
-            adjust(rows, Sampling(logit_bias=bias), [0], [[], [1]], stop_ids={3})
+            adjust(rows, Sampling(logit_bias=bias), [0], [[], [1]], [0, 1], stop_ids={3})
         counts.append(operations.count)
         expected = torch.tensor([*bias.values(), *[0.0] * (1000 - biases)])
         assert rows.equal(expected.expand(2, 1000))

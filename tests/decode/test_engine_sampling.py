@@ -95,6 +95,19 @@ def test_logprobs_are_the_models_own(model):
         assert [[token for token, _ in entry.top] for entry in reported] == best
 
 
+@pytest.mark.parametrize("least", [0, 2, 4])
+@pytest.mark.parametrize(
+    "mode", [ConfidenceMode(threshold=0.9), BlockCachedMode(threshold=0.9, cache_block=4)]
+)
+def test_a_least_length_that_is_reached_anyway_changes_nothing(model, mode, least):
+    """Guards masks behind the least length that are not let stop, as the step began before it."""
+    asked = request("x", pattern(0, 1, 5), mode, stop=9, sampling=Sampling(min_new_tokens=least))
+    expected = request("x", pattern(0, 1, 5), ExactMode(), stop=9)
+    got, exact = (generate_all(Engine(model, CARD, SIZE), [each]) for each in (asked, expected))
+    assert len(exact[0].tokens) == 5
+    assert got[0].tokens == exact[0].tokens
+
+
 def test_the_mask_token_is_never_emitted():
     """Untrained models like it as well as any other; at threshold 0 everything is accepted."""
     model = untrained("qwen2")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decode.cases import untrained
 from decode.models import CARD, VOCABULARY, pattern, request
 
 from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Mode, VerifiedMode
@@ -147,6 +148,62 @@ def test_a_grammar_too_complex_to_be_followed_is_the_requests_own_fault(model, t
         assert failure.field == "response_format"
         assert done == [reference.generate(model, CARD, mate) for mate in beside]
     thread.check_health()
+
+
+def test_one_client_that_asks_again_and_again_ends_no_engine(model, thread_of):
+    """With nobody beside it: clients repeat a 500 twice by themselves, and three failed steps in a
+    row look like a broken device."""
+    thread = thread_of(Brittle(model, "forward"))
+    bad = request("bad", [*pattern(3, 1, 5), POISON], ExactMode(), stop=-1)
+    for _ in range(7):
+        with pytest.raises(PoisonError):
+            asyncio.run(complete(thread, bad))
+        thread.check_health()
+    good = request("good", pattern(1, 1, 5), ExactMode())
+    assert asyncio.run(complete(thread, good)) == reference.generate(model, CARD, good)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_numbers_that_are_none_stay_with_the_request_that_has_them(thread_of, prefix_cache):
+    """Guards answers beside it, and later ones in its pages: what is hidden has weight 0, and
+    0 * NaN is NaN."""
+    model = untrained("qwen2")
+    with torch.no_grad():
+        model.base_model.embed_tokens.weight[POISON] = torch.inf
+    config = EngineConfig(max_batch=3, max_context=64, page_size=8, prefix_cache=prefix_cache)
+    thread = thread_of(Engine(model, CARD, config))
+    good = request("good", [1, 2, 3, 4, 5], ExactMode(), max_new_tokens=12)
+    bad = request("bad", [POISON] * 25, ExactMode(), stop=-1)
+
+    async def together() -> list:
+        both = (complete(thread, bad), complete(thread, good))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    alone = asyncio.run(complete(thread, good))
+    failure, beside = asyncio.run(together())
+    assert isinstance(failure, PoisonError)
+    assert beside == alone
+    for _ in range(10):
+        assert asyncio.run(complete(thread, good)) == alone
+
+
+def test_nobody_waits_for_a_thread_that_fails_while_it_closes(model, caplog):
+    """Guards clients that hang because another one's request could not be taken away."""
+    caplog.set_level(logging.CRITICAL)
+    engine = Brittle(model, "always")
+    thread = EngineThread(engine)
+    thread.start()
+
+    async def waiting() -> list:
+        asked = [request(str(j), [1, 2], ExactMode(), stop=-1) for j in range(3)]
+        done = asyncio.gather(*(complete(thread, each) for each in asked), return_exceptions=True)
+        return await asyncio.wait_for(done, 20)
+
+    def cancel(request_id: str) -> None:
+        raise RuntimeError("cannot cancel")
+
+    engine.cancel = cancel  # type: ignore[method-assign]
+    assert all(isinstance(each, EngineError) for each in asyncio.run(waiting()))
 
 
 def test_an_engine_that_fails_on_everything_ends(model, thread_of):

@@ -5,7 +5,7 @@ from decode.cases import PAGE_BYTES, SCARCE, SIZE
 from decode.models import CARD, MASK, VOCABULARY, request
 
 from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
-from mars_ray.decode.engine import Engine
+from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.memory import free_on_node
 from mars_ray.model.card import ModelCard
@@ -37,6 +37,16 @@ def test_a_model_without_mars_training_serves_exact_only(model):
     engine.submit(request("y", [1], ExactMode()))
     with pytest.raises(RequestError, match="'y' is in use"):
         engine.submit(request("y", [1], ExactMode()))
+
+
+def test_a_refused_request_takes_the_others_of_its_call_along(model):
+    """Guards sequences that nobody waits for, and ids that stay in use."""
+    engine = Engine(model, CARD, SIZE)
+    good = request("good", [1], ExactMode())
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        generate_all(engine, [good, request("bad", [], ExactMode())])
+    assert not engine.has_work
+    assert generate_all(engine, [good])[0].tokens
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(model):

@@ -85,6 +85,21 @@ def test_a_thousand_requests_wait_their_turn(model):
     assert engine.pool.in_use == 0
 
 
+def test_a_prompt_gets_rows_however_many_decode(model):
+    """Guards a new request that waits until an answer ends: drafts and masks fill every step."""
+    engine = Engine(
+        model, CARD, EngineConfig(max_batch=16, max_context=400, page_size=8, max_step_tokens=64)
+    )
+    for index in range(8):
+        mode = VerifiedMode(threshold=0.0)
+        engine.submit(request(str(index), pattern(index, 1, 5), mode, max_new_tokens=300, stop=-1))
+    for _ in range(5):
+        engine.step()
+    engine.submit(request("new", pattern(1, 1, 80), ExactMode(), max_new_tokens=1, stop=-1))
+    came = next(i for i in range(100) if "new" in {event.request_id for event in engine.step()})
+    assert came <= 80 / (64 / 8)
+
+
 def test_a_deadline_ends_a_request_with_what_it_has(model):
     """Waiting or running, and everything it held is free."""
     engine = Engine(model, CARD, EngineConfig(max_batch=1, max_context=64))

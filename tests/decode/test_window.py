@@ -57,6 +57,14 @@ def test_a_sequence_has_a_cost_of_its_own():
     assert cost.seconds(8, 9) - cost.seconds(8, 8) == 2.0
 
 
+def test_rows_never_come_to_cost_nothing():
+    """Guards masks for all whatever the load, after a start at which a sequence seemed dear."""
+    cost = StepCost({1: 1.0, 8: 2.0, 64: 8.0}, sequence_s=3.0)
+    for _ in range(5000):
+        cost.observe(60, 10.0, 10)
+    assert cost.seconds(60) == pytest.approx(0.1 * 7.6, rel=0.1)
+
+
 def test_cost_follows_the_steps_that_are_made():
     """What the start measured wrong is put right, and one long step changes little."""
     cost = StepCost({1: 1.0, 8: 1.0, 16: 1.0, 32: 3.0})

@@ -14,7 +14,7 @@ from model.small_s3 import bucket
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ModelError
 from mars_ray.model import object_store
 from mars_ray.model.card import read_card

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer

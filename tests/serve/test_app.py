@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray import __version__
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
 from mars_ray.serve.app import build_api
 from mars_ray.serve.messages import (

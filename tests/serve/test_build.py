@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mars_ray.config.decode import BlockCachedMode, EngineConfig, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.card import read_card, write_card
 from mars_ray.scaling.service_model import Level, ServiceModel
@@ -116,7 +116,14 @@ def test_settings_of_the_policy_are_refused_where_none_is_in_charge(settings):
     assert ServeJob.model_validate(job.model_dump()).set_point == 0.5
 
 
-@pytest.mark.parametrize(("rope", "most"), [({}, 64), ({"rope_type": "yarn", "factor": 4.0}, 256)])
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+    ],
+)
 def test_a_context_that_the_model_does_not_know_is_refused(checkpoint, tmp_path, rope, most):
     """Guards nonsense behind the last position that a model was made for; some are stretched."""
     model = shutil.copytree(checkpoint, tmp_path / "model")

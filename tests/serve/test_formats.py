@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.engine import load_engine
 from mars_ray.decode.grammar import Grammars
+from mars_ray.decode.loading import load_engine
 from mars_ray.errors import RequestError
 from mars_ray.serve.app import build_api
 from mars_ray.serve.formats import grammar_of

@@ -8,7 +8,7 @@ from serve.fuzzing import PLAIN, SHARES, Fuzzed, fuzz
 from serve.real_port import served
 
 from mars_ray.config.serve import Limits
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.serve.app import build_api
 from mars_ray.serve.text_engine import TextEngine
 

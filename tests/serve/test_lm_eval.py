@@ -16,7 +16,7 @@ from serve.real_port import served
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.serve import Limits
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.evaluate.tasks.base import FINAL_ANSWER, is_correct
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.serve.app import build_api

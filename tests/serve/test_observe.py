@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mars_ray.config.decode import Sampling, VerifiedMode
-from mars_ray.decode.engine import load_engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.quality import Budget, Elastic
 from mars_ray.scaling.ladder import Rung
 from mars_ray.serve.messages import Call

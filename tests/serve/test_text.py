@@ -106,3 +106,26 @@ def test_held_text_may_still_end_in_a_stop_string():
     broken = Writer(lambda tokens: bytes(tokens).decode(errors="replace"), ["x"])
     assert broken.push([0x61, 0xC3]).text == "a"
     assert not broken.flush().stopped
+
+
+def test_a_stop_string_counts_behind_the_least_length():
+    """Guards an answer that is shorter than `min_tokens`."""
+    writer = Writer(decode_bytes, ["b"], 4)
+    assert writer.push(b"abc").text == "abc"
+    written = writer.push(b"babab")
+    assert (written.text, written.tokens, written.stopped) == ("ba", 3, True)
+
+
+def test_special_tokens_do_not_pile_up():
+    """Guards an event loop that stands still: they were decoded all together at each of them."""
+    decoded = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return "".join(chr(token) for token in tokens if token)
+
+    detokenizer = Detokenizer(decode)
+    text = "".join(map(detokenizer.push, [97, *[0] * 3000, 98, 99]))
+    assert text == "abc"
+    assert decoded < 300_000

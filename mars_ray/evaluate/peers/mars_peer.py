@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from mars_ray import __version__
 from mars_ray.config.decode import EngineConfig, Mode, Sampling
-from mars_ray.decode.engine import Engine, load_engine
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.model.shape import shape_of_config
 
