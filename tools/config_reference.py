@@ -56,7 +56,9 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.default
     if isinstance(value, Config):
-        return f"see [{type(value).__name__}](#{type(value).__name__.lower()})"
+        given = value.model_dump(exclude_unset=True)
+        own = f"`{_cell(repr(given))}`, else " if given else ""
+        return f"{own}see [{type(value).__name__}](#{type(value).__name__.lower()})"
     return f"`{_cell(repr(value))}`" if len(repr(value)) < 60 else "see the code"
 
 

@@ -32,6 +32,12 @@ RAY_METRICS = frozenset(
 _SUFFIXES = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_sum", "_count")}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _RATE = "[$__rate_interval]"
+# Each replica counts its own start in a series of its own, which never rises: the starts of an hour
+# are the series that were not there before it.
+_STARTED = (
+    "count by (deployment) (count_over_time(ray_serve_deployment_replica_starts_total[1h]) "
+    "unless ray_serve_deployment_replica_starts_total offset 1h)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +250,8 @@ PANELS = (
     Panel(
         "Replicas started",
         "short",
-        "Since Serve's controller started; a steady climb is replicas that die.",
-        {"{{deployment}}": "sum by (deployment) (ray_serve_deployment_replica_starts_total)"},
+        "Within the last hour; more than scaling and updates explain is replicas that die.",
+        {"{{deployment}}": _STARTED},
     ),
     Panel(
         "State of the application",

@@ -73,8 +73,8 @@ def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [group["template"] for group in groups(document)]
 
 
-def check_groups(head_and_workers: list[dict[str, Any]]) -> None:
-    """What no schema says and KubeRay or Ray would only say at work."""
+def check_groups(head_and_workers: list[dict[str, Any]], **more: str) -> None:
+    """What no schema says and KubeRay or Ray would only say at work; more: of their environment."""
     head, *workers = head_and_workers
     assert head["rayStartParams"]["num-cpus"] == "0"
     for group in (head, *workers):
@@ -87,7 +87,7 @@ def check_groups(head_and_workers: list[dict[str, Any]]) -> None:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["resources"]["limits"] == container["resources"]["requests"]
             names = {entry["name"]: entry["value"] for entry in container["env"]}
-            assert names == dict(NODE_ENVIRONMENT)
+            assert names == NODE_ENVIRONMENT | more
     for group in workers:
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", group["groupName"])
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]

@@ -9,6 +9,12 @@ import yaml
 from deploy.manifests import ROOT, check, check_groups, documents, groups
 from jsonschema import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.schema import AutoscalerInstance
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import NodeState, NodeStatus
+from ray.core.generated.instance_manager_pb2 import Instance, NodeKind
 
 from mars_ray import __version__
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
@@ -60,13 +66,94 @@ def test_a_launched_clusters_token_is_made_for_its_owner(name):
     assert "(umask 077; ray get-auth-token --generate)" in text
 
 
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_containers_have_no_rights_and_storage_that_all_see(name):
+    """Guards runs that are lost with their container, and programs that gain what they lack."""
+    options = launcher_file(name)["docker"]["run_options"]
+    assert {"--cap-drop=ALL", "--security-opt=no-new-privileges"} <= set(options)
+    assert "--volume /shared:/shared" in options
+
+
 @pytest.mark.parametrize("name", ["aws", "gcp"])
-def test_launched_heads_have_no_gpus_and_workers_come_and_go(name):
-    """Guards GPU machines that are paid for while nobody uses them."""
-    types = launcher_file(name)["available_node_types"]
-    assert types["head"]["resources"]["GPU"] == 0
-    assert types["gpu"]["resources"]["GPU"] > 0
-    assert types["gpu"]["min_workers"] == 0
+def test_shared_storage_is_mounted_before_the_container_starts(name):
+    """Guards a /shared that Docker makes, on each machine another, for root alone."""
+    commands = launcher_file(name)["initialization_commands"]
+    (mounted,) = (place for place, line in enumerate(commands) if "sudo mount " in line)
+    assert commands[mounted].endswith(" /shared")
+    assert "sudo chown 1000:1000 /shared" in commands[mounted:]
+    header = (ROOT / "clusters" / f"{name}.yaml").read_text().partition("\ncluster_name")[0]
+    assert "/shared" in header.partition("To change:")[2]
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_every_kind_of_machine_gets_its_image(name):
+    """Guards workers that never start: `ray up` does without `docker.image`, its autoscaler not."""
+    config = prepare_config(launcher_file(name))
+    images = {
+        kind: AutoscalingConfig(config).get_docker_config(kind)["image"].partition(":")[0]
+        for kind in config["available_node_types"]
+    }
+    cpu, cuda = "registry.example.com/mars-ray-cpu", "registry.example.com/mars-ray-cuda"
+    clouds = {"head": cpu, "cpu": cpu, "gpu": cuda}
+    # On-premise all are of one kind, and the first version of the autoscaler tells workers apart.
+    assert images == ({"local.cluster.node": cpu} if name == "on-premise" else clouds)
+    assert config["docker"]["worker_image"].startswith(cuda)
+
+
+def launches(config: dict[str, Any], *bundles: dict[str, float]) -> dict[str, int]:
+    """The machines that the autoscaler asks for, beside a head that computes nothing."""
+    settings = AutoscalingConfig(prepare_config(config))
+    kind = settings.get_head_node_type()
+    head = AutoscalerInstance(
+        cloud_instance_id="head",
+        im_instance=Instance(
+            instance_id="head",
+            instance_type=kind,
+            status=Instance.RAY_RUNNING,
+            node_kind=NodeKind.HEAD,
+            cloud_instance_id="head",
+            node_id="head",
+        ),
+        ray_node=NodeState(node_id=b"head", ray_node_type_name=kind, status=NodeStatus.RUNNING),
+    )
+    request = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=settings.get_node_type_configs(),
+        max_num_nodes=settings.get_max_num_nodes(),
+        resource_requests=ResourceRequestUtil.group_by_count(
+            [ResourceRequestUtil.make(bundle) for bundle in bundles]
+        ),
+        current_instances=[head],
+    )
+    reply = ResourceDemandScheduler(None).schedule(request)
+    return {launch.instance_type: launch.count for launch in reply.to_launch}
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_heads_compute_nothing_and_machines_come_for_what_is_asked(name):
+    """Guards work on the head, whose end is the cluster's, and machines with GPUs that are paid for
+    while nobody uses them."""
+    config = launcher_file(name)
+    types = config["available_node_types"]
+    assert types["head"]["resources"] == {"CPU": 0, "GPU": 0}
+    assert launches(config) == {}
+    # An ingress; a replica without a GPU; the driver of a simulation.
+    assert launches(config, {"CPU": 0.1}, {"CPU": 1.0}, {"CPU": 2.0}) == {"cpu": 1}
+    assert launches(config, *[{"CPU": 8.0, "GPU": 1.0}] * 9) == {"gpu": 2}
+    most = sum(kind.get("max_workers", 0) for kind in types.values())
+    assert config["max_workers"] == most
+
+
+def test_on_premise_takes_the_autoscalers_first_version():
+    """Guards a cluster that stays a head: to the second version machines of one's own have nothing,
+    and the head is one of `min_workers`. Where the last line fails, Ray has mended it."""
+    text = (ROOT / "clusters" / "on-premise.yaml").read_text()
+    assert 0 < text.find("export RAY_UP_enable_autoscaler_v2=0") < text.find("ray up clusters")
+    config = launcher_file("on-premise")
+    assert "--num-cpus=0 --num-gpus=0" in " ".join(config["head_start_ray_commands"])
+    # Would be read, for a hash.
+    del config["auth"]["ssh_private_key"]
+    assert launches(config, {"CPU": 1.0}) == {}
 
 
 @pytest.mark.parametrize("name", KUBERAY)

@@ -85,6 +85,13 @@ def test_a_login_shell_finds_the_programs(tmp_path):
     assert shown.decode().strip() == "/opt/mars-ray/bin:/bin"
 
 
+def test_the_image_says_where_its_users_home_is():
+    """Guards a token that is not found: `ray up` mounts it below the image's HOME, else /root."""
+    (home,) = re.findall(r" HOME=(\S+)", stage("runtime"))
+    (user,) = re.findall(r"useradd .*--create-home (\S+)", stage("runtime"))
+    assert home == f"/home/{user}"
+
+
 def test_processes_of_the_image_have_what_nodes_need():
     """Guards a cluster that is started by hand from the image."""
     for variable, value in NODE_ENVIRONMENT.items():

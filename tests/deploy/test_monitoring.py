@@ -13,6 +13,7 @@ import pytest
 import yaml
 from deploy.manifests import ROOT, check, documents, rendered
 from job_manifests import prometheus_rule
+from ray.serve.metrics import REPLICA_TAG
 
 MONITORING = ROOT / "deploy" / "monitoring"
 ALERTS = [
@@ -91,6 +92,21 @@ def test_each_alert_fires_on_its_condition_and_is_quiet_otherwise():
         if case["exp_alerts"]
     }
     assert fired == {rule["alert"] for rule in ALERTS}
+
+
+def test_starts_are_tested_as_serve_counts_them():
+    """Guards an alert on a counter that climbs: each replica has its own, which stays at 1."""
+    (cases,) = documents(MONITORING / "alerts_test.yml")
+    starts = [
+        (series["series"], series["values"].split())
+        for test in cases["tests"]
+        for series in test["input_series"]
+        if "replica_starts_total" in series["series"]
+    ]
+    assert len({series for series, _ in starts}) == len(starts) > 0
+    for series, values in starts:
+        assert f"{REPLICA_TAG}=" in series
+        assert all(value.startswith(("1x", "_x")) for value in values), series
 
 
 def test_the_operators_rule_is_the_same():

@@ -8,10 +8,14 @@ import pytest
 import yaml
 from deploy.manifests import OVERLAYS, ROOT, check, check_groups, documents, groups, rendered
 from pydantic import BaseModel
+from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.build import APP_NAME, build_app
+
+# Of Ray: how long `ray start --block` lets a node drain that is told to stop.
+DRAIN_TIME = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -51,17 +55,16 @@ def test_the_embedded_serve_configuration_is_one(overlay):
 
 
 def test_pods_fit_what_the_service_asks_for(overlay):
-    """Guards replicas that wait for ever for a node, and pods killed while they drain."""
+    """Guards replicas that wait for ever for a node, and probes and keys that are not there."""
     (service,) = of_kind(overlay, "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     job = ServeJob.model_validate(config["applications"][0]["args"])
     head, workers = groups(service)
-    check_groups([head, workers])
+    check_groups([head, workers], **{DRAIN_TIME: environment_of(head)[DRAIN_TIME]})
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert float(limits["cpu"]) >= job.cpus_per_replica
     assert float(limits.get("nvidia.com/gpu", 0)) >= job.gpus_per_replica
     assert workers["maxReplicas"] >= job.scaling.max_replicas
-    assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > job.drain_s
     assert workers["template"]["spec"]["nodeSelector"]
     for group in (head, workers):
         (container,) = group["template"]["spec"]["containers"]
@@ -69,6 +72,24 @@ def test_pods_fit_what_the_service_asks_for(overlay):
         assert job.keys_file is not None
         assert job.keys_file.startswith(mounted["keys"] + "/")
         assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container)
+
+
+def environment_of(group: dict[str, Any]) -> dict[str, str]:
+    (container,) = group["template"]["spec"]["containers"]
+    return {entry["name"]: entry["value"] for entry in container["env"]}
+
+
+def test_a_pod_that_is_told_to_stop_has_time_to_drain(overlay):
+    """Guards answers that are cut on every eviction: Serve's processes have drain_s, Ray ends the
+    node after a time of its own, too short unless set, and Kubernetes kills what is left."""
+    (service,) = of_kind(overlay, "RayService")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    job = ServeJob.model_validate(config["applications"][0]["args"])
+    assert getattr(ray_constants, DRAIN_TIME) < job.drain_s
+    # The head as well: Serve's controller, which has others drain, runs there.
+    for group in groups(service):
+        grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert job.drain_s < float(environment_of(group)[DRAIN_TIME]) < grace
 
 
 def test_budgets_and_policy_select_the_pods(overlay):
@@ -88,6 +109,33 @@ def test_budgets_and_policy_select_the_pods(overlay):
             if budget["spec"]["selector"]["matchLabels"].items() <= label.items()
         ]
         assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_budgets_select_no_pods_of_jobs(name, overlay):
+    """Guards a service's head that may be evicted because a job's head is there, too."""
+    (cluster,) = documents(ROOT / "clusters" / "kuberay" / f"{name}.yaml")
+    for budget in of_kind(overlay, "PodDisruptionBudget"):
+        wanted = budget["spec"]["selector"]["matchLabels"].items()
+        for group in groups(cluster):
+            assert not wanted <= group["template"]["metadata"]["labels"].items()
+
+
+def test_the_policy_opens_to_prometheus_what_it_scrapes(overlay):
+    """Guards ports that are open for nobody, and a monitor that is shut out."""
+    (policy,) = of_kind(overlay, "NetworkPolicy")
+    (open_ports,) = (
+        {port["port"] for port in rule["ports"]}
+        for rule in policy["spec"]["ingress"]
+        if "prometheus" in str(rule["from"])
+    )
+    (monitor,) = documents(ROOT / "deploy" / "monitoring" / "podmonitor.yaml")
+    scraped = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+    (service,) = of_kind(overlay, "RayService")
+    for group in groups(service):
+        (container,) = group["template"]["spec"]["containers"]
+        named = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert {named[port] for port in scraped} == open_ports
 
 
 def test_budgets_say_how_many_stay():
