@@ -42,11 +42,14 @@ app.add_typer(cluster, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="A file of jobs/.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example seed=1.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="KEY: of the job, or SECTION.KEY."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and stop.")]
 # No Path, which would make s3:/bucket of s3://bucket.
-ServeTarget = Annotated[str, typer.Argument(metavar="CHECKPOINT|JOB.toml")]
+ServeTarget = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT|JOB.toml", help="Directory, hub name or URI; or a job.")
+]
 AnyJob = TypeVar("AnyJob", bound=Config)
 
 

@@ -28,6 +28,16 @@ def test_a_checkpoint_arrives_as_it_was_typed(command: str, target: str):
     assert json.loads(done.output)["checkpoint"] == target
 
 
+def test_the_help_of_overrides_holds_for_every_command():
+    """Guards `For example seed=1`, which most jobs refuse."""
+    runner = CliRunner()
+    for command in (["train"], ["serve"], ["update"], ["export"], ["bench", "decode"]):
+        said = " ".join(runner.invoke(app, [*command, "--help"]).output.replace("│", " ").split())
+        assert "KEY: of the job, or SECTION.KEY." in said
+        if command[0] in ("serve", "update"):
+            assert "Directory, hub name or URI; or a job." in said
+
+
 def test_a_service_may_be_a_job_file():
     done = CliRunner().invoke(app, ["serve", "jobs/serve-demo.toml", "--dry-run"])
     assert json.loads(done.output)["checkpoint"] == "runs/demo/models/mars"

@@ -1,8 +1,9 @@
 """A finished checkpoint on its way to where services load it from."""
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 
@@ -22,3 +23,13 @@ class ExportJob(Config):
         default="~/.cache/mars-ray/models",
         description="for a copy of a checkpoint that comes from an object store",
     )
+
+    @model_validator(mode="after")
+    def _uris_have_two_slashes(self) -> Self:
+        # It would be a directory of that name here, and a service would look in the store.
+        if re.match(r"[a-z0-9]+:/(?!/)", self.destination):
+            raise ValueError(
+                f"destination {self.destination} has one slash where a URI has two, as in "
+                "s3://bucket/models/mars"
+            )
+        return self

@@ -4,8 +4,8 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -63,7 +63,7 @@ def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = 
     for override in overrides:
         _apply(table, override)
     kind = table.get("kind")
-    if kind not in JOB_KINDS:
+    if not isinstance(kind, str) or kind not in JOB_KINDS:
         raise ConfigError(f"{source}: kind must be one of {', '.join(JOB_KINDS)}, not {kind!r}")
     try:
         return JOB_KINDS[kind].model_validate(table)
@@ -121,6 +121,8 @@ def _explain(error: ValidationError, source: str, job: type[Job]) -> str:
             lines.append(f"missing key '{key}.type'")
         else:
             message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
+                message += f"; quote it: '{key}=\"{item['input']}\"'"
             lines.append(f"{key or 'job'}: {message}")
     return "\n".join(f"{source}: {line}" for line in lines)
 
@@ -137,36 +139,42 @@ def _walk(
 ) -> Iterator[tuple[str | int, tuple[type[BaseModel], ...]]]:
     """The written keys of an error's location, each with the sections it was looked up in.
 
-    Pydantic puts the tag of a discriminated union ("mars") into the location; a user did not write
-    it as a key, so it only narrows the sections.
+    Behind a union, pydantic puts the member that it tried into the location: by its tag ("mars"),
+    or its name. A user did not write that as a key, so it only narrows the sections.
     """
     annotation: Any = job
     for part in location:
-        sections = tuple(_sections(annotation))
-        tagged = [section for section in sections if part in _tags(section)]
-        if tagged and not any(part in section.model_fields for section in sections):
-            annotation = tagged[0]
+        members = list(_members(annotation))
+        sections = tuple(kind for kind in members if _is_section(kind))
+        if len(members) > 1:
+            tried = [section for section in sections if part in _labels(section)]
+            annotation = tried[0] if tried else None
             continue
         yield part, sections
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
         annotation = fields[0].annotation if fields else _element(annotation)
 
 
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif get_origin(annotation) is Annotated:
-        yield from _sections(get_args(annotation)[0])
+def _members(annotation: Any) -> Iterator[Any]:
+    """What a union holds beside nothing; anything else is the only member of its own."""
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
         for member in get_args(annotation):
-            yield from _sections(member)
+            yield from _members(member)
+    elif annotation is not NoneType:
+        yield annotation
 
 
-def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _labels(section: type[BaseModel]) -> tuple[Any, ...]:
+    """What pydantic calls it as a member of a union."""
     if "type" not in section.model_fields:
-        return ()
-    annotation = section.model_fields["type"].annotation
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+        return (section.__name__,)
+    return get_args(section.model_fields["type"].annotation)
 
 
 def _element(annotation: Any) -> Any:

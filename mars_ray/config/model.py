@@ -1,8 +1,9 @@
 """Which model a job starts from."""
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from mars_ray.config.base import Config
 
@@ -23,7 +24,7 @@ class PretrainedModel(Config):
     """A Hugging Face causal language model: a local directory or a hub name."""
 
     type: Literal["pretrained"] = "pretrained"
-    path: str
+    path: Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
     revision: str | None = None
 
 

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from mars_ray.config.base import Config
 
 BlockSizeTokens = Annotated[int, Field(ge=1, le=64)]
-Progress = Annotated[float, Field(ge=0, le=1)]
 
 
 class ConstantBlockSize(Config):
@@ -35,7 +34,7 @@ class MixedBlockSize(Config):
 class CurriculumStep(Config):
     """From this share of training on, use this block size."""
 
-    progress: Progress
+    progress: float = Field(ge=0, lt=1)
     size: BlockSizeTokens
 
 
@@ -103,8 +102,12 @@ class MaskSchedule(Config):
 
     @model_validator(mode="after")
     def _some_depth_counts(self) -> Self:
-        if self.depth_weights is not None and not any(self.depth_weights):
-            raise ValueError("depth_weights are all zero: the noisy stream would teach nothing")
+        weights = self.depth_weights
+        if weights is not None and not any(weights[: self.max_block_size]):
+            raise ValueError(
+                f"depth_weights are zero for all depths up to {self.max_block_size}, the block "
+                "size: the noisy stream would teach nothing"
+            )
         return self
 
     @property

@@ -23,13 +23,14 @@ class MarsObjective(MaskSchedule):
 
 
 Objective = Annotated[ArObjective | MarsObjective, Field(discriminator="type")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
     """AdamW with linear warm-up and cosine decay."""
 
     learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="on matrices only")
     warmup_share: float = Field(default=0.03, ge=0, lt=1, description="share of the stage's steps")
@@ -123,6 +124,7 @@ class ClusterConfig(Config):
     step_timeout_s: float = Field(
         default=1800,
         gt=0,
+        le=1e9,
         description="a step, evaluation or checkpoint that takes longer counts as hung: all ranks "
         "write their stacks into the run directory and are started again",
     )
@@ -192,8 +194,9 @@ class TrainJob(Config):
 
     kind: Literal["train"] = "train"
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
-    output_dir: str = Field(description="run directory, shared by all nodes")
-    seed: int = 0
+    output_dir: str = Field(min_length=1, description="run directory, shared by all nodes")
+    # Those of later stages are a little larger, and must fit 64 bits too.
+    seed: int = Field(default=0, ge=0, lt=2**62)
     model: ModelConfig
     data: DataConfig
     stages: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], StageConfig] = Field(

@@ -137,7 +137,7 @@ class TuneJob(Config):
     """Trials of the last stage of `train`; the stages before it run once."""
 
     kind: Literal["tune"] = "tune"
-    output_dir: str = Field(description="shared by all nodes")
+    output_dir: str = Field(min_length=1, description="shared by all nodes")
     train: TrainJob = Field(description="a training job, or the path of one's file")
     space: dict[str, Parameter] = Field(
         min_length=1, description="by dotted key of the last stage, such as optimizer.learning_rate"
@@ -151,7 +151,7 @@ class TuneJob(Config):
     searcher: Literal["random", "optuna"] = "random"
     scheduler: Scheduler = NoScheduler()
     retries: int = Field(default=2, ge=0, description="of a trial whose process or node died")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     objectives: Objectives
 
     @property

@@ -70,24 +70,15 @@ class Plan:
     pieces: tuple[tuple[int | str, bool], ...]
 
 
-def encode(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """All turns of a conversation, with the assistant's marked.
-
-    Raises DataError if the chat template refuses the conversation, ModelError if the tokenizer or
-    its template cannot be used.
-    """
-    encoder = encoder_of(tokenizer)
-    return encoder.encode([encoder.plan(messages)])[0]
-
-
 def encode_prompt(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """The conversation and the start of the answer to come, as token ids; raises as `encode`.
+    """The conversation and the start of the answer to come, as token ids.
 
-    `tools` are described to the model as its template does it.
+    `tools` are described to the model as its template does it. Raises DataError if the template
+    refuses the conversation, ModelError if the tokenizer or its template cannot be used.
     """
     encoder = encoder_of(tokenizer)
     return encoder.encode([encoder.plan_prompt(messages, tools)])[0].input_ids.tolist()
@@ -116,7 +107,11 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
             "the tokenizer has no chat template; use the tokenizer of an instruction-tuned model, "
             "or put a chat_template.jinja beside it"
         )
-    return tokenizer.get_chat_template()
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        # Several templates, and none of them is the default.
+        raise ModelError(f"the tokenizer's chat template cannot be used: {error}") from error
 
 
 class ChatEncoder:
@@ -138,7 +133,11 @@ class ChatEncoder:
         self._check()
 
     def plan(self, messages: Sequence[Message]) -> Plan:
-        """Renders and cuts a conversation."""
+        """Renders and cuts a conversation.
+
+        Raises DataError if the template refuses it, or writes it so that the assistant's part
+        cannot be found: it may write others well (two answers in a row are where Qwen3's fails).
+        """
         chat, _, sentinel = self._neutralise(messages)
         text = self._render(chat, prompt=False)
         pieces: list[tuple[int | str, bool]] = []
@@ -250,8 +249,8 @@ class ChatEncoder:
                     text if turn == len(chat) - 1 else self._render(chat[: turn + 1], prompt=False)
                 )
                 if not text.startswith(before):
-                    raise ModelError(
-                        "the chat template does not render a conversation as a continuation of "
+                    raise DataError(
+                        "the chat template does not render the conversation as a continuation of "
                         "the prompt before it, so the assistant's part cannot be found; use a "
                         f"template that does (rendered {text[:200]!r}, prompt {before[:200]!r})"
                     )
@@ -270,7 +269,7 @@ class ChatEncoder:
             return ends[-1] if ends else len(through)
         match = self._special.search(text, start)
         if match is None:
-            raise ModelError(
+            raise DataError(
                 "the chat template rewrites earlier turns and ends none with a special token, so "
                 "the assistant's part cannot be found; use a template that does neither"
             )
@@ -290,10 +289,14 @@ class ChatEncoder:
         """Some tokenizers write a word differently where a text begins; they cannot be cut."""
         messages = [Message("user", "Hi there"), Message("assistant", "Fine, thanks")]
         chat, _, _ = self._neutralise(messages)
-        whole = self._tokenizer(
-            self._render(chat, prompt=False), add_special_tokens=False, split_special_tokens=False
-        )
-        ours = self.encode([self.plan(messages)])[0].input_ids.tolist()
+        try:
+            text, plan = self._render(chat, prompt=False), self.plan(messages)
+        except DataError as error:
+            raise ModelError(
+                f"not even a question and its answer can be written: {error}"
+            ) from error
+        whole = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False)
+        ours = self.encode([plan])[0].input_ids.tolist()
         if ours != whole["input_ids"]:
             raise ModelError(
                 "the tokenizer encodes a text differently when it is cut where the answer begins "

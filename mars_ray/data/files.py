@@ -22,7 +22,8 @@ def rows(patterns: Sequence[str]) -> Iterator[Row]:
         reader = _reader(path)
         try:
             yield from reader(path)
-        except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+        # UnicodeDecodeError: a Parquet column of texts may hold anything.
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise DataError(f"cannot read {path}: {error}") from error
 
 
@@ -78,6 +79,8 @@ def _parse(line: bytes) -> object:
         return json.loads(line)
     except ValueError as error:
         return error
+    except RecursionError:
+        return ValueError("nested too deeply")
 
 
 def _json_array(path: Path) -> Iterator[Row]:
@@ -99,7 +102,7 @@ def _json_array(path: Path) -> Iterator[Row]:
                 position = _skip(text, position + 1, whitespace)
             elif text[position : position + 1] != "]":
                 raise json.JSONDecodeError("expected , or ]", text, position)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a JSON list of rows: {error}") from error
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -47,6 +46,7 @@ class Summary:
     bad: int
     dropped: int  # longer than max_length, by the setting or because no answer was left
     truncated: int
+    content: str  # a digest of all tokens and of which are a response
 
 
 class Conversations:
@@ -77,8 +77,9 @@ class Conversations:
 
     @property
     def fingerprint(self) -> str:
-        """Of how many there are and how long each is: other data have another one."""
-        return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
+        """Of every token and where each conversation starts: other data have another one."""
+        content = self.summary.content.encode()
+        return hashlib.sha256(content + self.lengths.tobytes()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Encoded:
         if not 0 <= index < len(self):
@@ -97,6 +98,12 @@ class Joined(Conversations):
     def __reduce__(self) -> tuple[Any, ...]:
         return Joined, self._parts
 
+    @property
+    def fingerprint(self) -> str:
+        """Of both."""
+        both = "-".join(part.fingerprint for part in self._parts)
+        return hashlib.sha256(both.encode()).hexdigest()[:16]
+
     def __getitem__(self, index: int) -> Encoded:
         first, second = self._parts
         return first[index] if index < len(first) else second[index - len(first)]
@@ -108,24 +115,58 @@ def tokenize(
     """The source's conversations, from the cache if it has them.
 
     Several processes may call this at once. Raises DataError if the source cannot be read, has
-    more bad rows than allowed, or no conversation is left.
+    more bad rows than allowed, no conversation is left, or the cache cannot be written.
     """
     directory = cache_dir / _key(source, tokenizer, config)
     try:
-        return Conversations(directory)
+        conversations = Conversations(directory)
     except FileNotFoundError:
-        pass
+        conversations = _built(source, tokenizer, config, directory)
     except (ValueError, TypeError, OSError) as error:
         log.warning("rebuilding the damaged cache %s: %s", directory, error)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache_dir))
+        conversations = _built(source, tokenizer, config, directory)
+    _tell(conversations.summary, source, config)
+    return conversations
+
+
+def _built(
+    source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig, directory: Path
+) -> Conversations:
+    cache_dir = directory.parent
     try:
-        summary = _build(source, encoder_of(tokenizer), config, work / "new")
-        log.info("tokenised %s", summary)
-        _put(work, directory)
-    finally:
-        shutil.rmtree(work)
-    return Conversations(directory)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=cache_dir) as work:
+            _build(source, encoder_of(tokenizer), config, Path(work) / "new")
+            _put(Path(work), directory)
+        return Conversations(directory)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep tokenised data in {cache_dir}: {error}. Free space there or name another "
+            "data.cache_dir, and run again"
+        ) from error
+
+
+def _tell(summary: Summary, source: Source, config: DataConfig) -> None:
+    """What is lost is said at every start, also of data that come from the cache."""
+    if not (summary.bad or summary.dropped or summary.truncated):
+        return
+    match source:
+        case FilesSource(paths=paths):
+            name = ", ".join(paths)
+        case HubSource(name=name):
+            pass
+        case _:
+            name = source.type
+    log.warning(
+        "%s: %d conversations, %d of them cut at max_length = %d; left out: %d bad rows, "
+        "%d too long",
+        name,
+        summary.conversations,
+        summary.truncated,
+        config.max_length,
+        summary.bad,
+        summary.dropped,
+    )
 
 
 def _put(work: Path, directory: Path) -> None:
@@ -144,9 +185,10 @@ def _put(work: Path, directory: Path) -> None:
             raise
 
 
-def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: Path) -> Summary:
+def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: Path) -> None:
     directory.mkdir()
     report = BadRows()
+    content = hashlib.sha256()
     starts = [0]
     dropped = truncated = 0
     with ExitStack() as stack:
@@ -161,6 +203,8 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
             truncated += len(kept.input_ids) < len(encoded.input_ids)
             kept.input_ids.tofile(tokens)
             kept.response.tofile(response)
+            content.update(kept.input_ids.tobytes())
+            content.update(kept.response.tobytes())
             starts.append(starts[-1] + len(kept.input_ids))
     report.check(config.max_bad_share)
     if len(starts) == 1:
@@ -169,9 +213,10 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
             f"not fit max_length = {config.max_length}"
         )
     np.array(starts, np.int64).tofile(directory / "starts.bin")
-    summary = Summary(len(starts) - 1, starts[-1], report.bad, dropped, truncated)
+    summary = Summary(
+        len(starts) - 1, starts[-1], report.bad, dropped, truncated, content.hexdigest()
+    )
     (directory / "meta.json").write_text(json.dumps(asdict(summary)))
-    return summary
 
 
 def _encode_all(

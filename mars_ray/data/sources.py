@@ -16,13 +16,11 @@ log = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant")
 # What a row may look like; the first whose fields are all there is taken.
 FORMS = (("messages",), ("prompt", "response"), ("instruction", "output"))
-_FIELDS = {"messages", "prompt", "response", "instruction", "input", "output"}
+_FIELDS = {field for form in FORMS for field in form} | {"input"}
 # Fields of a message that change what the assistant did; a turn without them would be a lie.
 _CALLS = ("tool_calls", "function_calls", "functions")
 # More than this many bad rows are counted, not told one by one.
 _TOLD = 5
-
-Row = tuple[str, object]  # where it stands, and what was parsed there or the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,9 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
         yield from _records(islice(parsed, source.limit), source.columns, report)
 
 
-def _records(rows: Iterable[Row], columns: Mapping[str, str], report: BadRows) -> Iterator[Record]:
+def _records(
+    rows: Iterable[files.Row], columns: Mapping[str, str], report: BadRows
+) -> Iterator[Record]:
     unknown = columns.keys() - _FIELDS
     if unknown:
         raise DataError(
@@ -148,6 +148,8 @@ def _message(number: int, item: Mapping[str, Any]) -> Message:
         raise BadRow(f"message {number} declares or calls functions, which is not supported")
     if not isinstance(content, str):
         raise BadRow(f"message {number} has content that is not text")
+    if role == "assistant" and item.get("weight") == 0:
+        raise BadRow(f"message {number} is not to be learned (weight 0), which is not supported")
     if role == "assistant" and not content.strip():
         raise BadRow(f"message {number} is an empty answer")
     return Message(role, content)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -23,6 +24,20 @@ from mars_ray.model.missing import missing
 
 # transformers' model types and how we name them in messages.
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+
+# What transformers raises on files that are not there, damaged or of another shape (RuntimeError),
+# and on values that it uses without a look at them.
+_COMPLAINTS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)
 
 T = TypeVar("T")
 
@@ -123,11 +138,10 @@ def _open(directory: str | Path, load: Callable[[], T], revision: str | None = N
     quiet_unless_watched()
     try:
         return load()
-    # RuntimeError: weights of other shapes than config.json says.
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except _COMPLAINTS as error:
         if isinstance(error, OSError) and not Path(directory).is_dir():
             raise missing(directory, revision, error) from error
         raise ModelError(
             f"cannot load {str(directory)!r}, which must hold a model with safetensors weights: "
-            f"{error}"
+            f"{type(error).__name__}: {error}"
         ) from error

@@ -46,10 +46,10 @@ class _Stored:
 
 
 def shown(uri: str) -> str:
-    """The URI without what may be a secret: user, password and options."""
-    parts = urlsplit(uri)
-    if not parts.scheme:
+    """A URI without what may be a secret: user, password and options. Others as they are."""
+    if "://" not in uri:
         return uri
+    parts = urlsplit(uri)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer
 
@@ -51,7 +52,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Without half characters, which JSON can spell: a row with one is refused when it is tokenised.
+    whole = (text.encode(errors="ignore").decode() for text in texts)
+    tokenizer.train_from_iterator(whole, trainer)
     trained: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
     # As pairs, which is what it takes in spite of its annotation.
     merges: Any = [tuple(merge) for merge in trained["merges"]]
@@ -71,7 +74,8 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The special token with which the chat template ends an assistant's turn.
 
     Base models often end texts with another token than their template ends turns with; decoding
-    must stop at both. Raises ModelError if there is no template, or it ends turns with plain text.
+    must stop at both. Raises ModelError if there is no template, or it cannot be used, or it ends
+    turns with plain text.
     """
     if not tokenizer.chat_template:
         raise ModelError(
@@ -80,9 +84,14 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
         )
     answer = "fine"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError) as error:
+        raise ModelError(f"the tokenizer's chat template cannot be used: {error}") from error
     assert isinstance(text, str)
-    tail = text[text.rindex(answer) + len(answer) :]
+    _, found_answer, tail = text.rpartition(answer)
+    if not found_answer:
+        raise ModelError("the chat template does not write what the assistant answers")
     found = {
         tail.index(token.content): index
         for index, token in tokenizer.added_tokens_decoder.items()

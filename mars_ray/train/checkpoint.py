@@ -12,6 +12,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model"
 ADAPTERS = "adapters.safetensors"
+_NAME = re.compile(r"step_\d{8,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,27 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step_"))
 
 
+def is_ours(directory: Path) -> bool:
+    """Whether the name is of a checkpoint: users put copies beside them, as step_00000010.bak."""
+    return _NAME.fullmatch(directory.name) is not None
+
+
 def complete(run_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in run_dir.glob(f"step_*/{MANIFEST}"))
+    found = (path.parent for path in run_dir.glob(f"step_*/{MANIFEST}"))
+    return sorted(filter(is_ours, found))
 
 
 def newest(run_dir: Path) -> Path | None:
     """The last complete checkpoint of a run, if there is one."""
     return max(complete(run_dir), default=None)
+
+
+def clear_unfinished(run_dir: Path) -> None:
+    """Remove what killed attempts left; only while nobody writes there."""
+    for path in run_dir.glob("step_*"):
+        if is_ours(path) and not (path / MANIFEST).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def delete(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """The model that a job's first stage starts from."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,18 @@ def initial_model(job: TrainJob) -> Path:
     """The model directory that the first stage starts from, made if it is not there yet."""
     model = Path(job.output_dir) / "initial"
     if not (model / CARD_FILE).exists():
+        # What a killed attempt left of it.
+        for draft in model.parent.glob(f".{model.name}-*"):
+            shutil.rmtree(draft, ignore_errors=True)
         create_model(job.model, lambda: _texts(job), model, job.seed)
     return model
 
 
 def _texts(job: TrainJob) -> Iterator[str]:
-    """Every message of the training data; its bad rows are reported when it is tokenised."""
-    for record in read(job.data.train, BadRows()):
+    """Every message of the training data. Raises DataError if too many rows are bad: a tokenizer
+    made of the rest would stay when the data are mended."""
+    report = BadRows()
+    for record in read(job.data.train, report):
         for message in record.messages:
             yield message.content
+    report.check(job.data.max_bad_share)

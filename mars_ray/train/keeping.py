@@ -1,7 +1,7 @@
 """Which checkpoints stay: the last ones, the best ones, and copies of them in an object store.
 
-Copies are made by a thread, while training goes on. A checkpoint is deleted here only once it has
-been copied; at most one waits to be.
+Copies are made by a thread, the newest first, and training never waits for it. A checkpoint that
+no longer stays when its turn comes is not copied.
 """
 
 import queue
@@ -56,71 +56,86 @@ class Keeper:
         self._uploader: _Uploader | None = None
         if config.storage_path is not None:
             store = CheckpointStore(config.storage_path, stage)
-            self._uploader = _Uploader(store, config)
-            self._copy_what_was_missed(store)
+            store.steps()  # an answer at all
+            self._uploader = _Uploader(run_dir, store, config)
+            # What an earlier attempt could not copy.
+            self._uploader.want(self._kept())
 
-    def saved(self, directory: Path) -> None:
-        """A checkpoint is complete. Waits if another one still waits to be copied."""
+    def saved(self) -> None:
+        """A checkpoint is complete."""
         if self._uploader is not None:
-            self._uploader.put(directory)
-        scores = _local_scores(self._run_dir, self._config)
-        busy = self._uploader.busy() if self._uploader else set()
-        for step in scores.keys() - kept(scores, self._config):
-            path = checkpoint.directory_of(self._run_dir, step)
-            if path not in busy:
-                checkpoint.delete(path)
+            self._uploader.want(self._kept())
+        self._delete_the_rest()
 
     def close(self) -> None:
         """Wait for copies. Raises CheckpointError if the last one failed."""
-        if self._uploader is not None:
-            self._uploader.close()
+        if self._uploader is None:
+            return
+        self._uploader.close()
+        self._delete_the_rest()
+        if self._uploader.failure is not None:
+            raise self._uploader.failure
 
-    def _copy_what_was_missed(self, store: CheckpointStore) -> None:
-        newest = checkpoint.newest(self._run_dir)
-        if newest is not None and checkpoint.step_of(newest) not in store.steps():
-            assert self._uploader is not None
-            self._uploader.put(newest)
+    def _kept(self) -> set[int]:
+        return kept(_local_scores(self._run_dir, self._config), self._config)
+
+    def _delete_the_rest(self) -> None:
+        # What does not stay has no copy begun any more, but one may be under way.
+        spared = self._kept() | ({self._uploader.step} if self._uploader else set())
+        for path in checkpoint.complete(self._run_dir):
+            if checkpoint.step_of(path) not in spared:
+                checkpoint.delete(path)
 
 
 class _Uploader:
-    def __init__(self, store: CheckpointStore, config: CheckpointConfig) -> None:
+    """Brings the store to what stays here, on a thread."""
+
+    def __init__(self, run_dir: Path, store: CheckpointStore, config: CheckpointConfig) -> None:
+        self.step: int | None = None  # whose copy is under way
+        self.failure: CheckpointError | None = None  # of the last attempt
+        self._run_dir = run_dir
         self._store = store
         self._config = config
-        self._queue: queue.Queue[Path | None] = queue.Queue(maxsize=1)
-        self._busy: set[Path] = set()
-        self._failure: CheckpointError | None = None
+        self._wanted: set[int] = set()
+        self._choosing = threading.Lock()
+        self._changes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: no more
         self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
         self._thread.start()
 
-    def put(self, directory: Path) -> None:
-        self._busy.add(directory)
-        self._queue.put(directory)
-
-    def busy(self) -> set[Path]:
-        return set(self._busy)
+    def want(self, steps: set[int]) -> None:
+        """From now on copies of no others are begun."""
+        with self._choosing:
+            self._wanted = steps
+        self._changes.put(True)
 
     def close(self) -> None:
-        self._queue.put(None)
+        """Wait until the store has what is wanted, or has failed to take it."""
+        self._changes.put(False)
         self._thread.join()
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
-        while (directory := self._queue.get()) is not None:
+        while self._changes.get():
             try:
-                self._store.upload(directory)
-                self._prune()
-                self._failure = None
+                while (step := self._choose()) is not None:
+                    self._store.upload(checkpoint.directory_of(self._run_dir, step))
+                    self._prune()
+                self.failure = None
             except CheckpointError as error:
                 # The next one may succeed; training does not wait for the store to come back.
-                self._failure = error
+                self.failure = error
                 print(f"checkpoint.storage_path: {error}", flush=True)
             finally:
-                self._busy.discard(directory)
+                self.step = None
+
+    def _choose(self) -> int | None:
+        stored = self._store.steps()
+        with self._choosing:
+            self.step = max(self._wanted - stored, default=None)
+            return self.step
 
     def _prune(self) -> None:
         scores = _stored_scores(self._store, self._config)
-        for step in scores.keys() - kept(scores, self._config):
+        for step in scores.keys() - kept(scores, self._config) - self._wanted:
             self._store.delete(step)
 
 

@@ -215,7 +215,7 @@ class TrainLoop:
         checkpoint.write(directory, parts.ranks, state, self._rank_state(), parts.write_model)
         self._saved_step = self._step
         if parts.keeper is not None:
-            parts.keeper.saved(directory)
+            parts.keeper.saved()
         parts.report(directory, self._metrics | {"step": self._step})
 
     def _rank_state(self) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensorboardX import SummaryWriter
 from torch import Tensor
 
+from mars_ray.train.board import Board
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import ModelFlops
 from mars_ray.train.step import COUNTS
@@ -83,19 +84,20 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
         start = {"step": step, "total_steps": total_steps, "workers": workers}
         self._append({"kind": "start", **start})
-        board = str(path.parent / "tensorboard")
-        self._board = SummaryWriter(board, purge_step=step + 1, write_to_disk=True)
+        self._board = Board(path.parent / "tensorboard", purge_step=step + 1)
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """One line; `kind` is "train" or "eval"."""
         self._append({"kind": kind, "step": step, **metrics})
-        for name, value in metrics.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._board.write(step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
     def close(self) -> None:
-        """Flush everything."""
-        self._file.close()
-        self._board.close()
+        """Close the files."""
+        for file in (self._file, self._board):
+            # Each write was flushed. What is left could not be written then, which was told; told
+            # again it would take the place of the error that ends the run.
+            with suppress(OSError):
+                file.close()
 
     def _append(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

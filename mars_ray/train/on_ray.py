@@ -7,6 +7,7 @@ then truly the last file written, nothing is copied, and a run goes on from what
 import contextlib
 import logging
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -34,6 +35,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
+from mars_ray.train import checkpoint
 from mars_ray.train.keeping import fetch_copies
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
@@ -41,7 +43,7 @@ from mars_ray.train.plan import StagePlan
 from mars_ray.train.progress import StageProgress
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.watchdog import stacks
-from mars_ray.train.worker import limit_threads, resume_stage
+from mars_ray.train.worker import limit_threads, resume_stage, unpacked
 
 # Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and
 # what each stage waits for at its end.
@@ -91,6 +93,7 @@ def _prepare(plan: StagePlan) -> None:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         plan.stop_file.unlink(missing_ok=True)
         shutil.rmtree(plan.stacks_dir, ignore_errors=True)
+        checkpoint.clear_unfinished(plan.run_dir)
     except OSError as error:
         raise TrainingError(
             f"the run directory {plan.run_dir} cannot be used: {error}. Mend or mount its "
@@ -133,7 +136,8 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
     cluster = plan.job.cluster
     return _Trainer(
         _work,
-        train_loop_config={"plan": plan},
+        # In a pickle of its own: Ray's controller would open the plan's files, wherever it runs.
+        train_loop_config={"plan": pickle.dumps(plan)},
         scaling_config=ScalingConfig(
             num_workers=_workers(cluster),
             use_gpu=cluster.gpus_per_worker > 0,
@@ -154,12 +158,15 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
 
 def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
     """The training function: runs in every worker."""
-    plan: StagePlan = config["plan"]
-    _note_resources(plan)
     # Ray tells of every report in a line of its own, on every rank.
     logging.disable(logging.INFO)
-    limit_threads(_threads(plan.job.cluster))
     ranks = Ranks.current(get_device())
+    try:
+        plan = unpacked(config["plan"], ranks)
+    except TrainingError as error:
+        return error
+    _note_resources(plan)
+    limit_threads(_threads(plan.job.cluster))
     return resume_stage(plan, ranks, _report)
 
 

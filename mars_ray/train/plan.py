@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from mars_ray.config.data import FilesSource, Source
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations, Joined, tokenize
-from mars_ray.model.load import load_tokenizer
+from mars_ray.model.load import load_tokenizer, read_config
+from mars_ray.model.shape import most_positions
+
+log = logging.getLogger(__name__)
 
 # What may change between a run and its resumption: where and how fast it runs and how much it says,
 # not what it computes. (Other workers or micro-batches move the order of float additions, and the
@@ -94,6 +98,7 @@ def stage_plan(job: TrainJob, stage: str, start_model: Path) -> StagePlan:
     if data.own and isinstance(job.stages[stage].objective, MarsObjective):
         own_from = len(train)
         train = Joined(train, tokenize(data.own, tokenizer, data, cache_dir))
+    _check_positions(train, start_model)
     return StagePlan(
         job=job,
         stage=stage,
@@ -103,6 +108,20 @@ def stage_plan(job: TrainJob, stage: str, start_model: Path) -> StagePlan:
         eval=tokenize(data.eval, tokenizer, data, cache_dir) if data.eval else None,
         own_from=own_from,
     )
+
+
+def _check_positions(train: Conversations, start_model: Path) -> None:
+    """Rotary embeddings take any position, so nothing else would say it."""
+    positions = most_positions(read_config(start_model))
+    longer = int((train.lengths > positions).sum())
+    if longer:
+        log.warning(
+            "%d of %d conversations are longer than the %d positions that the model was made for, "
+            "and serving refuses such contexts; lower data.max_length",
+            longer,
+            len(train),
+            positions,
+        )
 
 
 def with_absolute_paths(job: TrainJob) -> TrainJob:

@@ -65,8 +65,3 @@ class Ranks:
         met = [found for found in self.gather(problem) if found is not None]
         if met:
             raise CheckpointError("; ".join(met))
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.world_size > 1:
-            dist.barrier()

@@ -13,13 +13,16 @@ Running the same job again skips what is done and resumes what is not.
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mars_ray.config.model import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
 from mars_ray.provenance import provenance
-from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.checkpoint import MANIFEST, MODEL, read_state
 from mars_ray.train.initial import initial_model
 from mars_ray.train.keeping import best_checkpoint
 from mars_ray.train.loop import StageOutcome
@@ -36,7 +39,7 @@ class TrainResult:
 
     models: dict[str, Path]
     steps: dict[str, int]
-    metrics: dict[str, dict[str, float]]  # of the last log and the last evaluation
+    metrics: dict[str, dict[str, float]]  # the model's last log and evaluation
     seconds: dict[str, float]  # of training, over all attempts
 
 
@@ -57,11 +60,18 @@ def run_training(job: TrainJob) -> TrainResult:
 def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
     model = initial_model(job)
     result = TrainResult({}, {}, {}, {})
+    stopped = False
     for stage in job.stages:
         exported = output_dir / "models" / stage
         if not (exported / _SUMMARY).exists():
+            if stopped:
+                raise TrainingError(
+                    f"stopped before stage {stage!r}; run the same command again to resume"
+                )
             plan = stage_plan(job, stage, model)
             _export(plan, fit_stage(plan), exported)
+            # Asked for when the stage had no step left to stop at.
+            stopped = plan.stop_file.exists()
         summary = json.loads((exported / _SUMMARY).read_text())
         result.models[stage] = model = exported
         result.steps[stage] = summary["steps"]
@@ -71,23 +81,36 @@ def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
 
 
 def _claim(output_dir: Path, job: TrainJob) -> None:
-    """Make the directory this job's. Raises TrainingError if it is another's."""
+    """Make the directory this job's. Raises TrainingError if another one has trained here."""
     path = output_dir / "job.json"
-    if path.exists():
-        before, now = (
-            identity(known) | {"order of stages": list(known.stages)}
-            for known in (_recorded(path), job)
-        )
-        changed = sorted(key for key in before | now if before.get(key) != now.get(key))
+    changed = _changes(path, job) if path.exists() else []
+    if _has_trained(output_dir):
         if changed:
             raise TrainingError(
                 f"{output_dir} holds a run of another job, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
+    elif changed or isinstance(job.model, PresetModel):
+        # A preset's tokenizer is made of the data, which may have been mended since.
+        shutil.rmtree(output_dir / "initial", ignore_errors=True)
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content, indent=1))
-    os.replace(draft, path)
+    with _explained(path):
+        draft.write_text(json.dumps(content, indent=1))
+        os.replace(draft, path)
+
+
+def _has_trained(output_dir: Path) -> bool:
+    places = f"stages/*/*/{MANIFEST}", f"models/*/{_SUMMARY}"
+    return any(any(output_dir.glob(place)) for place in places)
+
+
+def _changes(path: Path, job: TrainJob) -> list[str]:
+    before, now = (
+        identity(known) | {"order of stages": list(known.stages)}
+        for known in (_recorded(path), job)
+    )
+    return sorted(key for key in before | now if before.get(key) != now.get(key))
 
 
 def _recorded(path: Path) -> TrainJob:
@@ -107,16 +130,30 @@ def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
     config = plan.job.checkpoint
     wants_best = config.best is not None and config.best.export
     source = best_checkpoint(plan.run_dir, config) if wants_best else outcome.checkpoint
-    shutil.copytree(source / MODEL, draft)
+    state = read_state(source)
     summary = {
         "job": plan.job.name,
         "stage": plan.stage,
-        "steps": outcome.step,
+        "steps": state.step,
         "checkpoint": source.name,
         "seconds": outcome.seconds,
-        "metrics": outcome.metrics,
+        "metrics": state.metrics,
         "provenance": provenance(),
     }
-    (draft / _SUMMARY).write_text(json.dumps(summary, indent=1))
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(draft, directory)
+    with _explained(directory):
+        shutil.copytree(source / MODEL, draft)
+        (draft / _SUMMARY).write_text(json.dumps(summary, indent=1))
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(draft, directory)
+
+
+@contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # copytree's has a line for each file.
+        raise TrainingError(
+            f"{place} could not be written: {str(error)[:200]}. Free space or mend the storage, "
+            "then run the same command again"
+        ) from error

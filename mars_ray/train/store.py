@@ -46,13 +46,14 @@ class CheckpointStore:
         with self._explained("list"):
             infos = self._files.get_file_info(selector)
         manifests = [Path(i.path) for i in infos if i.base_name == checkpoint.MANIFEST]
-        return {checkpoint.step_of(path.parent) for path in manifests}
+        found = (path.parent for path in manifests)
+        return {checkpoint.step_of(path) for path in found if checkpoint.is_ours(path)}
 
     def upload(self, directory: Path) -> None:
         """Copy a complete checkpoint. Raises CheckpointError."""
         manifest = directory / checkpoint.MANIFEST
-        others = [path for path in directory.rglob("*") if path.is_file() and path != manifest]
         with self._explained(f"copy {directory.name} to"):
+            others = [path for path in directory.rglob("*") if path.is_file() and path != manifest]
             with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
                 list(pool.map(lambda path: self._send(directory, path), others))
             self._send(directory, manifest)

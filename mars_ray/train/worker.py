@@ -1,6 +1,7 @@
 """What one worker does for a stage: put the parts together, restore, train. No Ray in here."""
 
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,21 @@ from mars_ray.train.watchdog import Watchdog
 
 # What torch says where the CPU's memory ends; CUDA's has a class of its own.
 _CPU_SHORT = "can't allocate memory"
+
+
+def unpacked(pickled: bytes, ranks: Ranks) -> StagePlan:
+    """A plan that was pickled on another machine; collective.
+
+    Raises TrainingError on every rank if one of them does not see the files that it names.
+    """
+    try:
+        with ranks.together():
+            return pickle.loads(pickled)
+    except CheckpointError as error:
+        raise TrainingError(
+            f"{error}. output_dir and data.cache_dir must be on storage that all nodes share, "
+            "mounted at the same place"
+        ) from error
 
 
 def resume_stage(plan: StagePlan, ranks: Ranks, report: Report) -> StageOutcome | MarsError:
@@ -202,8 +218,7 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
     if resume_from is not None and lora is None:
         directory = resume_from / checkpoint.MODEL
     # Float32: the master weights. DeepSpeed casts to bfloat16 itself and keeps its own masters.
-    attention = "flex_attention" if ranks.device.type == "cuda" else "sdpa"
-    load = partial(load_model, directory, dtype=torch.float32, attention=attention)
+    load = partial(load_model, directory, dtype=torch.float32, attention=_attention(ranks))
     zero = plan.job.engine
     if isinstance(zero, DeepSpeedConfig) and zero.zero_stage == 3 and ranks.world_size > 1:
         # No worker may ever hold a whole model. What comes is cast already.
@@ -248,11 +263,15 @@ def _loaded_by_all(
 
 def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
     """The starting model, which stays as it is."""
-    attention = "flex_attention" if ranks.device.type == "cuda" else "sdpa"
     dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
-    model = load_model(plan.start_model, dtype=dtype, attention=attention)
-    model.eval().requires_grad_(False)
-    return model.to(ranks.device)  # pyright: ignore[reportArgumentType]
+    model = load_model(
+        plan.start_model, dtype=dtype, device=ranks.device, attention=_attention(ranks)
+    )
+    return model.requires_grad_(False)
+
+
+def _attention(ranks: Ranks) -> str:
+    return "flex_attention" if ranks.device.type == "cuda" else "sdpa"
 
 
 def _loader(plan: StagePlan, ranks: Ranks) -> Loader:
@@ -296,7 +315,8 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
     if state.data and state.data != plan.data:
         raise CheckpointError(
             f"{directory} was trained on other conversations than there are now: a file of [data] "
-            "has changed, or how it is tokenised. Put it back, or choose another output_dir"
+            "has changed, or how it is tokenised (or it was written when mars-ray told data by "
+            "their lengths alone). Put it back, or choose another output_dir"
         )
     return state
 

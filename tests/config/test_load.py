@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_reference import reference
 
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job, parse_job, read_toml
+from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import BestCheckpoint, MarsObjective, TrainJob
 from mars_ray.errors import ConfigError
 
@@ -81,6 +83,75 @@ def test_unknown_keys_name_file_key_and_nearest():
     assert "known here: " in refusal("data.train.zzz=1")
 
 
+def test_the_member_of_a_union_is_no_key():
+    """Guards 'model.preset.x', which nobody can write, and an empty list of what is known."""
+    message = refusal("model.vocab_sizee=3")
+    assert message == "job.toml: unknown key 'model.vocab_sizee'; did you mean 'vocab_size'?"
+    assert "job.toml: model.preset: " in refusal("model.preset=tinny")
+    message = refusal("stages.mars.objective.ar_weight={start=1, ende=2}")
+    assert "'stages.mars.objective.ar_weight.ende'; did you mean 'end'?" in message
+    assert "LinearWeight" not in message
+    assert "job.toml: stages.mars.objective.ar_weight: " in refusal(
+        "stages.mars.objective.ar_weight=-1"
+    )
+
+
+def test_a_number_that_is_meant_as_text_is_to_be_quoted():
+    """Names and commits may look like numbers or dates, and a shell takes quotes away."""
+    assert refusal("name=123").endswith("""; quote it: 'name="123"'""")
+    assert "2024-05-01" in refusal("name=2024-05-01")
+    assert "quote" not in refusal("name=[1]")
+    assert isinstance(parse_job(train_table(), source="x", overrides=['name="123"']), TrainJob)
+
+
+CURRICULUM = "{type='curriculum', steps=[{progress=0, size=2}, {progress=1.0, size=16}]}"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "seed=36893488147419103232",
+        "output_dir=",
+        "model={type='pretrained', path=''}",
+        "cluster.step_timeout_s=1e18",
+        "stages.mars.optimizer.betas=[0.9, 1.0]",
+        "stages.mars.optimizer.betas=[-1, 0.9]",
+        "stages.mars.objective.depth_weights=[0, 0, 0, 0, 1]",
+        f"stages.mars.objective.block_size={CURRICULUM}",
+    ],
+)
+def test_what_would_fail_in_a_worker_is_refused_here(override):
+    """Guards three restarts of the workers, or depths that are never trained."""
+    assert refusal(override).startswith(f"job.toml: {override.split('=')[0].rpartition('.')[0]}")
+
+
+def test_a_model_may_lie_below_home(monkeypatch):
+    """As output_dir and data may; `~` was taken for a directory of that name."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    job = parse_job(
+        train_table(), source="x", overrides=["model={type='pretrained', path='~/models/a'}"]
+    )
+    assert isinstance(job, TrainJob)
+    assert isinstance(job.model, PretrainedModel)
+    assert job.model.path == "/home/ann/models/a"
+
+
+@pytest.mark.parametrize("destination", ["s3:/bucket/models/mars", "file:/models/mars"])
+def test_a_uri_of_one_slash_is_refused(destination):
+    """Guards an export to ./s3:/bucket, told as one to the bucket."""
+    table = {"kind": "export", "checkpoint": "a"}
+    with pytest.raises(ConfigError, match="one slash where a URI has two"):
+        parse_job(table | {"destination": destination}, source="x")
+    for good in ("s3://bucket/models/mars", "models/mars", "/models/s3:/mars"):
+        parse_job(table | {"destination": good}, source="x")
+
+
+def test_the_reference_shows_a_sections_own_defaults():
+    """Guards the class's defaults in place of the field's: 512 tokens where 4,000 are sent."""
+    assert "`{'prompt_mean': 4000.0, 'output_mean': 1000.0, 'cv': 0.0}`, else see" in reference()
+
+
 def test_other_errors_name_the_key():
     """Missing keys, wrong values, conditions between fields."""
     table = train_table()
@@ -91,6 +162,7 @@ def test_other_errors_name_the_key():
     assert "exactly one of steps and epochs" in refusal("stages.mars.epochs=1")
     assert "4 does not divide by 3 workers" in refusal("cluster.workers=3")
     assert "'nonsense'" in refusal(kind="nonsense")
+    assert "not ['train']" in refusal("kind=['train']")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@ import copy
 
 import numpy as np
 import pytest
+from data.encoding import encode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model.toys import llama_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mars_ray.data.chat import Message, encode, encode_prompt
+from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.errors import DataError, ModelError
 
 LONG = [
@@ -149,6 +150,19 @@ def test_a_template_may_write_past_turns_differently(tokenizer):
     ]
 
 
+def test_two_answers_in_a_row_are_bad_data_where_the_last_is_written_differently(tokenizer):
+    """As Qwen3 does it; guards a run that one such row ended.
+
+    The first answer has no thought when it is past, so it does not continue its prompt.
+    """
+    prompted = THINKING.replace("assistant\\n' -}}{%- endif", "assistant\\n<think>' -}}{%- endif")
+    assert prompted != THINKING
+    thinking = with_template(tokenizer, prompted)
+    assert encode(LONG[1:3], thinking).response.any()
+    with pytest.raises(DataError, match="cannot be found"):
+        encode([*LONG[1:3], Message("assistant", "Or three.")], thinking)
+
+
 def test_a_template_without_special_tokens_ends_turns_with_text(tokenizer):
     """Alpaca's form: everything up to the next turn is the answer."""
     plain = with_template(
@@ -168,8 +182,11 @@ def test_a_template_that_hides_the_answer_is_refused(tokenizer):
     with pytest.raises(ModelError, match="cannot be found"):
         encode(LONG, with_template(tokenizer, moving))
     rewriting = THINKING.replace("<|im_end|>", "").replace("<|im_start|>", "")
-    with pytest.raises(ModelError, match="rewrites earlier turns"):
+    with pytest.raises(DataError, match="rewrites earlier turns"):
         encode(LONG, with_template(tokenizer, rewriting))
+    several = {"tools": template, "rag": template}
+    with pytest.raises(ModelError, match="cannot be used"):
+        encode(LONG, with_template(tokenizer, several))
 
 
 def test_what_a_template_refuses_is_bad_data(tokenizer):

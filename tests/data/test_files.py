@@ -25,13 +25,13 @@ def test_json_lines(tmp_path, name):
 
 
 def test_a_broken_line_does_not_end_the_file(tmp_path):
-    """Neither cut JSON nor bytes that are not UTF-8."""
-    path = write(tmp_path / "d.jsonl", b'{"a": 1\n"\xff"\n{"a": 2}\n')
+    """Neither cut JSON, nor bytes that are not UTF-8, nor what is nested too deeply."""
+    deep = b"[" * 200_000
+    path = write(tmp_path / "d.jsonl", b'{"a": 1\n"\xff"\n' + deep + b'\n{"a": 2}\n')
     found = list(rows([path]))
-    assert [origin for origin, _ in found] == [f"{path}:{line}" for line in (1, 2, 3)]
-    assert isinstance(found[0][1], ValueError)
-    assert isinstance(found[1][1], ValueError)
-    assert found[2][1] == {"a": 2}
+    assert [origin for origin, _ in found] == [f"{path}:{line}" for line in (1, 2, 3, 4)]
+    assert all(isinstance(content, ValueError) for _, content in found[:3])
+    assert found[3][1] == {"a": 2}
 
 
 @pytest.mark.parametrize("name", ["d.json", "d.json.gz"])
@@ -61,6 +61,7 @@ def test_empty_json_list(tmp_path):
         (b'[\n{"a": 1},\n{"a": }]', "line 3"),
         (b'["\xff"]', "utf-8"),
         (b"", "not a list"),
+        (b"[" * 200_000, "recursion"),
     ],
 )
 def test_a_damaged_json_list_is_an_error(tmp_path, data, message):
@@ -75,6 +76,16 @@ def test_parquet(tmp_path):
     path = str(tmp_path / "d.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path, row_group_size=2)
     assert list(rows([path])) == [(f"{path}:{n}", row) for n, row in enumerate(content, start=1)]
+
+
+def test_a_parquet_column_that_is_no_text_is_an_error(tmp_path):
+    """Its type says text, and nothing checked it when it was written."""
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe")]
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    path = str(tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), path)
+    with pytest.raises(DataError, match=r"d\.parquet: 'utf-8' codec"):
+        list(rows([path]))
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.jsonl.gz", "d.json.gz"])

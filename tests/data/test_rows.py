@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 import pickle
@@ -6,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.encoding import encode
 
 from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
 from mars_ray.data import rows
-from mars_ray.data.chat import encode
-from mars_ray.data.rows import tokenize
+from mars_ray.data.rows import Joined, tokenize
 from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import DataError
+from mars_ray.model.tokenizer import CHAT_TEMPLATE
 
 SOURCE = CorpusSource(count=20)
 CONFIG = DataConfig(train=SOURCE)
+LONG = {"response": "1 2 3 4 5 6 7 8 9 " * 5}
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 
@@ -122,7 +125,7 @@ def test_overlong_conversations(tokenizer, tmp_path, overlong, lengths, dropped,
     source = files(
         tmp_path,
         {"prompt": "q", "response": "a"},
-        {"prompt": "q", "response": "1 2 3 4 5 6 7 8 9 " * 5},
+        {"prompt": "q", **LONG},
         {"prompt": "1 2 3 4 5 6 7 8 9 " * 5, "response": "a"},
     )
     config = DataConfig(train=source, max_length=24, overlong=overlong)
@@ -153,6 +156,59 @@ def test_rows_the_template_refuses_are_bad_rows(tokenizer, tmp_path):
     config = DataConfig(train=source, max_bad_share=0.5)
     conversations = tokenize(source, tokenizer, config, tmp_path / "cache")
     assert (len(conversations), conversations.summary.bad) == (1, 1)
+
+
+def test_rows_the_template_writes_unusably_are_bad_rows(tokenizer, tmp_path):
+    """With file and line: guards a run of hours that one of 200 rows ended without its name."""
+    one_turn = copy.deepcopy(tokenizer)
+    one_turn.chat_template = "{%- if messages | length > 2 -%}x{%- endif -%}" + CHAT_TEMPLATE
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    source = files(tmp_path, {"messages": turns}, {"messages": turns * 2})
+    config = DataConfig(train=source, max_bad_share=0.5)
+    conversations = tokenize(source, one_turn, config, tmp_path / "cache")
+    assert (len(conversations), conversations.summary.bad) == (1, 1)
+    strict = config.model_copy(update={"max_bad_share": 0.1})
+    with pytest.raises(DataError, match=r"d\.jsonl:2: the chat template .* cannot be found"):
+        tokenize(source, one_turn, strict, tmp_path / "cache")
+
+
+def test_what_is_lost_is_said_at_every_start(tokenizer, tmp_path, caplog):
+    """Guards a run on 1 of 51 conversations, of which nobody heard; also from the cache."""
+    source = files(tmp_path, *[{"prompt": "1 " * 50, "response": "a"}] * 3, {"prompt": "q", **LONG})
+    config = DataConfig(train=source, max_length=24)
+    for _ in range(2):
+        caplog.clear()
+        tokenize(source, tokenizer, config, tmp_path / "cache")
+        assert "d.jsonl: 1 conversations, 1 of them cut at max_length = 24" in caplog.text
+        assert "left out: 0 bad rows, 3 too long" in caplog.text
+    caplog.clear()
+    tokenize(SOURCE, tokenizer, CONFIG, tmp_path / "cache")
+    assert not caplog.text
+
+
+def test_other_words_have_another_fingerprint(tokenizer, tmp_path):
+    """Guards a run resumed on changed answers of the same lengths; also beside other data."""
+
+    def made(answer):
+        source = files(tmp_path, {"prompt": "q", "response": answer})
+        return tokenize(source, tokenizer, DataConfig(train=source), tmp_path / "cache")
+
+    one, other = made("12"), made("34")
+    assert one.lengths.tolist() == other.lengths.tolist()
+    assert made("12").fingerprint == one.fingerprint != other.fingerprint
+    assert Joined(one, one).fingerprint != Joined(one, other).fingerprint
+
+
+def test_a_full_disk_is_an_error(tokenizer, tmp_path, monkeypatch):
+    """With what to do, instead of a traceback; nothing stays behind."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rows, "_build", full)
+    with pytest.raises(DataError, match=r"No space left.*another data\.cache_dir"):
+        tokenize(SOURCE, tokenizer, CONFIG, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_conversation_left_is_an_error(tokenizer, tmp_path):

@@ -70,13 +70,14 @@ def test_forms(monkeypatch, row, columns, expected):
         ({"messages": [*TURNS, {"role": "tool", "content": "x"}]}, "message 3 has role 'tool'"),
         ({"messages": [*TURNS, {"role": ["user"], "content": "x"}]}, "message 3 has role"),
         ({"messages": [TURNS[0], {**TURNS[1], "function_calls": "f()"}]}, "calls functions"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "message 2 is not to be learned"),
         ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "content that is not text"),
         ({"messages": [TURNS[0], {**TURNS[1], "content": "\n"}]}, "message 2 is an empty answer"),
     ],
 )
 def test_bad_rows_are_left_out_and_say_why(monkeypatch, row, reason):
     """Guards against a crash inside the template, or training on half a turn."""
-    good = {"messages": [{**turn, "function_calls": None} for turn in TURNS]}
+    good = {"messages": [{**turn, "function_calls": None, "weight": 1} for turn in TURNS]}
     records, report = read_rows(monkeypatch, [row, good])
     assert [record.origin for record in records] == ["f.jsonl:2"]
     assert (report.seen, report.bad) == (2, 1)

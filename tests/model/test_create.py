@@ -1,16 +1,20 @@
 import json
+import re
 
 import pytest
 import torch
-from model.toys import TEXTS, write
+from model.toys import TEXTS, build, llama_tokenizer, write
 from transformers import Qwen2ForCausalLM
 
 from mars_ray.config.model import PresetModel, PretrainedModel
 from mars_ray.errors import ModelError
+from mars_ray.model import create
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.presets import SHAPES, preset_config
+
+SURROGATE = "half \ud83d a character"
 
 
 def no_texts():
@@ -87,6 +91,72 @@ def test_stops_of_the_model_are_kept(tmp_path):
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     create_model(PretrainedModel(path=str(source)), no_texts, tmp_path / "initial", 0)
     assert load_model(tmp_path / "initial", dtype=None).generation_config.eos_token_id == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.9, "top_p": 0.6},
+        {"temperature": 0.6, "do_sample": False},
+        {"early_stopping": True, "length_penalty": 2.0},
+    ],
+)
+def test_sampling_values_without_sampling_do_not_matter(tmp_path, caplog, settings):
+    """As many fine-tuned models have them; transformers loads them and refuses to save them."""
+    source = write(tmp_path / "source", "qwen2", 320)
+    file = source / "generation_config.json"
+    file.write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0} | settings)
+    )
+    create_model(PretrainedModel(path=str(source)), no_texts, tmp_path / "initial", 0)
+    generation = load_model(tmp_path / "initial", dtype=None).generation_config
+    assert (generation.bos_token_id, generation.eos_token_id) == (1, [2, 0])
+    assert generation.pad_token_id == 0
+    assert "only its tokens are kept" in caplog.text
+
+
+def test_half_characters_do_not_matter_to_a_preset(tmp_path):
+    """The row is bad, and counted when it is tokenised; here it was a traceback."""
+    config = PresetModel(preset="tiny", vocab_size=300)
+    create_model(config, lambda: [*TEXTS * 9, SURROGATE], tmp_path / "m", 0)
+    assert len(load_tokenizer(tmp_path / "m")) <= 300
+
+
+def test_a_preset_has_a_row_for_every_token():
+    """Before hours of training a tokenizer, and not as an assertion after them."""
+    config = PresetModel(preset="qwen2.5-0.5b", vocab_size=200_000)
+    with pytest.raises(ModelError, match="vocab_size 200000 is too large"):
+        create_model(config, no_texts, "unused", 0)
+
+
+@pytest.mark.parametrize(
+    ("token", "special", "fits"),
+    [("<|pad|>", True, True), ("<|bye|>", True, False), ("apple", False, False)],
+)
+def test_tokens_without_a_row_are_refused_if_texts_may_have_them(tmp_path, token, special, fits):
+    """Guards an IndexError in every worker; a token for padding is often beyond the rows."""
+    model, tokenizer = build("llama", len(llama_tokenizer()))
+    tokenizer.add_tokens([token], special_tokens=special)
+    tokenizer.chat_template = f"{tokenizer.chat_template}<|bye|>"
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "source")
+    config = PretrainedModel(path=str(tmp_path / "source"))
+    if fits:
+        create_model(config, no_texts, tmp_path / "initial", 0)
+    else:
+        with pytest.raises(ModelError, match=f"1 tokens, such as {re.escape(repr(token))}"):
+            create_model(config, no_texts, tmp_path / "initial", 0)
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    """With what to do, instead of a traceback."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(create, "save_model", full)
+    with pytest.raises(ModelError, match=r"No space left.*run again"):
+        create_model(PresetModel(preset="tiny"), lambda: TEXTS, tmp_path / "m", 0)
 
 
 def test_a_trained_model_keeps_its_depth(tmp_path):

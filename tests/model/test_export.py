@@ -13,6 +13,7 @@ from mars_ray.model import export
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.export import export_model
+from mars_ray.model.object_store import shown
 from mars_ray.model.source import Source, local_copy, pinned
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
@@ -40,6 +41,12 @@ def test_what_is_exported_can_be_loaded(made, tmp_path, prefix):
     assert names == {path.name for path in made.iterdir()} - {"optimizer.pt"}
     assert written.files == len(names)
     assert written.bytes == sum(path.stat().st_size for path in arrived.iterdir())
+
+
+def test_a_place_is_shown_as_it_is_but_for_its_secrets():
+    """Guards a directory of a strange name that is told as an object store's."""
+    assert shown("s3://ann:secret@bucket/mars?region=x") == "s3://bucket/mars"
+    assert shown("s3:/bucket/mars") == "s3:/bucket/mars"
 
 
 def test_a_place_that_is_taken_is_left_alone(made, tmp_path):

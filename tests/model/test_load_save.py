@@ -121,6 +121,23 @@ def test_incomplete_weights_are_refused(tmp_path):
         load_model(tmp_path, dtype=None)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "abc"},
+        {"num_attention_heads": 0},
+        {"rope_parameters": {"rope_type": "strange", "rope_theta": 1e4}},
+    ],
+)
+def test_a_wrong_value_of_the_configuration_is_an_error(tmp_path, change):
+    """transformers raises what it comes upon: KeyError, ZeroDivisionError, its own."""
+    write(tmp_path, "qwen2", 320)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match="cannot load"):
+        load_model(tmp_path, dtype=None)
+
+
 def test_a_damaged_file_is_an_error(tmp_path):
     """A download that broke off, with the model's name."""
     weights = write(tmp_path, "qwen2", 320) / "model.safetensors"

@@ -96,6 +96,13 @@ def test_the_end_of_a_turn_is_found_or_refused(tokenizer, tmp_path):
     other.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     with pytest.raises(ModelError, match="without a special token"):
         end_of_turn_id(other)
+    for template in ("{% for %}", "{{ raise_exception('no') }}"):
+        other.chat_template = template
+        with pytest.raises(ModelError, match="template cannot be used"):
+            end_of_turn_id(other)
+    other.chat_template = "{{ messages[0].content }}<|im_end|>"
+    with pytest.raises(ModelError, match="does not write what the assistant answers"):
+        end_of_turn_id(other)
     other.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         end_of_turn_id(other)

@@ -2,9 +2,13 @@
 
 import json
 import os
+import resource
+import struct
 
 import pytest
 import torch
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
@@ -13,6 +17,7 @@ from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import ModelFlops
+from mars_ray.train.store import CheckpointStore
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5})
@@ -50,6 +55,26 @@ def test_a_run_goes_on_from_its_newest_complete_checkpoint(tmp_path):
         write(checkpoint.directory_of(tmp_path, step))
     (checkpoint.directory_of(tmp_path, 100) / "manifest.json").unlink()
     assert checkpoint.newest(tmp_path) == checkpoint.directory_of(tmp_path, 93)
+
+
+def test_what_a_user_puts_aside_is_no_checkpoint(tmp_path):
+    """Guards a run against a copy beside its checkpoints, which ended every save on one rank."""
+    write(checkpoint.directory_of(tmp_path, 7))
+    for name in ("step_00000007.bak", "step_best", "step_7"):
+        write(tmp_path / name)
+    assert checkpoint.complete(tmp_path) == [checkpoint.directory_of(tmp_path, 7)]
+    assert CheckpointStore(f"file://{tmp_path.parent}", tmp_path.name).steps() == {7}
+
+
+def test_what_a_killed_attempt_left_is_removed(tmp_path):
+    """Guards the disk against half a checkpoint for each attempt with other steps."""
+    for step in (7, 10):
+        write(checkpoint.directory_of(tmp_path, step))
+    write(tmp_path / "step_00000007.bak")
+    for name in ("step_00000007", "step_00000007.bak"):
+        (tmp_path / name / "manifest.json").unlink()
+    checkpoint.clear_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000010", "step_00000007.bak"}
 
 
 def test_missing_and_truncated_files_are_named(tmp_path):
@@ -117,6 +142,49 @@ def test_metrics_after_the_restored_step_are_dropped(tmp_path):
     ]
     assert lines[-1]["loss"] == 30.0
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_full_disk_is_an_error_at_once_and_closing_is_none(tmp_path):
+    """Guards against waiting for ever for TensorBoard's thread, which a full disk ends; and the
+    error that ends a run against one of closing its logs.
+
+    The system refuses to make this process's files longer: first TensorBoard's, which grow faster.
+    """
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", 0, 99, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics = {f"m{index}": 0.0 for index in range(80)}
+    writer.write("train", 1, metrics)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2500, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            writer.write("train", 2, metrics)
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    assert events.stat().st_size == 2500
+    assert (tmp_path / "metrics.jsonl").stat().st_size < 2500
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    """Guards the framing of an event file, whose readers stop at the first false checksum."""
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", 4, 9, 1)
+    writer.write("eval", 5, {"loss": 0.5, "clean_ce": 0.25})
+    writer.close()
+    [path] = (tmp_path / "tensorboard").iterdir()
+    content, events = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        data, end = content[12 : 12 + length], 16 + length
+        assert content[8:12] == struct.pack("<I", masked_crc32c(content[:8]))
+        assert content[12 + length : end] == struct.pack("<I", masked_crc32c(data))
+        events.append(event_pb2.Event.FromString(data))
+        content = content[end:]
+    assert [event.step for event in events] == [0, 5, 5]
+    assert [(value.tag, value.simple_value) for value in events[2].summary.value] == [
+        ("eval/loss", 0.5),
+        ("eval/clean_ce", 0.25),
+    ]
 
 
 def test_the_reader_follows_and_survives_a_cut(tmp_path):

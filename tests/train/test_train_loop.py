@@ -200,9 +200,7 @@ def _write_rows(path: Path, answer: str) -> None:
 def test_an_output_directory_of_another_job_is_refused(model, tmp_path):
     """Guards a run directory against being overwritten by a changed job file."""
     job = make_job(model, tmp_path / "out")
-    (tmp_path / "out").mkdir()
-    content = {"job": job.model_dump(mode="json")}
-    (tmp_path / "out" / "job.json").write_text(json.dumps(content))
+    _record(job)
     other = changed(job, "mars", steps=21)
     with pytest.raises(TrainingError, match=r"another stages\.mars\.steps\."):
         run_training(other)
@@ -212,12 +210,19 @@ def test_stages_in_another_order_are_another_job(model, tmp_path):
     """Guards a stage that would go on from a model which was made after it."""
     content = make_job(model, tmp_path / "out").model_dump(mode="json")
     stage = content["stages"]["mars"]
-    (tmp_path / "out").mkdir()
-    recorded = {"job": content | {"stages": {"a": stage, "b": stage}}}
-    (tmp_path / "out" / "job.json").write_text(json.dumps(recorded))
+    _record(TrainJob.model_validate(content | {"stages": {"a": stage, "b": stage}}))
     turned = TrainJob.model_validate(content | {"stages": {"b": stage, "a": stage}})
     with pytest.raises(TrainingError, match="another order of stages"):
         run_training(turned)
+
+
+def _record(job: TrainJob) -> None:
+    """As if the job had run to its first checkpoint."""
+    saved = directory_of(Path(job.output_dir) / "stages" / next(iter(job.stages)), 10)
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
+    content = {"job": job.model_dump(mode="json")}
+    (Path(job.output_dir) / "job.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import contextlib
 import resource
 import shutil
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -146,10 +148,63 @@ def test_a_store_that_goes_away_costs_no_training(model, tmp_path):
     assert "cannot copy step_00000020 to file://" in str(error)
     assert steps_in(plan.run_dir) == [15, 20]
     assert len(losses(plan)) == 20
-    # Once it is back, the same command brings the last one there.
+    # Once it is back, the same command brings there what it lacks.
     stored.unlink()
     run_alone(plan, checkpoint.newest(plan.run_dir))
-    assert CheckpointStore(f"file://{stored}", "mars").steps() == {20}
+    assert CheckpointStore(f"file://{stored}", "mars").steps() == {15, 20}
+
+
+def test_a_copy_that_failed_once_is_made_later(model, tmp_path, monkeypatch):
+    """Guards the best checkpoint, which is not the newest any more when the store is back."""
+    uri, upload = f"file://{tmp_path}/stored", CheckpointStore.upload
+    # Highest loss, so that it is not the last one.
+    plan = plan_of(model, tmp_path / "run", keep=1, best={"mode": "max"}, storage_path=uri)
+    failed = []
+
+    def fail_once(store: CheckpointStore, directory: Path) -> None:
+        if not failed:
+            failed.append(directory)
+            raise CheckpointError("the store is away")
+        upload(store, directory)
+
+    def wait(directory: Path, metrics: dict[str, float]) -> None:
+        while not failed:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(CheckpointStore, "upload", fail_once)
+    outcome = train_stage(plan, Ranks.current(torch.device("cpu")), None, wait)
+    assert isinstance(outcome, StageOutcome), outcome
+    best = best_checkpoint(plan.run_dir, plan.job.checkpoint)
+    assert failed == [best]
+    stored = CheckpointStore(uri, "mars").steps()
+    assert stored == set(steps_in(plan.run_dir)) == {checkpoint.step_of(best), 20}
+
+
+def test_training_does_not_wait_for_a_slow_store(model, tmp_path, monkeypatch):
+    """Guards a healthy run against the watchdog: with 7B a copy can take longer than a step may."""
+    uri, upload = f"file://{tmp_path}/stored", CheckpointStore.upload
+    plan = plan_of(model, tmp_path / "run", keep=2, storage_path=uri)
+    copied, trained = [], threading.Event()
+
+    def wait_for_training(store: CheckpointStore, directory: Path) -> None:
+        copied.append(checkpoint.step_of(directory))
+        assert trained.wait(20), "training waits for the store"
+        upload(store, directory)
+
+    def note(directory: Path, metrics: dict[str, float]) -> None:
+        while not copied:
+            time.sleep(0.01)
+        if metrics["step"] == 20:
+            # The one that is being copied is there still.
+            assert steps_in(plan.run_dir) == [5, 15, 20]
+            trained.set()
+
+    monkeypatch.setattr(CheckpointStore, "upload", wait_for_training)
+    outcome = train_stage(plan, Ranks.current(torch.device("cpu")), None, note)
+    assert isinstance(outcome, StageOutcome), outcome
+    assert copied == [5, 20, 15]
+    assert CheckpointStore(uri, "mars").steps() == {15, 20}
+    assert steps_in(plan.run_dir) == [15, 20]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(model, tmp_path):
