@@ -1,7 +1,7 @@
 """A model of 2 layers, jobs that train it in seconds, and ranks that are local processes."""
 
 import os
-import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,14 @@ def try_alone(plan: StagePlan, resume_from: Path | None = None) -> StageOutcome 
 
 def spawn(work: Callable[..., None], world_size: int, *args: Any) -> None:
     """Run `work(*args)` in processes that form a gloo group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.start_processes(
-        _start_rank, (world_size, port, work, args), nprocs=world_size, start_method="spawn"
-    )
+    # They find each other by a file: a port that is free now may be another test's in a moment.
+    with tempfile.TemporaryDirectory() as directory:
+        mp.start_processes(
+            _start_rank,
+            (world_size, Path(directory) / "store", work, args),
+            nprocs=world_size,
+            start_method="spawn",
+        )
 
 
 def records(plan: StagePlan, kind: str = "train") -> list[dict[str, Any]]:
@@ -119,11 +121,10 @@ def ignore_report(directory: Path, metrics: dict[str, float]) -> None:
 
 
 def _start_rank(
-    rank: int, world_size: int, port: int, work: Callable[..., None], args: Any
+    rank: int, world_size: int, store: Path, work: Callable[..., None], args: Any
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
     work(*args)
     dist.destroy_process_group()
