@@ -113,7 +113,7 @@ def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTra
 def read_config(
     directory: str | Path, revision: str | None = None, called: str | None = None
 ) -> Any:
-    """A model's configuration. Raises ModelError if its architecture is not supported.
+    """A model's configuration. Raises ModelError for an unsupported architecture or quantisation.
 
     `called` is the model's name in messages, where the directory is a copy of it.
     """
@@ -129,6 +129,10 @@ def read_config(
         raise ModelError(
             f"{name} is a model of type {config.model_type!r}; "
             f"supported are {', '.join(ARCHITECTURES.values())}"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{name} is quantised, which is not supported; use the model that it was made from"
         )
     return config
 

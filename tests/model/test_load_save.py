@@ -104,6 +104,17 @@ def test_other_architectures_are_refused(tmp_path):
         load_model(tmp_path, dtype=None)
 
 
+def test_a_quantised_model_is_refused(tmp_path):
+    """Guards a library that is not there, or types that do not match, far from here."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "qwen2", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="is quantised"):
+        load_model(tmp_path, dtype=None)
+
+
 def test_incomplete_weights_are_refused(tmp_path):
     """transformers would fill them with random numbers and only warn."""
     write(tmp_path, "qwen2", 320)
