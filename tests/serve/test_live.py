@@ -9,7 +9,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.serve.live import Live
 from mars_ray.serve.observe import EngineSeen
 from mars_ray.serve.recent import Recent
-from mars_ray.serve.status import ReplicaStatus, model_status
+from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")
 
@@ -75,7 +75,8 @@ def test_replicas_add_up():
     """Shares are of all tokens, not means of shares."""
     one = ReplicaStatus("verified", 0.5, 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9)
     two = ReplicaStatus("verified", 0.4, 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1)
-    assert model_status("m", [one, two]) == {
+    decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
+    assert model_status("m", [one, two], decided) == {
         "id": "m",
         "replicas": 2,
         "running": 3,
@@ -86,8 +87,15 @@ def test_replicas_add_up():
         "disagreement": 0.1,
         "mode": "verified",
         "threshold": 0.4,
+        "policy": {
+            "at_s": 9.0,
+            "replicas": 2,
+            "threshold": 0.5,
+            "shed": 0.0,
+            "reason": "2 replicas: why",
+        },
     }
-    nobody = model_status("m", [])
+    nobody = model_status("m", [], None)
     assert (nobody["replicas"], nobody["threshold"], nobody["tokens_per_forward"]) == (
         0,
         None,
