@@ -36,7 +36,7 @@ _RATE = "[$__rate_interval]"
 # are the series that were not there before it.
 _STARTED = (
     "count by (deployment) (count_over_time(ray_serve_deployment_replica_starts_total[1h]) "
-    "unless ray_serve_deployment_replica_starts_total offset 1h)"
+    "unless max_over_time(ray_serve_deployment_replica_starts_total[1h] offset 1h))"
 )
 
 

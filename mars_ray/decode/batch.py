@@ -6,6 +6,7 @@ matrix products, and none is padded.
 Shape suffixes: N rows of a forward.
 """
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from itertools import chain
@@ -18,6 +19,7 @@ from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.reading import read
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies.base import Rows
+from mars_ray.errors import EngineError
 
 
 def nothing() -> None:
@@ -39,6 +41,10 @@ def forward(
     position_N = tables.positions()
     ids_N = np.array(list(chain.from_iterable(_tokens(item, mask_token_id) for item in work)))
     hidden_NH = backend.hidden_states(tables, ids_N, position_N)
+    # Also of rows that nobody reads: their keys and values are zeros now (`attention/dense.py`). To
+    # ask a GPU would be to wait for it; there the rows that are read have to do.
+    if hidden_NH.device.type == "cpu" and not math.isfinite(float(hidden_NH.sum())):
+        raise EngineError("the model gives numbers that are none")
     if not any(item.plan for item in work):
         meanwhile()
         return [None] * len(work)

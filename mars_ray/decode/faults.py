@@ -31,8 +31,7 @@ def step_apart(engine: Engine) -> list[TokenEvent]:
 def works(engine: Engine) -> bool:
     """Whether it says a token of a text of our own, with nobody beside it; all others come back.
 
-    So an engine that is broken is told from requests that are, of which three may come one after
-    the other: clients repeat what has failed.
+    So an engine that is broken is told from requests that are.
     """
     everybody = engine.set_aside()
     probe = Request("probe", (0,), ExactMode(), Sampling(), 1, frozenset())

@@ -107,8 +107,9 @@ class Scheduler:
         for sequence in sorted(self._running.values(), key=_turn):
             # It may have been sent back by one before it.
             if sequence.arrival in self._running:
-                room = budget - kept if work and not _is_prompt(sequence) else budget
-                budget -= self._enter(sequence, room, work)
+                # The first may take all: it could be larger than what is left for decoding.
+                own = 0 if _is_prompt(sequence) or not work else kept
+                budget -= self._enter(sequence, max(0, budget - own), work)
         while self._waiting and budget > 0 and self.running < self._config.max_batch:
             sequence = self._waiting[0][1]
             if not self._admit(sequence):

@@ -145,9 +145,10 @@ class EngineThread:
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._commands.get_nowait()()
-            self._deliver()
         except Exception:  # noqa: BLE001 - the others still have to hear of the end
             _log.exception("a command failed while the engine's thread was ending")
+        finally:
+            self._deliver()
         self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
@@ -196,11 +197,13 @@ class EngineThread:
         except Exception:
             self._failed_steps += 1
             if self._failed_steps == _MOST_FAILED_STEPS:
-                if not works(self._engine):
-                    raise
-                self._failed_steps = 0
+                raise
             _log.exception("a step of the engine failed; each of its sequences is tried alone")
-            return step_apart(self._engine)
+            events = step_apart(self._engine)
+            # Somebody was to blame, and not the engine: clients repeat what has failed.
+            if any(event.failure for event in events) and works(self._engine):
+                self._failed_steps = 0
+            return events
         self._failed_steps = 0
         return events
 

@@ -77,7 +77,8 @@ def most_positions(config: Any) -> int:
         case "yarn":
             # What it stretches; the other number may be stretched already.
             return int(
-                rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1.0)
+                (rope.get("original_max_position_embeddings") or positions)
+                * rope.get("factor", 1.0)
             )
         case _:
             return int(positions)

@@ -58,6 +58,7 @@ def step_costs(reports: Mapping[str, Report]) -> tuple[tuple[int, float], ...]:
 class Collector:
     """Remembers the last two reports of every replica. One per fleet."""
 
+    usual_s: float = 0.0  # of a cold start, before one was measured
     _seen: dict[str, tuple[Report, ...]] = field(default_factory=dict)
     _ordered_s: list[float] = field(default_factory=list)
     _running: int = 0
@@ -93,8 +94,8 @@ class Collector:
         for _ in range(running - self._running):
             if self._ordered_s:
                 took_s = now - self._ordered_s.pop(0)
-                if self._cold_start_s:
-                    took_s = min(took_s, NO_ROOM * self._cold_start_s)
+                if usual_s := max(self._cold_start_s or 0.0, self.usual_s):
+                    took_s = min(took_s, NO_ROOM * usual_s)
                 self._cold_start_s = took_s
         self._running = running
         missing = max(0, target - running)

@@ -66,7 +66,7 @@ class Autoscaler:
         self._config = ScalingConfig.model_validate_json(config)
         self._model = ServiceModel.from_json(model, "the service model")
         self._measures_steps = measures_steps
-        self._collector = Collector()
+        self._collector = Collector(self._config.cold_start_s)
         self._state = State()
         self._decision: Decision | None = None
         self._next_s = 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
 
 from mars_ray.errors import ConfigError
@@ -126,7 +126,7 @@ async def newest_decision(model: str) -> Decided | None:
         async with asyncio.timeout(_ANSWER_S):
             control = await asyncio.to_thread(_actor, model)
             return await control.newest.remote()
-    except (ValueError, TimeoutError, RayActorError):
+    except (ValueError, TimeoutError, RayError):
         return None
 
 

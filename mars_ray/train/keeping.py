@@ -7,6 +7,7 @@ no longer stays when its turn comes is not copied.
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mars_ray.config.train import CheckpointConfig
@@ -72,7 +73,8 @@ class Keeper:
         if self._uploader is None:
             return
         self._uploader.close()
-        self._delete_the_rest()
+        with suppress(OSError):  # it is no reason to train again
+            self._delete_the_rest()
         if self._uploader.failure is not None:
             raise self._uploader.failure
 
@@ -120,10 +122,11 @@ class _Uploader:
                     self._store.upload(checkpoint.directory_of(self._run_dir, step))
                     self._prune()
                 self.failure = None
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - without its thread nothing would be copied
                 # The next one may succeed; training does not wait for the store to come back.
-                self.failure = error
-                print(f"checkpoint.storage_path: {error}", flush=True)
+                known = isinstance(error, CheckpointError)
+                self.failure = error if known else CheckpointError(f"a copy failed: {error!r}")
+                print(f"checkpoint.storage_path: {self.failure}", flush=True)
             finally:
                 self.step = None
 

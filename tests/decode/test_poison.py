@@ -163,6 +163,11 @@ def test_one_client_that_asks_again_and_again_ends_no_engine(model, thread_of):
     assert asyncio.run(complete(thread, good)) == reference.generate(model, CARD, good)
 
 
+async def at_once(thread: EngineThread, requests: list) -> list:
+    answers = (complete(thread, each) for each in requests)
+    return await asyncio.gather(*answers, return_exceptions=True)
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_numbers_that_are_none_stay_with_the_request_that_has_them(thread_of, prefix_cache):
     """Guards answers beside it, and later ones in its pages: what is hidden has weight 0, and
@@ -173,18 +178,33 @@ def test_numbers_that_are_none_stay_with_the_request_that_has_them(thread_of, pr
     config = EngineConfig(max_batch=3, max_context=64, page_size=8, prefix_cache=prefix_cache)
     thread = thread_of(Engine(model, CARD, config))
     good = request("good", [1, 2, 3, 4, 5], ExactMode(), max_new_tokens=12)
-    bad = request("bad", [POISON] * 25, ExactMode(), stop=-1)
-
-    async def together() -> list:
-        both = (complete(thread, bad), complete(thread, good))
-        return await asyncio.gather(*both, return_exceptions=True)
-
     alone = asyncio.run(complete(thread, good))
-    failure, beside = asyncio.run(together())
-    assert isinstance(failure, PoisonError)
-    assert beside == alone
+    for prompt in ([POISON] * 25, [1, 2, POISON, 3, 4]):
+        bad = request("bad", prompt, ExactMode(), stop=-1)
+        both = asyncio.run(at_once(thread, [bad, good]))
+        assert isinstance(both[0], PoisonError)
+        assert both[1] == alone
     for _ in range(10):
         assert asyncio.run(complete(thread, good)) == alone
+
+
+class LonelyRunner(Runner):
+    """Fails on two sequences of the same length, and on none alone."""
+
+    def hidden_states(self, ids_N, position_N, attention):
+        if len(position_N.unique()) < len(position_N):
+            raise RuntimeError("out of memory")
+        return super().hidden_states(ids_N, position_N, attention)
+
+
+def test_an_engine_that_fails_on_nobody_alone_ends(model, thread_of):
+    """Guards a replica that computes every prompt again for two tokens, and is never replaced."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=4, max_context=200))
+    engine._backend.runner = LonelyRunner(model, 220)
+    thread = thread_of(engine)
+    asked = [request(str(j), [1, 2], ExactMode(), stop=-1, max_new_tokens=60) for j in range(2)]
+    done = asyncio.run(at_once(thread, asked))
+    assert all(isinstance(each, EngineError) for each in done)
 
 
 def test_nobody_waits_for_a_thread_that_fails_while_it_closes(model, caplog):
@@ -196,8 +216,7 @@ def test_nobody_waits_for_a_thread_that_fails_while_it_closes(model, caplog):
 
     async def waiting() -> list:
         asked = [request(str(j), [1, 2], ExactMode(), stop=-1) for j in range(3)]
-        done = asyncio.gather(*(complete(thread, each) for each in asked), return_exceptions=True)
-        return await asyncio.wait_for(done, 20)
+        return await asyncio.wait_for(at_once(thread, asked), 20)
 
     def cancel(request_id: str) -> None:
         raise RuntimeError("cannot cancel")

@@ -100,6 +100,32 @@ def test_a_prompt_gets_rows_however_many_decode(model):
     assert came <= 80 / (64 / 8)
 
 
+def test_long_texts_that_come_back_leave_each_other_rows(model):
+    """Guards rows below zero: the first takes a whole step, and some are kept for prompts."""
+    config = EngineConfig(
+        max_batch=8, max_context=300, page_size=8, max_step_tokens=64, prefix_cache=False
+    )
+    engine = Engine(model, CARD, config)
+    asked = [request(str(j), pattern(j, 1, 150), ExactMode(), stop=-1) for j in range(3)]
+    for each in asked:
+        engine.submit(each)
+    while any(sequence.forwards < 2 for sequence in engine._scheduler.all()):
+        engine.step()
+    for sequence in engine.set_aside():
+        engine.take_back(sequence)
+    asked.append(request("new", pattern(1, 1, 100), ExactMode(), stop=-1))
+    engine.submit(asked[-1])
+    done = {}
+    while engine.has_work:
+        events = engine.step()
+        assert 0 < engine.last_rows <= 64
+        done |= {event.request_id: event.completion for event in events if event.completion}
+        engine.check_integrity()
+    assert all(
+        done[each.id].tokens == reference.generate(model, CARD, each).tokens for each in asked
+    )
+
+
 def test_a_deadline_ends_a_request_with_what_it_has(model):
     """Waiting or running, and everything it held is free."""
     engine = Engine(model, CARD, EngineConfig(max_batch=1, max_context=64))

@@ -111,6 +111,12 @@ def test_a_wait_for_a_machine_is_no_cold_start():
     assert look(collector, {}, 2, 3, 10).cold_start_s == 10
     assert look(collector, {}, 3, 4, 1810).cold_start_s == 30
     assert look(collector, {}, 4, 5, 1820).cold_start_s == 10
+    collector = Collector(usual_s=60)
+    look(collector, {}, 1, 2, 0)
+    assert look(collector, {}, 2, 3, 1800).cold_start_s == 180
+    assert look(collector, {}, 3, 4, 1801).cold_start_s == 1
+    # A short one, as after a restart of whoever looks, does not hide what is usual.
+    assert look(collector, {}, 4, 5, 1951).cold_start_s == 150
 
 
 def test_shares_and_curves():

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import ray
 import torch
-from ray import serve
+from ray import cloudpickle, serve
 from ray.exceptions import RayActorError
 from ray.util import list_named_actors
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +22,7 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.config.scaling import ScalingConfig, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.decode.runner import Runner
 from mars_ray.errors import ConfigError
 from mars_ray.serve.build import APP_NAME, start, update
 from mars_ray.serve.control import publish
@@ -142,10 +143,22 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(url):
     assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
 
 
+class Breaks:
+    """Once it is compared, its process has no device any more."""
+
+    def __gt__(self, other: object) -> bool:
+        def gone(*args: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        Runner.hidden_states = gone  # type: ignore[method-assign]
+        return False
+
+
 def test_a_replica_whose_engine_fails_gives_way_at_once(url, job):
     """Guards a dead engine in a living replica: as it refuses at once it is the least loaded one,
     and what it refuses would come back to it until nobody asks any more."""
-    broken = Sampling.model_construct(temperature=1.0, top_k="none")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    broken = Sampling.model_construct(temperature=1.0, top_k=Breaks())
     prompt = (Turn("user", "break " * 20),)
     handle = serve.get_deployment_handle(job.deployment, APP_NAME).options(stream=True)
 
