@@ -48,7 +48,7 @@ class StepCost:
             return self._seconds[-1] + doubling_s * (rows - last) / (last / 2)
         right, share = self._place(rows)
         from_s, to_s = self._seconds[right - 1], self._seconds[right]
-        return max(self._seconds[0], from_s + (to_s - from_s) * share)
+        return max(self._seconds[0], from_s * (1 - share) + to_s * share)
 
     def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
         """A step has taken so long: what was measured beside it moves towards that, slowly.

@@ -41,9 +41,11 @@ def forward(
     position_N = tables.positions()
     ids_N = np.array(list(chain.from_iterable(_tokens(item, mask_token_id) for item in work)))
     hidden_NH = backend.hidden_states(tables, ids_N, position_N)
-    # Also of rows that nobody reads: their keys and values are zeros now (`attention/dense.py`). To
-    # ask a GPU would be to wait for it; there the rows that are read have to do.
+    # Also of rows that nobody reads. To ask a GPU would be to wait for it: there those that are
+    # read have to do (`reading.py`).
     if hidden_NH.device.type == "cpu" and not math.isfinite(float(hidden_NH.sum())):
+        # What is hidden is multiplied by 0, and 0 * NaN is NaN.
+        backend.cache.clear(tables.places(backend.cache.page_size))
         raise EngineError("the model gives numbers that are none")
     if not any(item.plan for item in work):
         meanwhile()

@@ -7,6 +7,7 @@ its next forward overwrites before any row may look at it, so nothing ever needs
 Shape suffixes: X rows, P places of the pool, C places of a table, H key-value heads, D head size.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -50,6 +51,12 @@ class PagedCache:
         most = len(self.layers[0])
         window_PC = self._line.as_strided((most, places), (1, 1))
         return window_PC.index_select(0, most - 1 - index_X)
+
+    def clear(self, place_N: np.ndarray) -> None:
+        """Zeros again: what a forward has left there is nobody's."""
+        place = torch.from_numpy(place_N).to(self.layers[0].device)
+        for layer in self.layers:
+            layer.index_fill_(0, place, 0.0)
 
     @property
     def bytes(self) -> int:

@@ -234,5 +234,6 @@ def test_an_engine_that_fails_on_everything_ends(model, thread_of):
         thread.check_health()
     with pytest.raises(EngineError, match="shut down"):
         asyncio.run(complete(thread, request("last", [1, 2], ExactMode())))
+    asyncio.run(thread.ended())
     with pytest.raises(EngineError, match="not running"):
         thread.check_health()

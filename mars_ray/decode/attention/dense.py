@@ -71,8 +71,10 @@ class DenseAttention:
         _turn(qkv_NTD[:, :-heads], turn)
         queries = qkv_NTD.shape[1] - 2 * heads
         kv_N2HD = qkv_NTD[:, queries:].view(-1, 2, heads, size)
-        # A place that is hidden, another sequence's perhaps, is multiplied by 0; 0 * NaN is NaN.
-        cache.index_copy_(0, self.place_N, kv_N2HD.nan_to_num(0.0, 0.0, 0.0))
+        if cache.device.type != "cpu":
+            # Hidden places are multiplied by 0, and 0 * NaN is NaN. On a CPU the forward fails.
+            kv_N2HD = kv_N2HD.nan_to_num(0.0, 0.0, 0.0)
+        cache.index_copy_(0, self.place_N, kv_N2HD)
         query_NTD = qkv_NTD[:, :queries]
         parts = [_attend_group(pages, heads, group, query_NTD, scale) for group in self.groups]
         out_XV = parts[0] if len(parts) == 1 else torch.cat(parts)
