@@ -147,8 +147,7 @@ class EngineThread:
                     self._commands.get_nowait()()
         except Exception:  # noqa: BLE001 - the others still have to hear of the end
             _log.exception("a command failed while the engine's thread was ending")
-        finally:
-            self._deliver()
+        self._deliver()
         self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
