@@ -13,8 +13,17 @@ _NAME_PARTS = 4
 
 
 def rows(source: HubSource) -> Iterator[tuple[str, object]]:
-    """All rows with `name:row`. Raises DataError if the data set cannot be loaded."""
-    for number, content in enumerate(load(source), start=1):
+    """All rows with `name:row`. Raises DataError if the data set cannot be loaded or read."""
+    left = enumerate(load(source), start=1)
+    while True:
+        try:
+            number, content = next(left)
+        except StopIteration:
+            return
+        except OSError as error:
+            # Arrow's errors are among them. Told here: to whoever writes these rows an OSError
+            # would say that its own disk is at fault.
+            raise DataError(f"cannot read data set {source.name!r}: {error}") from error
         yield f"{source.name}:{number}", content
 
 

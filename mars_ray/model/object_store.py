@@ -11,6 +11,7 @@ its clients look for them (environment, instance roles).
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 # Not *.bin and *.pt, which are programs, nor code.
 WANTED = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
+_USER = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@")
 _DIGEST_CHARS = 12
 _PARALLEL_FILES = 4
 _CHUNK_BYTES = 16 * 1024 * 1024
@@ -47,10 +49,12 @@ class _Stored:
 
 def shown(uri: str) -> str:
     """A URI without what may be a secret: user, password and options. Others as they are."""
+    # With one slash it is no URI, but a mistake that will be told with it.
+    uri = _USER.sub(r"\1", uri)
     if "://" not in uri:
         return uri
     parts = urlsplit(uri)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
 def stored_card(uri: str) -> ModelCard:

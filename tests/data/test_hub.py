@@ -46,3 +46,18 @@ def test_what_cannot_be_loaded_is_an_error(dataset, tmp_path):
         hub.load(HubSource(name=str(dataset), split="dev"))
     with pytest.raises(DataError, match="nothing"):
         hub.load(HubSource(name=str(tmp_path / "nothing")))
+
+
+def test_what_cannot_be_read_is_its_own_error(dataset, monkeypatch):
+    """Not an OSError, which to whoever writes the rows would mean that its own disk is full."""
+
+    def broken():
+        yield {"prompt": "q", "response": "a"}
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(hub, "load", lambda source: broken())
+    source = HubSource(name=str(dataset))
+    rows = hub.rows(source)
+    assert next(rows)[0] == f"{dataset}:1"
+    with pytest.raises(DataError, match=r"cannot read data set .*Input/output error"):
+        next(rows)

@@ -47,6 +47,8 @@ def test_a_place_is_shown_as_it_is_but_for_its_secrets():
     """Guards a directory of a strange name that is told as an object store's."""
     assert shown("s3://ann:secret@bucket/mars?region=x") == "s3://bucket/mars"
     assert shown("s3:/bucket/mars") == "s3:/bucket/mars"
+    assert shown("s3:/ann:secret@bucket/mars") == "s3:/bucket/mars"
+    assert shown("models/a@b/mars") == "models/a@b/mars"
 
 
 def test_a_place_that_is_taken_is_left_alone(made, tmp_path):
