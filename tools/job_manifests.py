@@ -206,6 +206,7 @@ OTHERS = {
     "demo": "everything on one machine: `make demo`",
     "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
     "serve-models": "a service: `mars-ray serve`, or deploy/kustomize",
+    "serve-qwen2.5-7b": "a service on GPUs: `mars-ray serve`, or deploy/kustomize/overlays/gpu",
 }
 
 

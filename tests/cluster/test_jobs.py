@@ -99,7 +99,7 @@ def test_a_service_is_a_job(three_nodes, trained, tmp_path):
     shutil.copytree(trained_at, tmp_path / "runs" / "7b" / "models")
     port, log = free_port(), tmp_path / "log"
     here = placed(three_nodes, "/mnt/shared", tmp_path).checkout
-    fitting = small(command, f"port={port}", "gpus_per_replica=0", "cpus_per_replica=1")
+    fitting = small(command, f"port={port}")
     submission = here.start(f"{three_nodes.export}\n{fitting}", log)
     wait_for(lambda: f"serving on http://127.0.0.1:{port}" in log.read_text(), 240)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=60) as reply:

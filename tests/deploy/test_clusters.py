@@ -167,6 +167,18 @@ def test_kuberay_clusters_are_valid(name):
         check(cluster)
 
 
+def test_all_pods_mount_the_claim_that_is_there():
+    """Guards pods that wait for ever for a volume of another name."""
+    (claim,) = documents(ROOT / "clusters" / "kuberay" / "volume.yaml")
+    check(claim)
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    files = [path for name in ("clusters", "deploy", "jobs") for path in (ROOT / name).rglob("*")]
+    text = "\n".join(path.read_text() for path in files if path.suffix == ".yaml")
+    named = re.findall(r"claimName: ([\w-]+)", text)
+    assert len(named) > len(KUBERAY)
+    assert set(named) == {claim["metadata"]["name"]}
+
+
 def check_cluster(document: dict[str, Any]) -> None:
     """What the schema does not say and KubeRay or Ray would only say at work."""
     spec = document["spec"]

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tomllib
 from typing import Any
 
 import pytest
@@ -158,6 +159,9 @@ def test_the_gpu_overlay_repeats_the_base_but_for_its_gpus():
     theirs = yaml.safe_load(patch["value"])
     args = theirs["applications"][0]["args"]
     assert args.pop("gpus_per_replica") == 1
+    # As in the job for that size of model.
+    job = tomllib.loads((ROOT / "jobs" / "serve-qwen2.5-7b.toml").read_text())
+    assert args.pop("engine") == job["engine"]
     args["cpus_per_replica"] = ours["applications"][0]["args"]["cpus_per_replica"]
     assert theirs == ours
 
