@@ -70,7 +70,8 @@ class ScalingConfig(Config):
     quality_budget_points: float | None = Field(
         default=1.0,
         ge=0,
-        description="mean points lost over budget_window_s; beyond it the set-point holds",
+        description="mean points lost below the set-point over budget_window_s; beyond it the "
+        "set-point holds",
     )
     budget_window_s: float = Field(default=3600.0, gt=0)
     cold_start_s: float = Field(default=60.0, gt=0, description="until it has been measured")

@@ -1,8 +1,9 @@
 """A simulated comparison: traces, policies, seeds, and the cluster they run on."""
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.scaling import ScalingConfig
@@ -107,3 +108,31 @@ class SimulateJob(Config):
     cold_starts_s: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = Field(
         default=(), description="other cold starts, for the sensitivity; all policies again"
     )
+
+    @model_validator(mode="after")
+    def _classes_are_a_services(self) -> Self:
+        if self.scaling.quality_classes:
+            raise ValueError(
+                "no request of a trace has a class: leave scaling.quality_classes out, and give "
+                "requests a pinned_threshold in the trace"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_are_fresh(self) -> Self:
+        tick_s = self.cluster.tick_s
+        age_s = max(1, math.ceil(self.cluster.metrics_lag_s / tick_s)) * tick_s
+        if age_s > self.scaling.stale_after_s:
+            raise ValueError(
+                f"with cluster.tick_s and metrics_lag_s metrics are {age_s:g} s old, and "
+                f"scaling.stale_after_s={self.scaling.stale_after_s:g} has policies ignore them: "
+                "raise it, or lower those"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cold_starts_have_names(self) -> Self:
+        colds = {self.cluster.cold_start_s, *self.cold_starts_s}
+        if len({f"{cold:g}" for cold in colds}) < len(colds):
+            raise ValueError("cold starts must differ in their first six digits")
+        return self

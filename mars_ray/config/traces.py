@@ -11,12 +11,28 @@ class _Source(Config):
     """What any source may be turned into: another rate, a part of its time."""
 
     rate_factor: float = Field(
-        default=1.0, gt=0, description="times as many requests, at random places nearby"
+        default=1.0,
+        gt=0,
+        description="times as many requests: repeated within spread_s, or left out",
     )
     spread_s: float = Field(
         default=0.0, ge=0, description="each arrival moves later by up to this, at random"
     )
     start_s: float = Field(default=0.0, ge=0, description="what comes before is left out")
+
+    @model_validator(mode="after")
+    def _copies_are_spread(self) -> Self:
+        if self.repeats and self.rate_factor > 1 and not self.spread_s:
+            raise ValueError(
+                f"rate_factor={self.rate_factor:g} repeats requests, and without spread_s all "
+                "copies of one arrive at its moment: set spread_s, such as the mean gap"
+            )
+        return self
+
+    @property
+    def repeats(self) -> bool:
+        """Whether more requests are copies of those that there are, not drawn anew."""
+        return True
 
 
 class _Whole(_Source):
@@ -55,6 +71,11 @@ class ServeGenTrace(_Source):
     lengths_path: str = Field(description="JSONL: client_id, window_s, input_ and output_tokens")
     duration_s: float = Field(default=3600, gt=0)
     window_s: float = Field(default=600, gt=0, description="over which a client's rate holds")
+
+    @property
+    def repeats(self) -> bool:
+        """Rates are multiplied instead."""
+        return False
 
 
 class Lengths(Config):

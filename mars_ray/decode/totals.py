@@ -14,6 +14,8 @@ class StepTotals:
     seconds: float = 0.0  # of whole steps, with what they commit
     prompt_steps: int = 0  # that had rows of prompts
     prompt_rows: int = 0  # computed, not found in the prefix cache
+    prompts: int = 0  # done
+    prompt_tokens: int = 0  # of those that are done; computed, as above
     sequences: int = 0  # decoding, one count per step
     decode_rows: int = 0  # of those
 
@@ -27,3 +29,6 @@ class StepTotals:
                 self.decode_rows += item.rows
             else:
                 self.prompt_rows += item.count
+                if item.plan:
+                    self.prompts += 1
+                    self.prompt_tokens += item.sequence.committed - item.sequence.found

@@ -16,6 +16,8 @@ from mars_ray.scaling.sample import ReplicaLoad, Sample
 
 ARRIVED, REFUSED, FINISHED = "arrived", "refused", "finished"
 OUTPUT_TOKENS, PROMPT_ROWS, PROMPT_STEPS = "output_tokens", "prompt_rows", "prompt_steps"
+# Of prompts that are done, their number and tokens: rows of a step may be of others.
+PROMPTS, PROMPT_TOKENS = "prompts", "prompt_tokens"
 STEPS, STEP_S, SEQUENCES, DECODE_ROWS = "steps", "step_s", "sequences", "decode_rows"
 RUNNING, WAITING = "running", "waiting"
 # No sum: the threshold in force.
@@ -112,23 +114,29 @@ def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
 
 def _flows(pairs: _Pairs) -> dict[str, Any]:
     """Rates are sums over replicas of their own rates; means are ratios of sums."""
-    arrived, finished = _sum(pairs, ARRIVED), _sum(pairs, FINISHED)
     return {
         "arrivals_per_s": _rate(pairs, ARRIVED),
         "refused_per_s": _rate(pairs, REFUSED),
-        "prompt_tokens": _sum(pairs, PROMPT_ROWS) / arrived if arrived else None,
-        "output_tokens": _sum(pairs, OUTPUT_TOKENS) / finished if finished else None,
+        "prompts_per_s": _rate(pairs, PROMPTS),
+        "answers_per_s": _rate(pairs, FINISHED),
+        "prompt_tokens": _mean(pairs, PROMPT_TOKENS, PROMPTS),
+        "output_tokens": _mean(pairs, OUTPUT_TOKENS, FINISHED),
         "tokens_per_forward": {
             float(threshold): mean
             for threshold, mean in _shares(pairs, TOKENS_AT, VERIFIED_FORWARDS).items()
         },
-        "class_shares": _shares(pairs, OF_CLASS, ARRIVED),
+        "class_shares": _shares(pairs, OF_CLASS, ARRIVED, REFUSED),
     }
 
 
-def _shares(pairs: _Pairs, prefix: str, of: str) -> dict[str, float]:
-    """All sums whose name begins so, by the rest of the name, over one that they are shares of."""
-    total = _sum(pairs, of)
+def _mean(pairs: _Pairs, name: str, of: str) -> float | None:
+    count = _sum(pairs, of)
+    return _sum(pairs, name) / count if count else None
+
+
+def _shares(pairs: _Pairs, prefix: str, *of: str) -> dict[str, float]:
+    """All sums whose name begins so, by the rest of the name, over those it is shares of."""
+    total = sum(_sum(pairs, name) for name in of)
     names = {name for _, report in pairs for name in report.sums if name.startswith(prefix)}
     return {name.removeprefix(prefix): _sum(pairs, name) / total for name in names if total}
 

@@ -103,7 +103,9 @@ def _quality(
         current(seen.rungs, quality.threshold if own is None else own).points_lost
         for own in [load.threshold for load in seen.sample.loads] or [None]
     )
-    quality = spend(quality, points, traffic, dt, config)
+    # What the set-point itself loses is the operator's choice, and no budget can win it back.
+    lowered = max(0.0, points - seen.rungs[0].points_lost)
+    quality = spend(quality, lowered, traffic, dt, config)
     rungs = _allowed(seen, quality)
     quality = steer(quality, rungs, seen.pressure, dt, config)
     at_maximum = (fleet.asked or 0) >= config.max_replicas

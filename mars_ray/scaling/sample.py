@@ -41,6 +41,9 @@ class Sample:
     refused_per_s: float | None = None
     prompt_tokens: float | None = None  # of a request, mean; without what the prefix cache had
     output_tokens: float | None = None  # of a request, mean
+    # Of how many these are means; None: of as many as arrived.
+    prompts_per_s: float | None = None
+    answers_per_s: float | None = None
     waiting: int | None = None  # requests that have no token yet and are in no batch
     loads: tuple[ReplicaLoad, ...] = ()
     ttft_p90_s: float | None = None  # newest
@@ -64,6 +67,8 @@ class Sample:
             refused_per_s=_number(self.refused_per_s),
             prompt_tokens=_number(self.prompt_tokens),
             output_tokens=_number(self.output_tokens),
+            prompts_per_s=_number(self.prompts_per_s),
+            answers_per_s=_number(self.answers_per_s),
             waiting=_count(self.waiting),
             loads=tuple(map(_checked_load, self.loads)),
             ttft_p90_s=_number(self.ttft_p90_s),

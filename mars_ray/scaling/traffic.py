@@ -16,6 +16,8 @@ _LEAST_SLOW, _MOST_SLOW = 0.25, 4.0
 _LEAST_GAIN, _MOST_GAIN = 0.2, 3.0
 # Rows of a sequence below which its drafts tell nothing.
 _DRAFTING = 1.5
+# A class of so few requests is forgotten.
+_LEAST_SHARE = 1e-6
 # Digits that count: finer changes would only make ladders anew.
 _DIGITS = 3
 
@@ -24,7 +26,10 @@ _DIGITS = 3
 class Traffic:
     """Means of requests, who may be lowered, and how reality differs from the service model."""
 
-    requests: float = 0.0  # behind the means, forgotten slowly
+    # How many are behind the means, forgotten slowly.
+    requests: float = 0.0
+    prompts: float = 0.0
+    answers: float = 0.0
     prompt_tokens: float = 512.0
     output_tokens: float = 128.0
     # (class or PINNED, share), sorted by name.
@@ -49,23 +54,37 @@ class Traffic:
 
 def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: float) -> Traffic:
     """After a tick; `sample` is a checked one."""
-    new = (sample.arrivals_per_s or 0.0) * dt
-    kept = traffic.requests * math.exp(-dt / _FORGET_S)
-    weight = new / (kept + new) if new > 0 else 0.0
+    arrived = sample.arrivals_per_s or 0.0
+    requests, weight = _counted(traffic.requests, arrived, dt)
+    prompts, prompt_weight = _counted(traffic.prompts, _or(sample.prompts_per_s, arrived), dt)
+    answers, answer_weight = _counted(traffic.answers, _or(sample.answers_per_s, arrived), dt)
     slowness = _slowness(sample, traffic, model)
     positions = _positions(sample.loads)
     drafted = positions >= _DRAFTING and bool(sample.tokens_per_forward)
     return replace(
         traffic,
-        requests=kept + new,
-        prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, weight),
-        output_tokens=_towards(traffic.output_tokens, sample.output_tokens, weight),
+        requests=requests,
+        prompts=prompts,
+        answers=answers,
+        prompt_tokens=_towards(traffic.prompt_tokens, sample.prompt_tokens, prompt_weight),
+        output_tokens=_towards(traffic.output_tokens, sample.output_tokens, answer_weight),
         class_shares=_shares(traffic, sample, weight),
         slowness=_towards(traffic.slowness, slowness, _news(traffic.stepped_s, dt)),
         stepped_s=_longer(traffic.stepped_s, dt) if slowness is not None else traffic.stepped_s,
         gains=_gains(traffic, sample, model, positions, dt) if drafted else traffic.gains,
         drafted_s=_longer(traffic.drafted_s, dt) if drafted else traffic.drafted_s,
     )
+
+
+def _or(rate: float | None, otherwise: float) -> float:
+    return otherwise if rate is None else rate
+
+
+def _counted(before: float, per_s: float, dt: float) -> tuple[float, float]:
+    """How many there are now, and the weight of the new ones among them."""
+    new = per_s * dt
+    count = before * math.exp(-dt / _FORGET_S) + new
+    return count, new / count if new > 0 else 0.0
 
 
 def _towards(old: float, new: float | None, weight: float) -> float:
@@ -88,7 +107,8 @@ def _shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str,
     old, new = dict(traffic.class_shares), sample.class_shares
     names = sorted({*old, *new})
     mixed = ((name, _towards(old.get(name, 0.0), new.get(name, 0.0), weight)) for name in names)
-    return tuple((name, share) for name, share in mixed if share > 1e-3)
+    # In a tick of a busy fleet a share that is new moves by a ten-thousandth.
+    return tuple((name, share) for name, share in mixed if share > _LEAST_SHARE)
 
 
 def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:

@@ -7,6 +7,7 @@ tell it what their job says, and the newest job's word counts, however it came t
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Container, Coroutine
@@ -27,6 +28,8 @@ _WAIT_S = 30.0
 _RETRY_S = 0.5
 _ANSWER_S = 2.0
 _KEPT = 4096  # decisions, half an hour of them
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,12 @@ async def follow(
                 point = await control.wait.remote(version)
                 version = point.version
                 await apply(point)
-        except RayActorError:
-            # Another one counts its versions from the start.
+        except RayError as error:
+            # It may have died, and another one counts its versions from the start; or the cluster's
+            # head is away, and a threshold would be in force until the replica ends.
+            if not isinstance(error, RayActorError):
+                logger.warning(
+                    "the set-point of %s cannot be followed, again soon: %s", model, error
+                )
             version = None
             await asyncio.sleep(_RETRY_S)

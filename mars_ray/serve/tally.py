@@ -22,9 +22,13 @@ class Tally:
     output_tokens: int = 0
     of_class: Counter[str] = field(default_factory=Counter)
 
-    def arrived(self, call: Call) -> None:
-        """A call that is not refused."""
+    def offered(self, call: Call, *, refused: bool = False) -> None:
+        """A call that has come, whatever becomes of it."""
+        # Classes of what is refused count, too: shares of the rest would tell what shedding does
+        # to the traffic, and not what the traffic is.
         self.of_class[call.quality_class or PINNED] += call.choices
+        if refused:
+            self.refused += call.choices
 
     def ended(self, seen: AnswerSeen) -> None:
         """An answer, however it ended."""
@@ -35,12 +39,14 @@ class Tally:
         """With those of the engine; for the engine's own thread."""
         totals, measures = engine.totals, engine.measures.by_mode.get(_VERIFIED)
         sums: dict[str, float] = {
-            collect.ARRIVED: self.of_class.total(),
+            collect.ARRIVED: self.of_class.total() - self.refused,
             collect.REFUSED: self.refused,
             collect.FINISHED: self.finished,
             collect.OUTPUT_TOKENS: self.output_tokens,
             collect.PROMPT_STEPS: totals.prompt_steps,
             collect.PROMPT_ROWS: totals.prompt_rows,
+            collect.PROMPTS: totals.prompts,
+            collect.PROMPT_TOKENS: totals.prompt_tokens,
             collect.STEPS: totals.steps,
             collect.STEP_S: totals.seconds,
             collect.SEQUENCES: totals.sequences,

@@ -162,11 +162,11 @@ class TextEngine:
         Closing the generator frees the call's places in the engine.
         """
         if refusal := self._admission.refusal(call):
-            self._tally.refused += call.choices
+            self._tally.offered(call, refused=True)
             yield refusal
             return
         self._admission.open += call.choices
-        self._tally.arrived(call)
+        self._tally.offered(call)
         try:
             grammar = await self._grammar(call)
             answers = [

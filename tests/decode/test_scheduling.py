@@ -66,6 +66,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(model):
     totals = engine.totals  # and the short one's prompt before
     assert (totals.steps, totals.prompt_steps) == (11, 11)
     assert (totals.prompt_rows, totals.decode_rows, totals.sequences) == (152, 10, 10)
+    assert (totals.prompts, totals.prompt_tokens) == (2, 152)
     engine.step()
     assert (engine.totals.steps, engine.totals.prompt_steps) == (12, 11)
 

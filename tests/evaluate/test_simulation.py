@@ -56,6 +56,22 @@ def test_the_command_prints_a_table_and_one_json_line(folder):
     assert "\r" not in table
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("scaling.quality_classes={gold=0.9}", "pinned_threshold"),
+        ("cluster.tick_s=20", "stale_after_s=15 has policies ignore"),
+        ("cluster.metrics_lag_s=15.5", "metrics are 16 s old"),
+        ("cold_starts_s=[100.00001]", "first six digits"),
+        ("traces={flash={type='flash', rate_factor=2}}", "set spread_s"),
+    ],
+)
+def test_what_would_do_nothing_or_something_else_is_refused(setting, message):
+    """Guards comparisons of hours in which a policy held still, or of loads that nobody has."""
+    with pytest.raises(ConfigError, match=message):
+        load_job("jobs/simulate-fast.toml", [*SMALL, setting])
+
+
 def test_the_page_needs_nothing_else(folder):
     """One file: no script, no image, no address but the SVG's own names."""
     html = (folder / "report.html").read_text()

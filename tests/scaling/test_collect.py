@@ -131,6 +131,28 @@ def test_shares_and_curves():
     assert seen.tokens_per_forward == {1.0: 2.0, 0.3: 3.0}
 
 
+def test_prompts_are_as_long_in_an_overload():
+    """Guards a fleet half as large as it should be: of ten that come, replicas get to two, and to
+    half of a third."""
+    collector = Collector()
+    none = {"prompts": 0.0, "prompt_tokens": 0.0, "prompt_rows": 0.0}
+    look(collector, {"a": report(0, **none)}, 1, 1, 0)
+    sums = {"arrived": 10.0, "prompts": 2.0, "prompt_tokens": 4000.0, "prompt_rows": 5000.0}
+    seen = look(collector, {"a": report(1, **sums)}, 1, 1, 1)
+    assert (seen.prompt_tokens, seen.prompts_per_s) == (2000.0, 2.0)
+    later = sums | {"arrived": 20.0, "prompt_rows": 5500.0}
+    assert look(collector, {"a": report(2, **later)}, 1, 1, 2).prompt_tokens is None
+
+
+def test_shares_are_of_what_was_offered():
+    """Guards refusals that feed on themselves: who may be refused seems rarer with each of them."""
+    collector = Collector()
+    look(collector, {"a": report(0, **{"class:pinned": 0.0})}, 1, 1, 0)
+    sums = {"class:pinned": 1.0, "class:standard": 9.0, "arrived": 2.0, "refused": 8.0}
+    seen = look(collector, {"a": report(1, **sums)}, 1, 1, 1)
+    assert seen.class_shares == {"pinned": 0.1, "standard": 0.9}
+
+
 def test_steps_of_a_replica_are_means_since_the_look_before():
     """Those with prompts apart: 4 of 10 steps, 100 rows of prompts each."""
     collector = Collector()

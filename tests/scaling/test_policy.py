@@ -109,6 +109,18 @@ def test_a_spent_budget_keeps_the_set_point():
     assert max(d.state.quality.spent_points for d in log) < 0.52
 
 
+def test_what_the_set_point_loses_spends_nothing():
+    """Guards a budget that is gone for good because of what the operator has chosen."""
+    below = config(
+        max_replicas=4, quality_budget_points=0.5, threshold={"set_point": 0.3, "floor": 0.1}
+    )
+    calm = Fleet(below, running=4).run(600, lambda _: 10.0)
+    assert {d.threshold_setpoint for d in calm[60:]} == {0.3}
+    assert calm[-1].state.quality.spent_points == 0
+    log = Fleet(below, running=4).run(1800, lambda _: 55.0)
+    assert 0 < max(d.state.quality.spent_points for d in log) < 0.52
+
+
 def test_points_are_spent_where_replicas_lower_their_own_threshold():
     """The budget sees what is in force, not what the policy said."""
 
@@ -153,17 +165,21 @@ def test_a_ramp_is_ordered_ahead():
             assert 10 * fleet.running >= fleet.state.load.fast
 
 
+def mixed(*shares: tuple[str, float]) -> Traffic:
+    return Traffic(prompt_tokens=1.0, output_tokens=100.0, class_shares=shares)
+
+
 def test_pinned_requests_and_classes_are_not_counted_as_capacity():
     """A fleet whose requests are all pinned gains nothing by a lower threshold."""
-    pinned = Traffic(1.0, 1.0, 100.0, (("pinned", 1.0),))
+    pinned = mixed(("pinned", 1.0))
     assert len(ladder(MEMORY_BOUND, CONFIG, pinned)) == 1
     gold = config(quality_classes={"gold": 0.3})
-    half = ladder(MEMORY_BOUND, gold, Traffic(1.0, 1.0, 100.0, (("gold", 0.5),)))
-    free = ladder(MEMORY_BOUND, gold, Traffic(1.0, 1.0, 100.0))
+    half = ladder(MEMORY_BOUND, gold, mixed(("gold", 0.5)))
+    free = ladder(MEMORY_BOUND, gold, mixed())
     assert half[1].requests_per_s == free[1].requests_per_s
     assert half[0].requests_per_s < half[2].requests_per_s < free[2].requests_per_s
     assert half[2].points_lost == pytest.approx(0.5 * 1 + 0.5 * 5)
-    unknown = ladder(MEMORY_BOUND, gold, Traffic(1.0, 1.0, 100.0, (("silver", 1.0),)))
+    unknown = ladder(MEMORY_BOUND, gold, mixed(("silver", 1.0)))
     assert len(unknown) == 1
 
 

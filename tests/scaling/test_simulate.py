@@ -224,6 +224,14 @@ def test_a_killed_replicas_requests_start_again_once():
     assert (lost.requests["outcome"] == FAILED).sum() >= 3
 
 
+def test_all_may_be_over_in_no_time():
+    """Guards a division by it."""
+    outcome = run(trace((0.0, 10, 50)), kills=[{"at_s": 0.0}], retries=0)
+    assert outcome.end_s == 0
+    figures = summarise(outcome, Slo(), 100.0)
+    assert (figures["failed"], figures["mean_replicas"]) == (1, 0)
+
+
 def test_a_full_queue_refuses():
     """429 beyond the limit: of ten at once one runs, and two wait for the next step."""
     outcome = run(trace(*[(0.0, 10, 50)] * 10), waiting_requests=2)

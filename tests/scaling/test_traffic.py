@@ -9,7 +9,7 @@ from scaling.simulated import MODEL, poisson, run, trace
 
 from mars_ray.scaling.decide import decide
 from mars_ray.scaling.decision import Decision, State
-from mars_ray.scaling.sample import ReplicaLoad, Sample
+from mars_ray.scaling.sample import PINNED, ReplicaLoad, Sample
 from mars_ray.scaling.simulate.policy import Deciding
 from mars_ray.scaling.traffic import Traffic, observe_traffic
 
@@ -68,6 +68,34 @@ def test_a_report_without_steps_of_prompts_teaches_nothing():
     """Guards a fleet three times too large while replicas of an older release still report."""
     old = replace(MIXED, prompt_rows=None, prompt_share=None)
     assert learnt(old, 60).slowness == 1.0
+
+
+def test_rare_answers_are_learnt_as_they_end():
+    """Guards a quiet fleet that plans with answers a third as long: hardly one of them ends in the
+    half second in which another request comes."""
+    traffic = Traffic()
+    for tick in range(240):
+        seen = Sample(
+            running=1,
+            target=1,
+            arrivals_per_s=2.0 * (tick % 10 == 0),
+            answers_per_s=2.0 * (tick % 10 == 5),
+            prompts_per_s=2.0 * (tick % 10 == 1),
+            output_tokens=1000.0 if tick % 10 == 5 else None,
+            prompt_tokens=4000.0 if tick % 10 == 1 else None,
+        )
+        traffic = observe_traffic(traffic, seen, MODEL, 0.5)
+    assert (traffic.output_tokens, traffic.prompt_tokens) == (1000.0, 4000.0)
+
+
+def test_a_class_that_comes_late_is_learnt_on_a_busy_fleet():
+    """Guards a new share that is dropped in each of a thousand ticks, as too small to keep."""
+    traffic = Traffic()
+    for shares in ({"standard": 1.0}, {"standard": 0.8, PINNED: 0.2}):
+        seen = Sample(running=1, target=1, arrivals_per_s=100.0, class_shares=shares)
+        for _ in range(3600):
+            traffic = observe_traffic(traffic, seen, MODEL, 0.5)
+    assert dict(traffic.class_shares) == pytest.approx({"standard": 0.8, PINNED: 0.2}, abs=0.01)
 
 
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import ray
+from ray.exceptions import RaySystemError
 from ray.util import list_named_actors
 
 from mars_ray.serve import control
@@ -67,6 +68,29 @@ def test_everybody_learns_every_set_point(ray_cluster):
     assert "control:somebody" in names()
     end_controls()
     wait_until(lambda: "control:somebody" not in names())
+
+
+def test_any_trouble_of_the_cluster_is_over_some_time(monkeypatch):
+    """Guards replicas that shed load for ever since the head did not answer once."""
+    asked = []
+
+    def away(model: str, setting: Setting) -> None:
+        asked.append(model)
+        raise RaySystemError("the head is away")
+
+    async def scenario() -> None:
+        following = asyncio.create_task(follow("nobody", FIXED, never))
+        while len(asked) < 2:
+            assert not following.done()
+            await asyncio.sleep(0.01)
+        following.cancel()
+
+    async def never(point: SetPoint) -> None:
+        raise AssertionError(point)
+
+    monkeypatch.setattr(control, "control_of", away)
+    monkeypatch.setattr(control, "_RETRY_S", 0.01)
+    asyncio.run(scenario())
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -166,7 +166,8 @@ def _steered(setting: Setting, knob: Knob) -> Policy:
 def _mean(setting: Setting) -> int:
     """What the whole trace's load needs, were it spread evenly."""
     needs = setting.needs(EXACT[0], _WINDOW_S)
-    return max(1, math.ceil(needs.sum() * _WINDOW_S / max(_WINDOW_S, setting.trace.duration_s)))
+    mean = math.ceil(needs.sum() * _WINDOW_S / max(_WINDOW_S, setting.trace.duration_s))
+    return min(setting.config.max_replicas, max(1, mean))
 
 
 class _Knowing:

@@ -79,7 +79,8 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
         "time_per_token_p90_s": _quantile(pace, 0.9),
         "time_per_token_p99_s": _quantile(pace, 0.99),
         "replica_s": outcome.replica_s,
-        "mean_replicas": outcome.replica_s / outcome.end_s,
+        # It may all be over at once.
+        "mean_replicas": outcome.replica_s / max(1e-9, outcome.end_s),
         "peak_replicas": int(outcome.timeline.ready.max()),
         "below_set_point_s": outcome.below_set_point_s,
         "floor_breaches": int((requests["lowest"] > requests["pinned"]).sum()),

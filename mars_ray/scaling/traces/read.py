@@ -22,6 +22,8 @@ from mars_ray.scaling.traces.trace import Trace
 
 # A row of the schema, in its order.
 Row = tuple[float, int, int, int, float, float]
+# No model's context is longer.
+_MOST_TOKENS = 10**9
 _REQUIRED = {"arrival_s", "prompt_tokens", "output_tokens"}
 _OPTIONAL = {"priority": 0, "deadline_s": math.inf, "pinned_threshold": 0.0}
 
@@ -104,8 +106,10 @@ def _row(
     )
     if not (math.isfinite(row[0]) and row[0] >= 0):
         raise ValueError(f"arrives at {arrival_s} s")
-    if row[1] < 1 or row[2] < 1:
-        raise ValueError(f"{prompt} prompt and {output} output tokens; both must be at least 1")
+    if not (1 <= row[1] <= _MOST_TOKENS and 1 <= row[2] <= _MOST_TOKENS):
+        raise ValueError(
+            f"{prompt} prompt and {output} output tokens; both must be 1 to {_MOST_TOKENS}"
+        )
     if not row[4] > 0:
         raise ValueError(f"a deadline of {deadline_s} s")
     if not 0 <= row[5] <= 1:
