@@ -258,11 +258,12 @@ def bench_train_step(
 ) -> None:
     """Time and peak memory of a MARS step over an SFT step on the same tokens."""
     from mars_ray.evaluate.bench_train_step import CASES, run_bench
+    from mars_ray.writer import check_writable
 
     unknown = set(case or ()) - set(CASES)
     if unknown:
         raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
-    _check_writable(output)
+    check_writable(output, "--output")
     _keep(run_bench(case or list(CASES), _console()), output)
 
 
@@ -275,24 +276,12 @@ def bench_decode(
 ) -> None:
     """Tokens per second of our modes and of other decoders, side by side."""
     job = _job(BenchDecodeJob, job_file, overrides, dry_run)
-    _check_writable(output)
+    from mars_ray.writer import check_writable
+
+    check_writable(output, "--output")
     from mars_ray.evaluate.bench_decode import run_bench_decode
 
     _keep(run_bench_decode(job, _console()), output)
-
-
-def _check_writable(output: Path) -> None:
-    """Before what takes long. Raises ConfigError."""
-    is_new = not output.exists()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {output}: {error.strerror}; set another --output"
-        ) from error
-    if is_new:
-        output.unlink()
 
 
 def _keep(result: dict[str, Any], output: Path) -> None:
@@ -381,7 +370,8 @@ class _Cluster:
             keep_private()
         try:
             ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
-        except ConnectionError as error:
+        # The latter: what is named is no address.
+        except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"no Ray cluster answers at {address!r}: {error}. Name the one you mean with "
                 "RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a token; "

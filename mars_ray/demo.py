@@ -53,7 +53,8 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
 
 
 def _exact_only(job: DemoJob, checkpoint: Path) -> Any:
-    changes = {"checkpoint": _short(checkpoint), "modes": (ExactMode(),)}
+    # Beside its own model: in the job's directory it would take the place of what is there.
+    changes = {"checkpoint": _short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
     return job.evaluate.model_copy(update=changes)
 
 

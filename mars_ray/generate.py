@@ -37,7 +37,7 @@ from mars_ray.model.object_store import WANTED
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
-from mars_ray.writer import sole_writer
+from mars_ray.writer import replaced, sole_writer
 
 Line = dict[str, Any]
 
@@ -56,9 +56,9 @@ class Generated:
 def run_generation(job: GenerateJob, console: Console) -> Generated:
     """Write the output, or the rest of it.
 
-    Raises DataError if the prompts cannot be read, if too many of them are bad, or if what is there
-    is not of this job, these prompts and this model; ConfigError if another process is writing it;
-    and ModelError.
+    Raises DataError if the prompts cannot be read, if too many of them are bad, if none of them has
+    room for an answer, or if what is there is not of this job, these prompts and this model;
+    ConfigError if another process is writing it; and ModelError.
     """
     output = _output(job)
     part = output.with_name(f"{output.name}.part")
@@ -86,10 +86,18 @@ def _generated(
             _append(part, chunk, len(lines))
             lines += chunk
             bars.update(task, completed=len(lines))
+    if not any(line["forwards"] for line in lines):
+        # Nothing to go on with: a job with other settings may begin.
+        part.unlink()
+        raise DataError(
+            f"no prompt has room for {job.max_new_tokens} tokens of an answer in "
+            f"engine.max_context {job.engine.max_context}: lower max_new_tokens, or raise it"
+        )
     generated = _summary(output, lines)
     _write(output, [line["messages"] for line in lines if line["messages"]])
     table = made_from | {"generated": asdict(generated), "provenance": provenance()}
-    done.write_text(json.dumps(table, indent=1) + "\n")
+    with replaced(done) as draft:
+        draft.write_text(json.dumps(table, indent=1) + "\n")
     part.unlink()
     return generated
 
@@ -134,9 +142,11 @@ def _model(job: GenerateJob) -> str:
     weights do. One read of them, which loading takes too; their times differ between copies.
     """
     directory = Path(job.checkpoint).resolve()
-    # An evaluation may come in between, and writes beside the model how good it is; the output
-    # itself may lie there.
+    # An evaluation may come in between, and writes beside the model how good it is; outputs may
+    # lie there, this one and others, each with a table of the same name; and drafts of all these.
     others = {directory / FRONTIER_FILE, _output(job).resolve().with_suffix(".json")}
+    others |= {path.with_suffix(".json") for path in directory.glob("*.jsonl")}
+    others |= set(directory.glob(".*"))
     digest = hashlib.sha256()
     for path in sorted(set(directory.iterdir()) - others):
         if path.name.endswith(WANTED) and path.is_file():
@@ -271,7 +281,6 @@ def _append(part: Path, lines: list[Line], first: int) -> None:
 
 
 def _write(output: Path, conversations: list[list[Line]]) -> None:
-    draft = output.with_name(f".{output.name}")
     rows = (json.dumps({"messages": turns}) + "\n" for turns in conversations)
-    draft.write_text("".join(rows), encoding="utf-8")
-    draft.replace(output)
+    with replaced(output) as draft:
+        draft.write_text("".join(rows), encoding="utf-8")

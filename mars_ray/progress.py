@@ -87,5 +87,6 @@ class Bars(Progress):
         open_tasks = (t for t in tasks if t.total is None or t.completed < t.total)
         task = next(open_tasks, tasks[-1])
         if task.total is None:
-            return f"{task.description}: {task.completed:g}" if task.completed else task.description
-        return f"{task.description}: {task.completed:g} of {task.total:g}"
+            done = f": {task.completed:,.0f}" if task.completed else ""
+            return task.description + done
+        return f"{task.description}: {task.completed:,.0f} of {task.total:,.0f}"

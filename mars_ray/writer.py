@@ -1,4 +1,4 @@
-"""One process at a time writes what a job leaves."""
+"""How a job writes what it leaves: alone, where it can, and whole files only."""
 
 import logging
 from collections.abc import Iterator
@@ -10,6 +10,33 @@ from filelock import FileLock, Timeout
 from mars_ray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, which takes its place at the end. Whoever is interrupted before, or
+    finds the disk full, leaves `path` as it was. Raises OSError."""
+    draft = path.with_name(f".{path.name}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def check_writable(path: Path, setting: str) -> None:
+    """Before what takes long: raises ConfigError, naming the setting, if the file cannot be
+    written. Its directory is made."""
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; set another {setting}"
+        ) from error
+    if is_new:
+        path.unlink()
 
 
 @contextmanager

@@ -47,6 +47,8 @@ def test_silence_is_broken_and_nothing_else(log):
         task = bars.add_task("[answers]", total=8)
         bars.advance(task)
         wait_for(lambda: said(log)[-1].startswith("[answers]: 1 of 8, "))
+        bars.update(task, total=7_473_000, completed=1_234_567)
+        wait_for(lambda: said(log)[-1].startswith("[answers]: 1,234,567 of 7,473,000, "))
     count = len(said(log))
     time.sleep(0.15)
     assert len(said(log)) == count

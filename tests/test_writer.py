@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mars_ray.errors import ConfigError
-from mars_ray.writer import sole_writer
+from mars_ray.writer import check_writable, replaced, sole_writer
 
 HOLD = """
 import sys, time
@@ -62,3 +62,30 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be used"):
         writer_of(tmp_path / "file" / "run").__enter__()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    """Guards half a result in the place of an older one; nothing else is left there."""
+    path = tmp_path / "results.json"
+    for text in ("old", "new"):
+        with replaced(path) as draft:
+            draft.write_text(text)
+    with pytest.raises(KeyboardInterrupt), replaced(path) as draft:
+        interrupt(draft)
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def interrupt(draft: Path) -> None:
+    draft.write_text("half")
+    raise KeyboardInterrupt
+
+
+def test_a_look_at_a_file_leaves_it_as_it_is(tmp_path):
+    """Whether it can be written is asked before the work; one that was not there is not made."""
+    path = tmp_path / "new" / "result.json"
+    check_writable(path, "--output")
+    assert not path.exists()
+    path.write_text("1")
+    check_writable(path, "--output")
+    assert path.read_text() == "1"

@@ -25,6 +25,7 @@ from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
 from mars_ray.cluster.token import keep_private
 from mars_ray.errors import ClusterError
+from mars_ray.writer import replaced
 
 _STATE = "cluster.json"
 _START_S = 90.0
@@ -65,7 +66,8 @@ class LocalCluster:
 def up(plan: Plan, directory: Path) -> LocalCluster:
     """Starts it and returns when it takes jobs.
 
-    Raises ClusterError if one runs already, a port is taken, or a node does not come up.
+    Raises ClusterError if one runs already, a port is taken, a node does not come up, or the
+    directory cannot be written; then no node is left.
     """
     before = find(directory)
     if before is not None and before.alive:
@@ -75,7 +77,10 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
         )
     for port in (plan.port, plan.dashboard_port):
         _check_port(port)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
     token = _token()
     cluster = LocalCluster(
         f"{LOOPBACK}:{plan.port}", f"http://{LOOPBACK}:{plan.dashboard_port}", ()
@@ -122,7 +127,7 @@ def find(directory: Path) -> LocalCluster | None:
         kept = json.loads(path.read_text())
         nodes = tuple(Process(**node) for node in kept.pop("nodes"))
         return LocalCluster(nodes=nodes, **kept)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ClusterError(f"{path} is damaged ({error}); remove it") from error
@@ -175,8 +180,23 @@ def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> Lo
     log = directory / f"node-{len(cluster.nodes)}.log"
     node = start([*_RAY, "start", "--block", *options], log, environment)
     grown = LocalCluster(cluster.address, cluster.dashboard, (*cluster.nodes, node))
-    (directory / _STATE).write_text(json.dumps(asdict(grown), indent=1) + "\n")
+    try:
+        with replaced(directory / _STATE) as draft:
+            draft.write_text(json.dumps(asdict(grown), indent=1) + "\n")
+    except BaseException as error:
+        # Nobody else knows of it.
+        end((node,), _PATIENCE_S)
+        if isinstance(error, OSError):
+            raise _unusable(directory, error) from error
+        raise
     return grown
+
+
+def _unusable(directory: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"{directory} cannot be written: {error.strerror}; free space there, or choose another "
+        "--directory"
+    )
 
 
 def _head(plan: Plan, agent_port: int) -> list[str]:

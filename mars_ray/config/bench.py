@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
+from mars_ray.config.decode import ExactMode, Mode, SpeculativeMode, VerifiedMode
 from mars_ray.config.model import PresetName
 
 Peer = Literal["vllm", "transformers", "transformers-continuous"]
@@ -31,7 +31,7 @@ class BenchDecodeJob(Config):
     )
     peers: Annotated[tuple[Peer, ...], DISTINCT] = ()
     lockstep: Annotated[tuple[LockstepDecoder, ...], DISTINCT] = ()
-    peer_pythons: dict[str, str] = Field(
+    peer_pythons: dict[Peer, str] = Field(
         default={}, description="interpreters of peers with environments of their own"
     )
     batch_sizes: Annotated[tuple[PositiveInt, ...], DISTINCT] = Field(
@@ -56,4 +56,13 @@ class BenchDecodeJob(Config):
             raise ValueError("name either checkpoint or random_weights")
         if self.random_weights and not self.random_prompt_tokens:
             raise ValueError("random_weights need random_prompt_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _no_draft_model(self) -> Self:
+        if any(isinstance(mode, SpeculativeMode) for mode in self.modes):
+            raise ValueError(
+                "modes: this benchmark has no draft model for speculative; leave it out, and "
+                "measure it by `mars-ray evaluate` with engine.draft_model"
+            )
         return self

@@ -1,5 +1,6 @@
 """Decoding modes, sampling and the size of an engine."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -149,3 +150,14 @@ class EngineConfig(Config):
         if self.cache_bytes is not None and self.cache_memory_share is not None:
             raise ValueError("cache_bytes and cache_memory_share: set one of them")
         return self
+
+
+def check_generation(modes: Iterable[Mode], max_new_tokens: int, engine: EngineConfig) -> None:
+    """Raises ValueError if an engine of this size could not decode a single request."""
+    if max_new_tokens >= engine.max_context:
+        raise ValueError(
+            f"max_new_tokens {max_new_tokens} leaves no room for a prompt in engine.max_context "
+            f"{engine.max_context}: lower the one or raise the other"
+        )
+    if any(isinstance(mode, SpeculativeMode) for mode in modes) and not engine.draft_model:
+        raise ValueError("mode speculative needs engine.draft_model: name one, or leave it out")

@@ -1,11 +1,11 @@
 """An evaluation: a checkpoint, a task, and the modes to measure."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.decode import EngineConfig, ExactMode, Mode
+from mars_ray.config.decode import EngineConfig, ExactMode, Mode, check_generation
 
 
 class CorpusTask(Config):
@@ -40,3 +40,8 @@ class EvaluateJob(Config):
     modes: Annotated[tuple[Mode, ...], DISTINCT] = (ExactMode(),)
     max_new_tokens: int = Field(default=256, ge=1)
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _can_generate(self) -> Self:
+        check_generation(self.modes, self.max_new_tokens, self.engine)
+        return self

@@ -1,12 +1,12 @@
 """Answers of a model to the prompts of a data source, as a new data source."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 from mars_ray.config.data import Source
-from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling
+from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, check_generation
 
 
 class GenerateJob(Config):
@@ -26,3 +26,8 @@ class GenerateJob(Config):
     max_new_tokens: int = Field(default=256, ge=1)
     save_every: int = Field(default=256, ge=1, description="conversations between two writes")
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _can_generate(self) -> Self:
+        check_generation((self.mode,), self.max_new_tokens, self.engine)
+        return self

@@ -58,10 +58,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Job:
     """A job from a table; `source` names where it came from in errors. Raises ConfigError."""
-    if table.get("kind") == "tune" and isinstance(table.get("train"), str):
-        table["train"] = read_toml(table["train"])
+    _read_named(table)
     for override in overrides:
         _apply(table, override)
+        # At once: the next one may reach into what this one has named.
+        _read_named(table)
     kind = table.get("kind")
     if not isinstance(kind, str) or kind not in JOB_KINDS:
         raise ConfigError(f"{source}: kind must be one of {', '.join(JOB_KINDS)}, not {kind!r}")
@@ -81,6 +82,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _read_named(table: dict[str, Any]) -> None:
+    """A sweep's training job may be the path of its file."""
+    if table.get("kind") == "tune" and isinstance(table.get("train"), str):
+        table["train"] = read_toml(table["train"])
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
@@ -111,7 +118,9 @@ def _value(text: str) -> Any:
 def _explain(error: ValidationError, source: str, job: type[Job]) -> str:
     lines = []
     for item in error.errors(include_url=False):
-        known = list(_walk(item["loc"], job))
+        # A wrong key of a table is told apart from its value by one part more.
+        location = tuple(part for part in item["loc"] if part != "[key]")
+        known = list(_walk(location, job))
         key = ".".join(str(part) for part, _ in known)
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}{_nearest(known)}")

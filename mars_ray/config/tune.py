@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.decode import EngineConfig, Threshold
+from mars_ray.config.decode import EngineConfig, Threshold, check_generation
 from mars_ray.config.evaluate import Task
 from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
 
@@ -105,8 +105,8 @@ class Objectives(Config):
 
     While it trains: its score, expected T/F minus `clean_ce_weight` times the clean stream's loss,
     both held out and teacher-forced. Afterwards the trials that nothing beats in both generate:
-    accuracy in mode `exact`, and T/F at the lowest threshold that costs at most
-    `max_accuracy_loss`.
+    accuracy in mode `exact`, and T/F where it is highest: of `exact` and of the thresholds that
+    cost at most `max_accuracy_loss`.
     """
 
     clean_ce_weight: float = Field(
@@ -131,6 +131,11 @@ class Objectives(Config):
         default=8, ge=1, description="trials that generate, best score first"
     )
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _can_generate(self) -> Self:
+        check_generation((), self.max_new_tokens, self.engine)
+        return self
 
 
 class TuneJob(Config):
@@ -188,12 +193,34 @@ class TuneJob(Config):
         if every is None:
             raise ValueError(f"{where}.eval_every_steps is missing: {self.scheduler.type} needs it")
         if not isinstance(self.scheduler, PbtScheduler):
+            self._somebody_is_stopped(where, self.scheduler.grace_steps, "grace_steps")
             return
         if every % each or self.scheduler.interval_steps % every:
             raise ValueError(
                 "scheduler pbt hands weights over by checkpoints: scheduler.interval_steps "
                 f"{self.scheduler.interval_steps} must be a multiple of {where}.eval_every_steps "
                 f"{every}, and that one of train.checkpoint.every_steps {each}"
+            )
+        self._somebody_is_stopped(where, self.scheduler.interval_steps, "interval_steps")
+
+    def _somebody_is_stopped(self, where: str, first_steps: int, name: str) -> None:
+        """Raises ValueError if the scheduler would never act."""
+        steps, every = self.stage.steps, self.stage.eval_every_steps
+        assert steps is not None
+        assert every is not None
+        # A trial's last evaluation ends it anyway.
+        last = (steps - 1) // every * every
+        if first_steps > last:
+            raise ValueError(
+                f"scheduler.{name} {first_steps} is never reached: {where} has {steps} steps, "
+                f"eval_every_steps {every}, and so its last comparison at {last}; lower one of "
+                "these, or use scheduler none"
+            )
+        scheduler = self.scheduler
+        if isinstance(scheduler, MedianScheduler) and scheduler.min_trials >= self.trials:
+            raise ValueError(
+                f"scheduler.min_trials {scheduler.min_trials} others are never there with "
+                f"{self.trials} trials: lower it, or use scheduler none"
             )
 
 

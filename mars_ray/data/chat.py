@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -85,9 +85,12 @@ def encode_prompt(
 
 
 def writes_tool_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template knows tools, and has them called as <tool_call>...</tool_call>."""
-    template = _template(tokenizer)
-    return "tools" in template and "<tool_call>" in template
+    """Whether the chat template knows tools, and writes a call as
+    <tool_call>{"name": "...", "arguments": {...}}</tool_call>.
+
+    Raises ModelError if the tokenizer or its template cannot be used.
+    """
+    return "tools" in _template(tokenizer) and encoder_of(tokenizer).writes_calls_as_json
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> "ChatEncoder":
@@ -196,6 +199,21 @@ class ChatEncoder:
         special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
         return "\n".join([self._backend.to_str(), special, self._template])
 
+    @cached_property
+    def writes_calls_as_json(self) -> bool:
+        """Whether an answer's call is JSON between <tool_call> and </tool_call>.
+
+        Others (Qwen3-Coder, GLM-4.5) have something else between the same two.
+        """
+        call = Call("look", {"at": "this"})
+        asked = [Message("user", "Look at this"), Message("assistant", "", (call,))]
+        try:
+            text = self._render([message.as_dict() for message in asked], prompt=False)
+            written = text.rpartition("<tool_call>")[2].partition("</tool_call>")[0]
+            return json.loads(written) == {"name": call.name, "arguments": call.arguments}
+        except (DataError, ValueError):
+            return False
+
     def _neutralise(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
@@ -234,7 +252,8 @@ class ChatEncoder:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        except (TemplateError, ValueError) as error:
+        # A TypeError: some go through a call's arguments as an object, and may find a list.
+        except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)
         return text

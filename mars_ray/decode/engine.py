@@ -138,24 +138,27 @@ class Engine:
         rows = sequences * positions
         return step_seconds(self._backend, self.card, self.config, rows, sequences)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError or PromptTooLongError."""
+    def check(self, request: Request) -> None:
+        """Raise RequestError or PromptTooLongError if it could not be decoded here."""
         check_request(request, self.model, self.card, self.config.max_context)
-        if request.id in self._sequences:
-            raise RequestError(f"request id {request.id!r} is in use")
         if isinstance(request.mode, SpeculativeMode) and not self._drafter:
             raise RequestError(
                 "mode 'speculative' needs an engine with a draft_model", field="mode"
             )
-        window = window_of(request.mode, self.card)
-        rows = most_rows(request.mode, window)
+        rows = most_rows(request.mode, window_of(request.mode, self.card))
         if rows > self.config.max_step_tokens:
             raise RequestError(
                 f"mode {request.mode.type!r} needs forwards of {rows} rows, more than "
                 f"max_step_tokens={self.config.max_step_tokens}",
                 field="mode",
             )
-        sequence = Sequence(request, window, list(request.prompt))
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError or PromptTooLongError."""
+        self.check(request)
+        if request.id in self._sequences:
+            raise RequestError(f"request id {request.id!r} is in use")
+        sequence = Sequence(request, window_of(request.mode, self.card), list(request.prompt))
         sequence.submitted_s = time.monotonic()
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)

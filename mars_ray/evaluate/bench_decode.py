@@ -24,7 +24,7 @@ from mars_ray.config.model import PresetModel, PresetName
 from mars_ray.core.frontier import mode_label
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
-from mars_ray.errors import MarsError
+from mars_ray.errors import ConfigError, MarsError
 from mars_ray.model.card import read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -161,14 +161,20 @@ def random_checkpoint(preset: PresetName) -> Iterator[str]:
 
 @contextmanager
 def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]:
-    python = job.peer_pythons.get(name, sys.executable)
+    pythons: dict[str, str] = {**job.peer_pythons}
+    python = pythons.get(name, sys.executable)
     script = f"{name.replace('-', '_')}_peer.py"
     limits = (job.max_context, max(job.batch_sizes))
     command = [python, str(_PEERS / script), checkpoint, job.dtype, *map(str, limits)]
     threads = {"OMP_NUM_THREADS": str(job.threads)}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | threads
-    )
+    pipe, environment = subprocess.PIPE, os.environ | threads
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    except OSError as error:
+        raise ConfigError(
+            f"peer_pythons.{name} {python} cannot be run: {error.strerror}; name the interpreter "
+            "of an environment that has the peer"
+        ) from error
     try:
         yield _Peer(name, process)
     finally:
@@ -194,7 +200,10 @@ def _contenders(job: BenchDecodeJob) -> list[_Contender]:
 
 
 def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
-    """The same prompts for every peer, and as far as they go for every batch size."""
+    """The same prompts for every peer, and as far as they go for every batch size.
+
+    Raises ConfigError if one of them has no room.
+    """
     count = max(job.prompts, *job.batch_sizes)
     if job.random_prompt_tokens:
         prompts = [
@@ -206,6 +215,12 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         asked = problems("test", count, _PROMPT_SEED)
         prompts = [encode_prompt([Message("user", p.question)], tokenizer) for p in asked]
         stops = sorted(stop_ids(load_model(checkpoint, dtype=None)))
+    needed = max(map(len, prompts)) + job.max_new_tokens
+    if needed > job.max_context:
+        raise ConfigError(
+            f"max_context {job.max_context} is too small: the longest prompt and its answer take "
+            f"{needed} tokens; set it to that at least, or lower max_new_tokens"
+        )
     return {
         batch: {
             "batches": [prompts[i : i + batch] for i in range(0, max(job.prompts, batch), batch)],

@@ -15,6 +15,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -127,8 +129,15 @@ def _measure_case(case: Case, scratch: Path, advance: Callable[[], None]) -> dic
 
 def _in_new_process(function: Any, *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(function, arguments)
+    # Not multiprocessing's pool: that waits for ever for the answer of a process that was killed.
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise MarsError(
+                "a measuring process was ended, as the system does where memory is short: free "
+                "some, or choose a smaller --case"
+            ) from None
 
 
 def _prepare(case: Case, scratch: Path) -> None:

@@ -134,7 +134,10 @@ class _Routes:
         return JSONResponse({"status": status}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        self._holder(request)
+        key = self._holder(request)
+        if len(self._models.of(key)) < len(self._models.of(None)):
+            message = "this key is not good for all models, and the metrics are those of all"
+            raise ApiError(Refusal(401, message, code="invalid_api_key"))
         text = await self._metrics() if self._metrics else ""
         return PlainTextResponse(text, media_type=_PROMETHEUS)
 
@@ -274,7 +277,13 @@ async def _status_of(model: Model) -> dict[str, Any]:
 
 
 def _within(call: Call, key: Key | None, param: str) -> Call:
-    """The call, no longer than its key allows. Raises ApiError if it asks for more, by `param`."""
+    """The call with no more tokens than its key allows.
+
+    Raises ApiError if it asks for more, by `param`, or for more answers than the key ever has.
+    """
+    if key and key.answers is not None and call.choices > key.answers:
+        message = f"key {key.name!r} allows {key.answers} answers at a time, not {call.choices}"
+        raise ApiError(Refusal(400, message, param=call.choices_param, code="invalid_value"))
     if key is None or key.new_tokens is None:
         return call
     if call.max_new_tokens is not None and call.max_new_tokens > key.new_tokens:

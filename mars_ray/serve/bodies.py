@@ -32,6 +32,8 @@ _TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "
 _TOOL = "<tool>"
 _VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of a list's faults: a body has room for hundreds of thousands, which take seconds to collect.
+_FIRST = Field(fail_fast=True)
 
 
 class ApiError(Exception):
@@ -60,7 +62,7 @@ def _content_kind(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Tag(_TEXT)] | Annotated[tuple[TextPart, ...], Tag(_PARTS)],
+    Annotated[str, Tag(_TEXT)] | Annotated[tuple[TextPart, ...], _FIRST, Tag(_PARTS)],
     Discriminator(_content_kind),
 ]
 
@@ -104,7 +106,7 @@ class AssistantMessage(Wire):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: tuple[MessageToolCall, ...] | None = None
+    tool_calls: Annotated[tuple[MessageToolCall, ...], _FIRST] | None = None
     # That client writes these, and no answer of this server has any.
     refusal: None = None
     annotations: None = None
@@ -142,7 +144,7 @@ ChatMessage = Annotated[
     PlainMessage | AssistantMessage | ToolMessage,
     Field(discriminator="role"),
 ]
-Messages = Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=_MAX_MESSAGES)]
+Messages = Annotated[tuple[ChatMessage, ...], _FIRST, Field(min_length=1, max_length=_MAX_MESSAGES)]
 
 
 class FunctionBody(Wire):
@@ -217,7 +219,8 @@ ResponseFormat = Annotated[
     Field(discriminator="type"),
 ]
 Token = Annotated[int, Field(ge=0)]
-Tokens = Annotated[tuple[Token, ...], Field(min_length=1)]
+Tokens = Annotated[tuple[Token, ...], _FIRST, Field(min_length=1)]
+_SEVERAL = Field(min_length=1, max_length=_MAX_PROMPTS)
 
 
 def _prompt_kind(value: Any) -> str:
@@ -231,11 +234,9 @@ def _prompt_kind(value: Any) -> str:
 
 Prompts = Annotated[
     Annotated[str, Tag(_TEXT)]
-    | Annotated[tuple[str, ...], Field(min_length=1, max_length=_MAX_PROMPTS), Tag(_TEXTS)]
+    | Annotated[tuple[str, ...], _FIRST, _SEVERAL, Tag(_TEXTS)]
     | Annotated[Tokens, Tag(_TOKENS)]
-    | Annotated[
-        tuple[Tokens, ...], Field(min_length=1, max_length=_MAX_PROMPTS), Tag(_TOKEN_LISTS)
-    ],
+    | Annotated[tuple[Tokens, ...], _FIRST, _SEVERAL, Tag(_TOKEN_LISTS)],
     Discriminator(_prompt_kind),
 ]
 
@@ -253,7 +254,7 @@ class StreamOptions(Wire):
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Stops = Annotated[
     Annotated[StopString, Tag(_TEXT)]
-    | Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
+    | Annotated[tuple[StopString, ...], _FIRST, Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
     Discriminator(_stop_kind),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -315,7 +316,7 @@ class ChatBody(AnswerBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[tuple[ToolBody, ...], Field(max_length=_MAX_TOOLS)] | None = None
+    tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -339,7 +340,7 @@ class DetokenizeBody(Wire):
     """Tokens to read."""
 
     model: str | None = None
-    tokens: tuple[Token, ...]
+    tokens: Annotated[tuple[Token, ...], _FIRST]
 
 
 AnyBody = TypeVar("AnyBody", bound=Wire)
@@ -350,7 +351,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
-        raise ApiError(_refusal(error.errors(include_url=False)[0])) from error
+        raise ApiError(_refusal(error.errors(include_url=False, include_input=False)[0])) from error
     # After the check, which bounds how deep the body is.
     json.loads(body, object_pairs_hook=_once)
     return parsed
@@ -358,11 +359,12 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
 
 def _once(pairs: list[tuple[str, Any]]) -> None:
     """Raises ApiError if a field is given twice: all but one would be ignored."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        message = f"'{twice}' is given more than once"
-        raise ApiError(Refusal(400, message, param=twice, code="invalid_value"))
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            message = f"'{name}' is given more than once"
+            raise ApiError(Refusal(400, message, param=name, code="invalid_value"))
+        seen.add(name)
 
 
 def _param(error: ErrorDetails) -> str:

@@ -72,9 +72,10 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         is_streamed=bool(body.stream),
         timeout_s=_timeout_s(body, job.limits),
     )
-    if call.choices > job.limits.choices:
-        field = "n" if call.n > 1 else "prompt"
-        _refuse(field, f"{call.choices} answers are more than this server's {job.limits.choices}")
+    # More than the places there are would be too many for an idle engine, however often asked for.
+    most = min(job.limits.choices, job.engine.max_batch + job.limits.waiting_requests)
+    if call.choices > most:
+        _refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
     return call
 
 
@@ -138,6 +139,8 @@ def _sampling(body: AnswerBody, seed: int) -> Sampling:
 
 def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
     """What the client asks for, if anything."""
+    if (body.min_tokens or 0) > limits.new_tokens:
+        _refuse("min_tokens", f"'min_tokens' is more than this server's {limits.new_tokens}")
     asked = {"max_tokens": body.max_tokens}
     if isinstance(body, ChatBody):
         asked["max_completion_tokens"] = body.max_completion_tokens
@@ -219,11 +222,21 @@ def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
 def _schema(body: AnswerBody) -> dict[str, Any] | None:
     match body:
         case ChatBody(response_format=SchemaFormat(json_schema=named)):
+            _check_options(named.schema_)
             return named.schema_
         case ChatBody(response_format=JsonFormat()):
             return {"type": "object"}
         case _:
             return None
+
+
+def _check_options(schema: dict[str, Any]) -> None:
+    """Raises ApiError for options of llguidance, but for the one that only shapes white space:
+    others have parts of the schema ignored, or what is no JSON written."""
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict) or not options.keys() <= {"whitespace_flexible"}:
+        message = "'x-guidance' of a schema may hold 'whitespace_flexible' and nothing else"
+        _refuse("response_format", message)
 
 
 def _tools(body: AnswerBody) -> Tools | None:

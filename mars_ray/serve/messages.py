@@ -86,6 +86,11 @@ class Call:
         return len(self.prompts) * self.n
 
     @property
+    def choices_param(self) -> str:
+        """The request's field at fault where these are too many."""
+        return "n" if self.n > 1 else "prompt"
+
+    @property
     def is_forced(self) -> bool:
         """Whether the request names the tool; OpenAI then does not call the reason `tool_calls`."""
         return self.tools is not None and self.tools.named is not None

@@ -46,12 +46,13 @@ class Entry:
     total_s: float = 0.0
     prompt: Any = None
     _choices: int = 1  # to each prompt
+    _unfinished: int = 1  # answers in all
     _started: float = field(default_factory=time.monotonic)
 
     def called(self, call: Call, model: str, user: str | None, *, with_prompt: bool) -> None:
         """The request was right, and is sent to a replica."""
         self.mode, self.model, self.user = call.mode.type, model, user
-        self.ending, self._choices = "abort", call.n
+        self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]
 
@@ -63,7 +64,10 @@ class Entry:
         if self.first_token_s is None:
             self.first_token_s = self._elapsed_s
         if finish := message.finish:
-            self.ending = finish.reason
+            self._unfinished -= 1
+            # As long as one goes on the client may still leave.
+            if self._unfinished == 0:
+                self.ending = finish.reason
             if message.choice % self._choices == 0:
                 self.prompt_tokens += finish.prompt_tokens
             self.completion_tokens += finish.completion_tokens
@@ -73,9 +77,8 @@ class Entry:
     def line(self) -> str:
         """As JSON, without what there is none of."""
         self.total_s = self._elapsed_s
-        values = asdict(self)
-        del values["_started"], values["_choices"]
-        shown = {name: value for name, value in values.items() if value is not None}
+        values = asdict(self).items()
+        shown = {name: v for name, v in values if v is not None and not name.startswith("_")}
         return json.dumps({"time": datetime.now(UTC).isoformat()} | shown, ensure_ascii=False)
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from mars_ray.serve.bodies import ApiError
 from mars_ray.serve.messages import Call, Message, Refusal
@@ -23,8 +24,13 @@ _TRIES = 3
 _PAUSE_S = 0.2
 # A replica that lives is to say itself that time is over: it counts those answers.
 _GRACE_S = 1.0
+# The second where no replica runs and those of the newest version do not start.
+_GONE = (RayActorError, DeploymentUnavailableError)
 _LOST = Refusal(
-    503, "the replica that was to answer is lost; ask again", code="replica_lost", retry_after_s=1
+    503,
+    "the replica that was to answer is lost, or there is none; ask again",
+    code="replica_lost",
+    retry_after_s=1,
 )
 Reply = TypeVar("Reply")
 
@@ -56,7 +62,7 @@ async def answered(
                     for message in kept:
                         yield message
                     return
-        except RayActorError as error:
+        except _GONE as error:
             logger.warning("request %s: %s", call.id, error)
         except TimeoutError:
             yield _late(limit_s)
@@ -81,7 +87,7 @@ async def insisted(ask: Callable[[], Awaitable[Reply]]) -> Reply:
     for _ in range(_TRIES):
         try:
             return await ask()
-        except RayActorError:
+        except _GONE:
             await asyncio.sleep(_PAUSE_S)
     raise ApiError(_LOST)
 

@@ -1,5 +1,6 @@
 """`mars-ray chat`: a conversation in the terminal with any running service."""
 
+import http.client
 import json
 import time
 import urllib.error
@@ -151,16 +152,19 @@ def _show(conversation: Conversation, text: str, console: Console) -> None:
 
 
 def _events(url: str, body: dict[str, Any], api_key: str | None) -> Iterator[dict[str, Any]]:
-    with _open(f"{url}/v1/chat/completions", body, api_key) as reply:
-        for line in reply:
-            data = line.decode().strip().removeprefix("data: ")
-            if data == "[DONE]":
-                return
-            if data:
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise EngineError(chunk["error"]["message"])
-                yield chunk
+    try:
+        with _open(f"{url}/v1/chat/completions", body, api_key) as reply:
+            for line in reply:
+                data = line.decode().strip().removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                if data:
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise EngineError(chunk["error"]["message"])
+                    yield chunk
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineError(f"the connection was lost within the answer: {error}") from error
     raise EngineError("the service ended the answer before its end")
 
 

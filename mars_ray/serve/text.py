@@ -52,7 +52,11 @@ class Detokenizer:
         return "".join(map(self.push, tokens))
 
     def flush(self) -> str:
-        """What was held back, without the character that was never completed."""
+        """What was held back, without the character that was never completed.
+
+        Where the model has written U+FFFD itself at the very end, that goes too: the text does not
+        tell the two apart.
+        """
         text = self._held_text().rstrip(REPLACEMENT)
         self._context = self._read = len(self._tokens)
         return text

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeVar
 
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,10 @@ logger = logging.getLogger(__name__)
 _STALLED_S = 60.0
 _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
+# More takes the tokenizer milliseconds, and every stream of the replica waits for the event loop.
+_LONG_CHARS = 8192
 _SEEDS = 1 << 64
+Made = TypeVar("Made")
 
 
 class TextEngine:
@@ -169,9 +173,10 @@ class TextEngine:
         self._tally.offered(call)
         try:
             grammar = await self._grammar(call)
+            made = partial(self._requests, call, grammar)
             answers = [
                 self._pieces(call, request, choice)
-                for choice, request in enumerate(self._requests(call, grammar))
+                for choice, request in enumerate(await _encoded(made, call.prompts, call.tools))
             ]
             async with aclosing(merged(answers)) as pieces:
                 async for piece in pieces:
@@ -199,7 +204,8 @@ class TextEngine:
     async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
         """As the prompt of a request. Special tokens are such in a text, but not in a message."""
         try:
-            return Tokenized(self._encode(prompt), self._config.max_context)
+            tokens = await _encoded(partial(self._encode, prompt), prompt)
+            return Tokenized(tokens, self._config.max_context)
         except DataError as error:
             return Refusal(400, str(error), param="messages", code="invalid_value")
 
@@ -242,8 +248,10 @@ class TextEngine:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         for number, given in enumerate(call.prompts):
             prompt = self._encode(given, call.tools)
-            # At least one, so that a prompt without room is refused, and by the engine.
-            room = max(1, self._config.max_context - len(prompt))
+            # At least one, so that a prompt without room is refused, and by the engine; as one that
+            # leaves too little for the least length.
+            least = max(1, call.sampling.min_new_tokens)
+            room = max(least, self._config.max_context - len(prompt))
             for copy in range(call.n):
                 seed = (call.sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2
                 request = Request(
@@ -323,6 +331,13 @@ class TextEngine:
         )
         assert isinstance(text, str)
         return text
+
+
+async def _encoded(encode: Callable[[], Made], *texts: object) -> Made:
+    """What `encode` makes of the texts: of long ones beside the loop."""
+    if len(repr(texts)) > _LONG_CHARS:
+        return await asyncio.to_thread(encode)
+    return encode()
 
 
 def _ending(error: Exception) -> Ending:

@@ -16,6 +16,9 @@ class TokenBytes:
         added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
         self._added = {token: text for text, token in added.items()}
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        # Of the whole vocabulary: a token alone does not tell, for é and ü stand for bytes, too.
+        own = tokenizer.get_vocab().keys() - added.keys()
+        self._is_byte_level = self._byte_of.keys() >= set().union(*own)
 
     def of(self, token: int) -> bytes:
         """The bytes that the token stands for; none for an id without a token."""
@@ -24,7 +27,7 @@ class TokenBytes:
         text = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(text, str):
             return b""
-        if all(character in self._byte_of for character in text):
+        if self._is_byte_level:
             return bytes(self._byte_of[character] for character in text)
         if match := _BYTE_TOKEN.match(text):
             return bytes([int(match[1], 16)])

@@ -7,6 +7,7 @@ again.
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayTaskError
 from rich.console import Console
 
 from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
@@ -14,8 +15,10 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.tune import Objectives, TuneJob
 from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, read_frontier
 from mars_ray.core.pareto import undominated
-from mars_ray.errors import TrainingError
-from mars_ray.evaluate.run import run_evaluation
+from mars_ray.errors import ConfigError, MarsError, TrainingError
+from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
+from mars_ray.evaluate.tasks.base import Problem
+from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.tune.ledger import Ledger, TrialRecord
 
@@ -28,6 +31,20 @@ def survivors(ledger: Ledger, objectives: Objectives) -> list[TrialRecord]:
     finished = [trial for trial in ledger.trials.values() if trial.status == "finished"]
     front = undominated(finished, _cheap_gains)
     return sorted(front, key=lambda trial: -trial.score)[: objectives.max_survivors]
+
+
+def check_room(job: TuneJob, problems: list[Problem], start_model: Path) -> None:
+    """Raises ConfigError if a problem has no room for its answer: before trials are trained that
+    could not be measured."""
+    objectives = job.objectives
+    prompts = prompts_of(problems, load_tokenizer(start_model))
+    needed = max(map(len, prompts)) + objectives.max_new_tokens
+    if needed > objectives.engine.max_context:
+        raise ConfigError(
+            f"objectives.engine.max_context {objectives.engine.max_context} is too small: the "
+            f"longest prompt and its answer take {needed} tokens; set it to that at least, or "
+            "lower objectives.max_new_tokens"
+        )
 
 
 def measure(
@@ -51,9 +68,19 @@ def measure(
         task = bars.add_task("models that have generated", total=len(waiting))
         while waiting:
             done, waiting = ray.wait(waiting)
-            ray.get(done)
+            _raise_failure(done)
             bars.advance(task)
     return {name: read_frontier(each.output_dir or "") for name, each in jobs.items()}
+
+
+def _raise_failure(done: list[ray.ObjectRef]) -> None:
+    """What failed in a task; Ray's own error says it behind the whole traceback over there."""
+    try:
+        ray.get(done)
+    except RayTaskError as error:
+        if isinstance(error.cause, MarsError):
+            raise error.cause from None
+        raise
 
 
 def _gpus(job: TuneJob) -> float:
@@ -110,11 +137,12 @@ def _job(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -> Evalu
 
 
 def _is_measured(job: EvaluateJob) -> bool:
-    """An evaluation writes after each mode: fewer points than modes are an interrupted one."""
+    """Whether the frontier that is there is whole, and of this job: objectives may have changed."""
     assert job.output_dir is not None
-    wanted = 1 + sum(not isinstance(mode, ExactMode) for mode in job.modes)
-    path = Path(job.output_dir) / FRONTIER_FILE
-    return path.exists() and len(read_frontier(job.output_dir).points) == wanted
+    if not (Path(job.output_dir) / FRONTIER_FILE).exists():
+        return False
+    frontier = read_frontier(job.output_dir)
+    return is_whole(frontier) and frontier.provenance["job"] == job.model_dump(mode="json")
 
 
 def _evaluate(job: EvaluateJob) -> None:

@@ -14,8 +14,10 @@ from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
+from mars_ray.train.plan import absolute_path
 from mars_ray.tune.ledger import Ledger, TrialRecord
 from mars_ray.tune.measure import START, fastest
+from mars_ray.writer import replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class Row:
     exact_accuracy: float | None
     exact_accuracy_low: float | None
     exact_accuracy_high: float | None
-    threshold: float | None  # of mode verified, the lowest that keeps quality
+    threshold: float | None  # of the fastest that keeps quality; None if that is `exact`
     threshold_accuracy: float | None
-    tokens_per_forward: float | None  # at that threshold
+    tokens_per_forward: float | None  # of the same
     tokens_per_forward_lossless: float | None
     attempts_failed: int
     error: str | None  # of the last failed attempt
@@ -46,11 +48,7 @@ def rows_of(
 ) -> list[Row]:
     """All trials: the best first, then survivors, then by steps and score."""
     rows = [_row(job, t, frontiers.get(t.trial), t.trial == best.trial) for t in _all(ledger)]
-    return sorted(
-        rows,
-        key=lambda row: (row.best, row.tokens_per_forward or 0, row.steps, row.score or -1e9),
-        reverse=True,
-    )
+    return sorted(rows, key=_rank, reverse=True)
 
 
 def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) -> dict[str, Any]:
@@ -74,9 +72,10 @@ def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[
     """`results.json` and `results.parquet`; in the latter settings are columns."""
     table = {"summary": summary, "trials": [asdict(row) for row in rows]}
     table |= {"job": job.model_dump(mode="json"), "provenance": provenance()}
-    (directory / "results.json").write_text(json.dumps(table, indent=1) + "\n")
-    flat = _flat(rows)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), directory / "results.parquet")
+    with replaced(directory / "results.json") as draft:
+        draft.write_text(json.dumps(table, indent=1) + "\n")
+    with replaced(directory / "results.parquet") as draft:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_flat(rows)), draft)
 
 
 def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
@@ -102,9 +101,15 @@ _STATUSES = ("finished", "stopped", "failed")
 
 def _trained_steps(job: TuneJob, row: Row) -> int:
     """Up to its last checkpoint: a run goes on while it is decided that it ends."""
-    runs = (Path(job.output_dir) / "trials" / row.trial).glob(f"*/stages/{job.stage_name}")
+    directory = Path(absolute_path(job.output_dir)) / "trials" / row.trial
+    runs = directory.glob(f"*/stages/{job.stage_name}")
     found = [checkpoint.newest(run) for run in runs]
     return max([row.steps, *(checkpoint.step_of(path) for path in found if path)])
+
+
+def _rank(row: Row) -> tuple[float, ...]:
+    score = float("-inf") if row.score is None else row.score
+    return row.best, row.tokens_per_forward or 0, row.steps, score
 
 
 def _all(ledger: Ledger) -> list[TrialRecord]:

@@ -28,15 +28,18 @@ from rich.console import Console
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
+from mars_ray.evaluate.run import problems_of
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.initial import initial_model
 from mars_ray.train.plan import absolute_path, stage_plan, with_absolute_paths
 from mars_ray.train.run import run_training
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger, ended
+from mars_ray.tune.measure import check_room
 from mars_ray.tune.search import domains, scheduler_of, searcher_of
 from mars_ray.tune.space import check_space, values_at
 from mars_ray.tune.trial import MarsTrial, SweepPlan
+from mars_ray.writer import replaced
 
 _NAME = "tune"
 # What a trial's own process holds; it has no share of a CPU, since it only waits.
@@ -55,13 +58,16 @@ _SETTINGS = {
 def run_trials(job: TuneJob, console: Console) -> Ledger:
     """Run every trial to its end, on the cluster that `ray.init` has connected to.
 
-    Raises ConfigError if a point of the space is no training job, before anything starts, and
+    Raises ConfigError if a point of the space is no training job, or if what a trial leaves could
+    not generate, before any trial; DataError if the objectives' task cannot be read; and
     TrainingError if output_dir holds another sweep or the sweep was stopped.
     """
     job = absolute(job)
     check_space(job)
+    problems = problems_of(job.objectives.task)
     _claim(job)
     plan = SweepPlan(job, start_model(job))
+    check_room(job, problems, plan.start_model)
     # Tokenised once, before the first trial asks.
     stage_plan(job.train, job.stage_name, plan.start_model)
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
@@ -245,9 +251,9 @@ def _close_lost(ledger: Ledger, known: set[str]) -> None:
 def _claim(job: TuneJob) -> None:
     """Make the directory this sweep's. Raises TrainingError if it is another's."""
     path = Path(job.output_dir) / "sweep.json"
-    mine = job.model_dump(mode="json")
+    table = job.model_dump(mode="json")
     if path.exists():
-        before = json.loads(path.read_text())["job"]
+        before, mine = _deciding(json.loads(path.read_text())["job"]), _deciding(table)
         changed = sorted(key for key in before | mine if before.get(key) != mine.get(key))
         if changed:
             raise TrainingError(
@@ -255,9 +261,16 @@ def _claim(job: TuneJob) -> None:
                 "Choose another output_dir, or delete this one to start afresh"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({"job": mine, "provenance": provenance()}, indent=1))
-    draft.replace(path)
+    with replaced(path) as draft:
+        draft.write_text(json.dumps({"job": table, "provenance": provenance()}, indent=1))
+
+
+def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trials depend on, by key. Of the objectives that is the score; how survivors
+    generate may change, and is measured anew then."""
+    weight = job["objectives"]["clean_ce_weight"]
+    others = {key: value for key, value in job.items() if key != "objectives"}
+    return others | {"objectives.clean_ce_weight": weight}
 
 
 def _directory_name(trial: Trial) -> str:

@@ -22,6 +22,7 @@ from mars_ray.config.tune import (
     PbtScheduler,
     TuneJob,
 )
+from mars_ray.data.journal import read_journal
 from mars_ray.tune.ledger import Ledger
 from mars_ray.tune.rules import Rule, rule_of
 
@@ -34,6 +35,7 @@ class EarlyStopping(FIFOScheduler):
         self._job = job
         self._ledger = ledger
         self._rule: Rule | None = None  # Tune keeps this object as it was before the first trial
+        self._stopped: set[str] = set()  # before the driver was killed
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         if self._rule is None:
@@ -43,11 +45,20 @@ class EarlyStopping(FIFOScheduler):
             for record in Ledger(self._ledger).trials.values():
                 for step, score in record.scores:
                     self._rule.stops(record.trial, step, score)
+            # By its event: who has begun again since is no longer of this status.
+            self._stopped = {
+                event["trial"]
+                for event in read_journal(self._ledger)
+                if event["event"] == "end" and event["status"] == "stopped"
+            }
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         if "score" not in result or result["step"] == self._job.stage.steps:
             return TrialScheduler.CONTINUE
         assert self._rule is not None
+        # Tune may not have kept that it ended, and its rung has judged it already.
+        if trial.trial_id in self._stopped:
+            return TrialScheduler.STOP
         stop = self._rule.stops(trial.trial_id, result["step"], result["score"])
         return TrialScheduler.STOP if stop else TrialScheduler.CONTINUE
 

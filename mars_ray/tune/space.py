@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from math import exp, log
 from typing import Any
 
+from mars_ray.config.decode import VerifiedMode
 from mars_ray.config.load import parse_job, put_value
-from mars_ray.config.train import TrainJob
+from mars_ray.config.train import MarsObjective, TrainJob
 from mars_ray.config.tune import Choice, IntRange, LogUniform, Parameter, TuneJob
+from mars_ray.decode.request import most_rows
 from mars_ray.errors import ConfigError
 
 Point = Mapping[str, float]
@@ -40,14 +42,29 @@ def trial_job(job: TuneJob, values: Mapping[str, Any]) -> TrainJob:
 def check_space(job: TuneJob) -> None:
     """Try the ends of every parameter, every choice, and random points, before anything starts.
 
-    Raises ConfigError, naming the key, if one of them is no training job.
+    Raises ConfigError, naming the key, if one of them is no training job, or if the model that it
+    trains could not generate by the job's objectives.
     """
     for key, parameter in job.space.items():
         for value in _corners(parameter):
-            trial_job(job, {key: value})
+            _check_point(job, {key: value})
     generator = random.Random(job.seed)
     for _ in range(_TRIED_POINTS):
-        trial_job(job, values_at(job, draw(job, generator)))
+        _check_point(job, values_at(job, draw(job, generator)))
+
+
+def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
+    objective = trial_job(job, values).stages[job.stage_name].objective
+    if not isinstance(objective, MarsObjective):
+        return
+    asked, depth = job.objectives, objective.max_block_size
+    rows = most_rows(VerifiedMode(groups=asked.groups), depth)
+    if rows > asked.engine.max_step_tokens:
+        raise ConfigError(
+            f"objectives.engine.max_step_tokens {asked.engine.max_step_tokens} is too small: with "
+            f"groups {asked.groups}, a model of block size {depth} generates by forwards of {rows} "
+            "rows; set it to that at least, or lower objectives.groups"
+        )
 
 
 def draw(job: TuneJob, generator: random.Random) -> dict[str, float]:

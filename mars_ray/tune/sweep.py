@@ -15,7 +15,7 @@ from mars_ray.tune.measure import START, best, fastest, measure, survivors
 from mars_ray.tune.results import Row, rows_of, summary_of, write_results
 from mars_ray.tune.run import absolute, run_trials, start_model
 from mars_ray.tune.space import trial_job
-from mars_ray.writer import sole_writer
+from mars_ray.writer import replaced, sole_writer
 
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"
@@ -52,7 +52,8 @@ def _run(job: TuneJob, resolved: TuneJob, console: Console) -> Sweep:
     write_results(directory, job, rows, sweep.summary)
     trials = [trial for trial in ledger.trials.values() if trial.metrics]
     points = [_point(job, trial, frontiers.get(trial.trial), trial is chosen) for trial in trials]
-    plot_sweep(points, frontiers[START].points[0], directory / PLOT_FILE)
+    with replaced(directory / PLOT_FILE) as draft:
+        plot_sweep(points, frontiers[START].points[0], draft)
     _write_best(job, chosen, directory / BEST_FILE)
     return sweep
 
@@ -73,4 +74,5 @@ def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
     """The best trial's settings as a job that `mars-ray train` takes."""
     table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
     header = f"# The best of {job.trials} trials: {chosen.trial}.\n"
-    path.write_text(header + tomli_w.dumps(table), encoding="utf-8")
+    with replaced(path) as draft:
+        draft.write_text(header + tomli_w.dumps(table), encoding="utf-8")

@@ -17,7 +17,7 @@ from ray import tune
 
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
-from mars_ray.errors import MarsError, NonFiniteLossError
+from mars_ray.errors import NonFiniteLossError
 from mars_ray.train import checkpoint
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
@@ -121,12 +121,12 @@ class _Run(threading.Thread):
         newest = checkpoint.newest(plan.run_dir)
         self._seen_step = checkpoint.read_state(newest).step if newest else 0
         self.outcome: StageOutcome | None = None
-        self.error: MarsError | None = None
+        self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             self.outcome = fit_stage(self._plan)
-        except MarsError as error:
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
             self.error = error
 
     def next_evaluation(self) -> tuple[int, dict[str, float]] | None:

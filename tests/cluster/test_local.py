@@ -2,12 +2,14 @@
 
 import json
 import socket
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from mars_ray.cli import app
-from mars_ray.cluster.local import Plan, down, find, up
+from mars_ray.cluster import local
+from mars_ray.cluster.local import LocalCluster, Plan, down, find, up
 from mars_ray.errors import ClusterError
 
 
@@ -58,3 +60,34 @@ def test_status_without_a_cluster_fails(tmp_path):
     result = CliRunner().invoke(app, ["cluster", "status", "--directory", str(tmp_path)])
     assert result.exit_code == 1
     assert json.loads(result.output)["alive"] == 0
+
+
+def test_a_node_that_cannot_be_written_down_is_ended(tmp_path, monkeypatch):
+    """Guards a node that no `down` knows of, and the record of those before it: the disk was full
+    when their file was written anew."""
+    nodes, start = [], local.start
+
+    def started(*arguments):
+        nodes.append(start(*arguments))
+        return nodes[-1]
+
+    monkeypatch.setattr(local, "start", started)
+    monkeypatch.setattr(local, "_RAY", (sys.executable, "-c", "import time; time.sleep(60)"))
+    one = local._with_node(LocalCluster("a:1", "http://a:2", ()), [], tmp_path)
+    # Nobody writes a file in a directory's place.
+    (tmp_path / ".cluster.json").mkdir()
+    try:
+        with pytest.raises(ClusterError, match=r"cannot be written: .*--directory"):
+            local._with_node(one, [], tmp_path)
+        assert [node.is_alive for node in nodes] == [True, False]
+        assert find(tmp_path) == one
+    finally:
+        local.end(nodes, 5)
+
+
+def test_a_directory_that_cannot_be_made_is_named():
+    """Guards a traceback."""
+    place = local.Path("/dev/null/cluster")
+    free = Plan(1, 1, 80_000_000, local.free_port(), local.free_port())
+    with pytest.raises(ClusterError, match=f"{place} cannot be written: .*--directory"):
+        up(free, place)

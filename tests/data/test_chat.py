@@ -9,7 +9,7 @@ from model.toys import llama_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import Call, Message, encode_prompt, writes_tool_calls
 from mars_ray.errors import DataError, ModelError
 
 LONG = [
@@ -201,6 +201,37 @@ def test_what_a_template_refuses_is_bad_data(tokenizer):
     assert encode_prompt(LONG[1:2], strict)
     with pytest.raises(DataError, match="empty conversation"):
         encode_prompt([], tokenizer)
+
+
+def test_arguments_that_a_template_cannot_go_through_are_bad_data(tokenizer):
+    """Templates that write them one by one (Qwen3-Coder, GLM) fail at a list; guards a 500."""
+    going = with_template(tokenizer, tokenizer.chat_template.replace("| tojson", CODER))
+    for arguments in ([1], 5):
+        called = [Message("user", "x"), Message("assistant", "", (Call("f", arguments),))]
+        assert encode_prompt(called, tokenizer)
+        with pytest.raises(DataError, match="refuses the conversation"):
+            encode_prompt(called, going)
+
+
+# Of the form <function=f>, as Qwen3-Coder writes it.
+CODER = "['arguments'] | items | map('join', '=') | join('\\n')"
+
+
+def test_calls_are_json_or_no_calls(tokenizer):
+    """Guards a grammar that forces JSON on a model whose template tells it to write XML."""
+    written = tokenizer.chat_template
+    assert writes_tool_calls(tokenizer)
+    others = [
+        written.replace("tool_call>", "call>"),
+        written.replace("| tojson", CODER),
+        written.replace("call['function'] | tojson", "call['function']['arguments'] | tojson"),
+        written.replace("message['tool_calls']", "message['calls']"),
+        written.replace("tools", "functions"),
+        "{%- if messages[-1].tool_calls %}{{- raise_exception('x') }}{%- endif %}" + written,
+    ]
+    for template in others:
+        assert template != written
+    assert [writes_tool_calls(with_template(tokenizer, other)) for other in others] == [False] * 6
 
 
 def test_half_characters_are_bad_data(tokenizer):

@@ -1,6 +1,7 @@
 """The decoding benchmark: real processes, small everything. No times are judged here."""
 
 import io
+import os
 import subprocess
 import sys
 
@@ -10,8 +11,8 @@ from rich.console import Console
 
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.core.frontier import mode_label
-from mars_ray.errors import MarsError
-from mars_ray.evaluate import bench_decode
+from mars_ray.errors import ConfigError, MarsError
+from mars_ray.evaluate import bench_decode, bench_train_step
 from mars_ray.evaluate.bench_decode import run_bench_decode
 
 SMALL = {
@@ -56,17 +57,16 @@ def test_peers_answer_the_same_prompts_with_the_same_tokens():
 
 
 def test_contenders_are_told_apart():
-    """Guards figures that are put together of two modes, and a run that fails at its end."""
+    """Guards figures that are put together of two modes."""
     block = {"type": "block_cached", "cache_block": 16}
     modes = [{"type": "verified", "window": 4}, {"type": "verified", "window": 8}, block]
-    modes += [{"type": "jacobi"}, {"type": "speculative", "draft_tokens": 2, "window": 0}]
+    modes += [{"type": "jacobi"}]
     job = BenchDecodeJob.model_validate(SMALL | {"modes": modes})
     assert [mode_label(mode.model_dump()) for mode in job.modes] == [
         "verified 1 W=4",
         "verified 1 W=8",
         "block_cached 0.95, blocks of 16",
         "jacobi, 4 guesses",
-        "speculative 1 W=0, 2 drafts",
     ]
     with pytest.raises(ValidationError, match="twice"):
         BenchDecodeJob.model_validate(SMALL | {"modes": [block, block]})
@@ -99,3 +99,38 @@ def test_a_peer_that_died_while_it_waited(monkeypatch):
 def ask_when_it_is_gone(peer: bench_decode._Peer) -> None:
     peer._process.wait()
     peer.ask({"step": (1, 1)})
+
+
+def test_a_mode_without_its_draft_model_is_refused():
+    """Guards a run that fails when all peers have been loaded: there is no key to name one."""
+    with pytest.raises(ValidationError, match="no draft model for speculative"):
+        BenchDecodeJob.model_validate(SMALL | {"modes": [{"type": "speculative"}]})
+
+
+def test_prompts_that_have_no_room_are_refused_before_any_peer_starts(monkeypatch):
+    """Guards a traceback of a peer, behind the loading of all."""
+    monkeypatch.setattr(bench_decode, "_running", None)
+    job = BenchDecodeJob.model_validate(SMALL | {"max_context": 10})
+    with pytest.raises(ConfigError, match=r"max_context 10 is too small: .* take 11 tokens"):
+        run_bench_decode(job, Console(quiet=True))
+
+
+def test_an_interpreter_that_is_not_there_is_named():
+    """And so is one of a peer that nobody knows, which was ignored."""
+    with pytest.raises(ValidationError, match=r"peer_pythons\.vlm"):
+        BenchDecodeJob.model_validate(SMALL | {"peer_pythons": {"vlm": "python"}})
+    pythons = {"vllm": "/nowhere/python"}
+    job = BenchDecodeJob.model_validate(SMALL | {"peers": ["vllm"], "peer_pythons": pythons})
+    with (
+        pytest.raises(ConfigError, match=r"peer_pythons\.vllm /nowhere/python cannot be run"),
+        bench_decode._running("vllm", job, "nowhere"),
+    ):
+        pass
+
+
+@pytest.mark.timeout(120)
+def test_a_measuring_process_that_is_killed_ends_the_measurement():
+    """Guards a training benchmark that waits for ever where the system ends it for its memory."""
+    assert bench_train_step._in_new_process(abs, -7) == 7
+    with pytest.raises(MarsError, match="a measuring process was ended"):
+        bench_train_step._in_new_process(os._exit, 9)

@@ -6,14 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, JacobiMode, VerifiedMode
+from mars_ray import demo
+from mars_ray.config.decode import (
+    ConfidenceMode,
+    EngineConfig,
+    JacobiMode,
+    SpeculativeMode,
+    VerifiedMode,
+)
+from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask
+from mars_ray.config.load import load_job
 from mars_ray.config.model import PresetModel
 from mars_ray.core.frontier import read_frontier
 from mars_ray.data.corpus import problems
-from mars_ray.errors import DataError, ModelError
+from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.evaluate import run
 from mars_ray.evaluate.report import print_table, summary
 from mars_ray.evaluate.run import run_evaluation
@@ -21,6 +31,7 @@ from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
+from mars_ray.writer import sole_writer
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
@@ -100,6 +111,77 @@ def test_a_finished_frontier_stays_until_another_one_is(checkpoint, tmp_path, mo
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_what_an_interrupted_evaluation_left_is_no_frontier_to_keep(
+    checkpoint, tmp_path, monkeypatch
+):
+    """Guards all modes of a second evaluation, lost for the one that the first had measured."""
+    measure, calls = run._measure, []
+
+    def stops_at(*arguments):
+        calls.append(arguments)
+        if len(calls) in (2, 5):
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(run, "_measure", stops_at)
+    for kept in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            run_evaluation(job(checkpoint, output_dir=str(tmp_path)), Console(quiet=True))
+        assert len(read_frontier(tmp_path).points) == kept
+
+
+def test_the_frontier_is_written_last(checkpoint, tmp_path, monkeypatch):
+    """Guards a whole frontier beside the answers of fewer modes, and half a picture."""
+    given = job(checkpoint, output_dir=str(tmp_path), modes=())
+    run_evaluation(given, Console(quiet=True))
+    before = {name: (tmp_path / name).read_bytes() for name in ("frontier.json", "frontier.png")}
+
+    def interrupted(_, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "plot_frontier", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(given, Console(quiet=True))
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "answers.jsonl"}
+
+
+def test_what_a_mode_cannot_do_is_told_before_any_is_measured(checkpoint, tmp_path):
+    """Guards an hour's measurement, thrown away for a mode that was refused after the others."""
+    modes = (VerifiedMode(), VerifiedMode(window=64))
+    with pytest.raises(RequestError, match="window 64 is more than"):
+        run_evaluation(job(checkpoint, output_dir=str(tmp_path), modes=modes), Console(quiet=True))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValidationError, match=r"speculative needs engine\.draft_model"):
+        job(checkpoint, modes=(SpeculativeMode(),))
+    with pytest.raises(ValidationError, match="max_new_tokens 256 leaves no room for a prompt"):
+        job(checkpoint, max_new_tokens=256)
+
+
+@pytest.mark.parametrize("place", ["/proc/self/fdinfo", "/dev/null/results"])
+def test_a_place_that_cannot_be_written_is_told_before_the_model_is_loaded(checkpoint, place):
+    """Guards a traceback behind all that was measured: shared checkpoints are often read-only."""
+    with pytest.raises(ConfigError, match=f"cannot write {place}/.*; set another output_dir"):
+        run_evaluation(job(checkpoint, output_dir=place), Console(quiet=True))
+
+
+def test_two_evaluations_do_not_mix_their_files(checkpoint, tmp_path):
+    with (
+        sole_writer(tmp_path, tmp_path / ".evaluation.lock", "output_dir"),
+        pytest.raises(ConfigError, match="another process is writing"),
+    ):
+        run_evaluation(job(checkpoint, output_dir=str(tmp_path)), Console(quiet=True))
+
+
+def test_the_demos_baseline_does_not_replace_its_result(monkeypatch):
+    """Guards a frontier of one point in the job's directory, until the second one is whole."""
+    monkeypatch.chdir(ROOT)
+    given = load_job("jobs/demo.toml", ["evaluate.output_dir=results"])
+    assert isinstance(given, DemoJob)
+    assert demo._exact_only(given, Path("models/ar")).output_dir is None
+
+
 def test_every_mode_computes_the_prompts(checkpoint, tmp_path, monkeypatch):
     """Guards tokens per second that flatter every mode but the first."""
     load, configs = run.load_engine, []
@@ -130,6 +212,7 @@ def test_clear_errors(checkpoint, tmp_path):
     """A wrong path, and a problem that does not fit."""
     with pytest.raises(ModelError, match="there is no directory"):
         run_evaluation(job(tmp_path / "missing"), Console(quiet=True))
+    assert not (tmp_path / "missing").exists()
     with pytest.raises(DataError, match="no such file"):
         gsm8k_problems(Gsm8kTask(path=str(tmp_path / "missing.jsonl")))
     broken = tmp_path / "broken.jsonl"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from train.small_jobs import make_model
@@ -299,3 +300,24 @@ def test_a_home_directory_is_one(model: Path, tmp_path: Path, monkeypatch: pytes
     run_generation(make_job(model, Path("~/own.jsonl")), QUIET)
     assert (tmp_path / "home" / "own.jsonl").exists()
     assert not (tmp_path / "~").exists()
+
+
+def test_two_outputs_beside_their_model_are_no_part_of_it(model: Path, tmp_path: Path):
+    """Guards a finished output that is refused because there is another one."""
+    mine = shutil.copytree(model, tmp_path / "model")
+    first = run_generation(make_job(mine, mine / "a.jsonl"), QUIET)
+    run_generation(make_job(mine, mine / "b.jsonl"), QUIET)
+    assert run_generation(make_job(mine, mine / "a.jsonl"), QUIET) == first
+
+
+def test_a_job_without_room_for_an_answer_is_refused(model: Path, tmp_path: Path):
+    """Guards an empty output that counts as done; with room, the same command goes on."""
+    output = tmp_path / "own.jsonl"
+    with pytest.raises(ValidationError, match="max_new_tokens 160 leaves no room for a prompt"):
+        make_job(model, output, max_new_tokens=160)
+    with pytest.raises(ValidationError, match=r"speculative needs engine\.draft_model"):
+        make_job(model, output, mode={"type": "speculative"})
+    with pytest.raises(DataError, match="no prompt has room for 159 tokens"):
+        run_generation(make_job(model, output, max_new_tokens=159), QUIET)
+    assert not list(tmp_path.iterdir())
+    run_generation(make_job(model, output), QUIET)

@@ -1,5 +1,8 @@
 """What an answer can be asked to be: continued texts, several at once, with figures beside them."""
 
+import asyncio
+import threading
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -7,6 +10,9 @@ import torch
 from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, streamed, text_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.serve.messages import Call, Message, Refusal, Turn
 
 
 def complete(client: TestClient, **fields: Any):
@@ -110,6 +116,29 @@ def test_tokens_and_text_of_a_prompt(client, checkpoint):
     assert count == ask(client).json()["usage"]["prompt_tokens"]
     assert error_of(client.post("/tokenize", json={}), 400)["param"] == "prompt"
     assert error_of(client.post("/detokenize", json={"tokens": [10**6]}), 400)["param"] == "tokens"
+
+
+def test_long_prompts_are_encoded_beside_the_loop(text_engine, monkeypatch):
+    """Guards streams that stand still meanwhile; short ones are not worth a thread."""
+    encode, threads = text_engine._encode, []
+
+    def seen(*given):
+        threads.append(threading.current_thread())
+        return encode(*given)
+
+    monkeypatch.setattr(text_engine, "_encode", seen)
+
+    async def first(prompt: str | tuple[Turn, ...]) -> Message:
+        await text_engine.tokenize(prompt)
+        call = Call("a", (prompt,), ExactMode(), Sampling(), 1, 100)
+        async with aclosing(text_engine.answer(call)) as messages:
+            return await anext(messages)
+
+    for text in ("one two", "one two " * 5000):
+        for prompt in (text, (Turn("user", text),)):
+            assert isinstance(asyncio.run(first(prompt)), Refusal) == (len(text) > 10)
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [True] * 4 + [False] * 4
 
 
 def test_the_page_asks_nobody_else(client):

@@ -192,6 +192,14 @@ def test_without_a_limit_the_answer_takes_the_room_there_is(client):
     assert long["usage"]["total_tokens"] == 160
 
 
+def test_a_least_length_without_room_is_refused(client):
+    """Guards an answer that is shorter than what was asked for, and accepted, as its least."""
+    messages = [{"role": "user", "content": "zq" * 40}]
+    error = error_of(ask(client, max_tokens=None, min_tokens=100, messages=messages), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "100 new tokens" in error["message"]
+
+
 def test_a_large_body_is_refused_unread(client):
     """Guards memory: with a declared length and without one."""
     large = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]})

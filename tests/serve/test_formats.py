@@ -120,6 +120,16 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client, schema, says):
     assert says in error["message"].lower()
 
 
+@pytest.mark.parametrize("options", [{"lenient": True}, {"item_separator": "x"}, None])
+def test_a_schema_cannot_loosen_itself(client, options):
+    """Guards keywords that are then ignored, and answers that are no JSON."""
+    schema = {"x-guidance": options, "not": {"const": 1}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = error_of(ask(client, response_format=asked), 400)
+    assert error["param"] == "response_format"
+    assert "'x-guidance'" in error["message"]
+
+
 def test_a_schema_that_becomes_too_complex_is_a_400(client, text_engine):
     """Where that shows only while the answer is written, however often; nobody else suffers."""
     schema = {"type": "string", "pattern": "^(.*[^a].{20}[^b].{30}){30}$"}

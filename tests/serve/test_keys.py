@@ -138,16 +138,19 @@ def test_a_key_shortens_what_the_request_leaves_open(client, backend):
 def test_a_key_limits_answers_at_a_time(client, tmp_path):
     """And its places come back, also after a failure."""
     assert ask(client, SECRET, n=2).status_code == 200
+    # However often it asks, these would be too many.
     refused = ask(client, SECRET, n=3)
-    assert refused.status_code == 429
-    assert refused.headers["Retry-After"] == "1"
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "n"
     keys = Keys(str(tmp_path / "keys.toml"))
     key = keys.holder(f"Bearer {SECRET}")
 
     def fail() -> None:
         with keys.admitted(key, 2):
-            with pytest.raises(ApiError), keys.admitted(key, 1):
+            with pytest.raises(ApiError) as caught, keys.admitted(key, 1):
                 pass
+            refusal = caught.value.refusal
+            assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "key_limit", 1)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
+from pydantic import ValidationError
 
-from mars_ray.config.decode import ConfidenceMode, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Sampling, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.bodies import ApiError, ChatBody, CompletionBody, parse
+from mars_ray.serve.bodies import ApiError, ChatBody, CompletionBody, DetokenizeBody, parse
 from mars_ray.serve.calls import to_call
 from mars_ray.serve.messages import Finish, Piece, Refusal, TokenText, Turn
 from mars_ray.serve.replies import Answer, ChatShape, TextShape, error_body, model_list, reply
 
 JOB = ServeJob(checkpoint="x", limits=Limits(new_tokens=50))
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def body(**fields: Any) -> bytes:
@@ -120,10 +122,7 @@ def test_how_the_answer_is_delivered(fields, delivery, is_streamed):
     assert (made.delivery, made.is_streamed) == (delivery, is_streamed)
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["audio", "prediction", "best_of", "store", "treshold"],
-)
+@pytest.mark.parametrize("field", ["audio", "prediction", "best_of", "store", "treshold"])
 def test_an_unsupported_field_is_named(field):
     """Known to OpenAI or misspelt: both would otherwise be silently ignored."""
     refused = refusal(**{field: 1})
@@ -176,6 +175,7 @@ def test_an_unsupported_field_is_named(field):
         ({"logit_bias": {"05": 1}}, "logit_bias.05.[key]"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 51}, "min_tokens"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": [""]}, "stop.0"),
@@ -226,6 +226,46 @@ def test_a_field_given_twice_is_refused(raw, param):
     with pytest.raises(ApiError, match="more than once") as caught:
         parse(ChatBody, raw)
     assert (caught.value.refusal.status, caught.value.refusal.param) == (400, param)
+
+
+def test_a_field_given_twice_is_found_among_many():
+    """Guards an ingress that stands still: compared with all others, these would take minutes."""
+    fields = ",".join(f'"{number}":0' for number in range(200_000))
+    with pytest.raises(ApiError, match="'199999' is given more than once"):
+        parse(ChatBody, body(tools=[TOOL]).replace(b"{}", f'{{{fields},"199999":0}}'.encode()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionBody, {"prompt": [-1] * 5000}),
+        (CompletionBody, {"prompt": [[-1]] * 5000}),
+        (CompletionBody, {"prompt": ["a", *[1] * 5000]}),
+        (CompletionBody, {"prompt": "x", "stop": [""] * 5000}),
+        (ChatBody, {"messages": [{}] * 5000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 5000}]}),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [{}] * 5000}]}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * 5000}),
+        (DetokenizeBody, {"tokens": [-1] * 5000}),
+    ],
+)
+def test_of_a_list_only_the_first_fault_is_looked_for(kind, fields):
+    """Guards an ingress that stands still for seconds while it collects what nobody is told."""
+    with pytest.raises(ApiError) as caught:
+        parse(kind, json.dumps({"model": "m"} | fields).encode())
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() < 10
+
+
+def test_answers_that_never_have_places_are_refused():
+    """Guards a client that asks again for ever, as a 429 would tell it to."""
+    sizes = {"engine": EngineConfig(max_batch=2), "limits": Limits(waiting_requests=1)}
+    small = JOB.model_copy(update=sizes)
+    assert call(small, n=3).choices == 3
+    refused = refusal(small, n=4)
+    assert (refused.status, refused.param, refused.retry_after_s) == (400, "n", None)
+    with pytest.raises(ApiError, match="4 answers are more than this server's 3"):
+        complete(small, prompt=["a"] * 4)
 
 
 def test_a_request_changes_only_what_it_names_of_the_default_mode():
@@ -306,9 +346,9 @@ def test_tokens_that_look_alike_keep_the_figure_of_the_chosen_one():
     assert made["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0, "a": -1.5}]
 
 
-def complete(**fields: Any):
+def complete(job: ServeJob = JOB, **fields: Any):
     raw = json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
-    return to_call(parse(CompletionBody, raw), "id", 7, JOB)
+    return to_call(parse(CompletionBody, raw), "id", 7, job)
 
 
 def test_a_completion_takes_texts_and_tokens():

@@ -8,10 +8,12 @@ from fastapi.testclient import TestClient
 from serve.asking import ASK, ask
 from serve.saying import Saying
 
+from mars_ray.config.decode import ExactMode, Sampling
 from mars_ray.serve import request_log
 from mars_ray.serve.app import build_api
 from mars_ray.serve.gate import Gate
-from mars_ray.serve.messages import Finish, Piece, Refusal
+from mars_ray.serve.messages import Call, Finish, Piece, Refusal
+from mars_ray.serve.request_log import Entry
 
 
 @pytest.fixture
@@ -72,6 +74,16 @@ def test_every_way_to_end_has_its_name(job, client, lines):
     gate.close()
     ask(TestClient(build_api(job, {"tiny": Saying()}, gate)))
     assert lines()[0]["status"] == 503
+
+
+def test_a_client_that_leaves_one_answer_of_two_is_told_of():
+    """Guards an `abort` that is lost behind the reason for which another answer ended."""
+    entry = Entry(None, "POST", "/v1/chat/completions")
+    call = Call("a", ("x",), ExactMode(), Sampling(), None, 9, n=2)
+    entry.called(call, "tiny", None, with_prompt=False)
+    for choice, ending in enumerate(("abort", "stop")):
+        entry.told(Piece("x", Finish("stop", 1, 1, 1), choice=choice))
+        assert json.loads(entry.line())["ending"] == ending
 
 
 def test_prompts_are_logged_only_if_asked_for(job, lines):

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 from serve.asking import ASK
 
 from mars_ray.config.decode import ExactMode, Sampling
@@ -43,10 +45,12 @@ def heard(replicas: Replicas, call: Call) -> list[Message]:
 
 
 LOST = RayActorError()
+# As while an update's replica does not start, and the old one is gone.
+NONE = DeploymentUnavailableError(DeploymentID("Replica-tiny", "mars-ray"))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("lost", [(LOST,), (BROKEN,)])
+@pytest.mark.parametrize("lost", [(LOST,), (BROKEN,), (NONE,)])
 def test_what_has_not_begun_is_asked_elsewhere(is_streamed, lost):
     """The same call with the same seed; a dead engine in a living replica counts as lost."""
     replicas = Replicas(lost, lost, (FIRST, LAST))
@@ -71,7 +75,7 @@ def test_an_answer_that_is_not_streamed_begins_anew(delivery):
 
 def test_after_some_tries_it_is_a_503():
     """Guards a request that goes from one replica to the next and ends them all."""
-    replicas = Replicas(*[(LOST,)] * 9)
+    replicas = Replicas(*[(LOST,), (NONE,)] * 5)
     (error,) = heard(replicas, CALL)
     assert isinstance(error, Refusal)
     assert (error.status, error.retry_after_s) == (503, 1)
@@ -136,7 +140,7 @@ def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
 
 def test_short_questions_are_asked_again_too():
     """Tokens of a prompt, from whichever replica is there."""
-    replies = iter([LOST, LOST, "tokens", *[LOST] * 3])
+    replies = iter([LOST, NONE, "tokens", *[NONE] * 3])
 
     async def ask() -> str:
         reply = next(replies)

@@ -1,6 +1,9 @@
 """`mars-ray chat` against a real service on a real port."""
 
 import io
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -82,6 +85,36 @@ def test_messages_are_remembered(url):
     with pytest.raises(EngineError, match="threshold"):
         list(conversation.ask("two"))
     assert len(conversation.messages) == 2
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_connection_that_is_lost_within_the_answer_is_told(reset):
+    """Closed or reset, as by a service that is killed; guards a traceback in the user's face."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        heard = threading.Event()
+
+        def half_an_answer() -> None:
+            connection, _ = listening.accept()
+            connection.recv(1 << 16)
+            event = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+            head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection.sendall(head + b"%x\r\n%s\r\n" % (len(event), event))
+            heard.wait(10)
+            if reset:
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.close()
+
+        thread = threading.Thread(target=half_an_answer)
+        thread.start()
+        conversation = Conversation(f"http://127.0.0.1:{listening.getsockname()[1]}", "tiny")
+        chunks = conversation.ask("one")
+        assert next(chunks)["choices"][0]["delta"]["content"] == "hi"
+        heard.set()
+        with pytest.raises(EngineError):
+            next(chunks)
+        thread.join()
+    assert conversation.messages[-1] == {"role": "assistant", "content": "hi"}
 
 
 def test_no_service_is_told_so():

@@ -1,17 +1,30 @@
 """Who generates, and who is best."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from train.small_jobs import make_model
 from tune.sweeps import make_sweep
 
 from mars_ray.config.tune import Objectives
 from mars_ray.core.frontier import Frontier, FrontierPoint
-from mars_ray.errors import TrainingError
+from mars_ray.errors import ConfigError, TrainingError
+from mars_ray.evaluate.run import problems_of
+from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import Ledger
-from mars_ray.tune.measure import START, best, fastest, survivors
+from mars_ray.tune.measure import (
+    START,
+    _is_measured,
+    _job,
+    _modes,
+    best,
+    check_room,
+    fastest,
+    survivors,
+)
 from mars_ray.tune.results import rows_of, summary_of, write_results
 
 OBJECTIVES = Objectives.model_validate({"task": {"type": "corpus"}, "max_accuracy_loss": 0.02})
@@ -58,6 +71,10 @@ def test_the_fastest_point_keeps_quality():
     """A threshold that costs three points is no gain, one that costs two is allowed."""
     points = (None, 0.9, 1.0), (1.0, 0.9, 3.0), (0.5, 0.88, 3.2), (0.1, 0.87, 3.5)
     assert fastest(frontier(*points), OBJECTIVES).threshold == 0.5
+    # A lower threshold need not be faster, and drafts need not pay.
+    points = (None, 0.9, 1.0), (1.0, 0.9, 3.2), (0.5, 0.9, 3.0), (0.1, 0.89, 3.1)
+    assert fastest(frontier(*points), OBJECTIVES).threshold == 1
+    assert fastest(frontier((None, 0.9, 1.0), (1.0, 0.9, 0.9)), OBJECTIVES).threshold is None
 
 
 def test_the_best_trial_is_fast_without_being_worse(tmp_path: Path):
@@ -110,3 +127,75 @@ def test_failed_trials_stand_in_the_results(tmp_path: Path):
     summary = summary_of(job, rows, frontiers)
     assert (summary["failed"], summary["attempts_failed"], summary["steps_trained"]) == (1, 1, 12)
     assert summary["steps_saved_factor"] == 4.0
+
+
+def test_steps_are_counted_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards steps that are looked for in a directory named `~`: a trial trains on while it is
+    decided that it ends, and early stopping looked better than it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ledger = ledger_of(tmp_path, a=("finished", 3.0, 0.03))
+    run_dir = tmp_path / "sweep" / "trials" / "a" / "settings" / "stages" / "mars"
+    checkpoint.directory_of(run_dir, 15).mkdir(parents=True)
+    checkpoint._write_manifest(checkpoint.directory_of(run_dir, 15))
+    job = make_sweep(tmp_path / "model", Path("~/sweep"))
+    frontiers = {START: frontier((None, 0.9, 1.0))}
+    rows = rows_of(job, ledger, frontiers, ledger.trials["a"])
+    assert summary_of(job, rows, frontiers)["steps_trained"] == 15
+
+
+def test_a_score_of_nothing_is_one(tmp_path: Path):
+    """Guards a trial that stands last because its score is exactly 0."""
+    ledger = Ledger(tmp_path / "trials.jsonl")
+    metrics = {"tokens_per_forward": 1.0, "clean_ce": 1.0}
+    for trial, score in (("a", 1.0), ("b", -3.0), ("c", 0.0)):
+        ledger.append("start", trial, values={})
+        ledger.append("score", trial, step=3, score=score, metrics=metrics)
+    ledger.append("start", "d", values={})
+    rows = rows_of(make_sweep(tmp_path, tmp_path), ledger, {}, ledger.trials["a"])
+    assert [row.trial for row in rows] == ["a", "c", "b", "d"]
+
+
+def test_results_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards a table that a kill has cut, in the place of the one before."""
+    ledger = ledger_of(tmp_path, a=("finished", 3.0, 0.03))
+    job = make_sweep(tmp_path / "model", tmp_path)
+    rows = rows_of(job, ledger, {}, ledger.trials["a"])
+    write_results(tmp_path, job, rows, {})
+    before = (tmp_path / "results.parquet").read_bytes()
+
+    def interrupted(_: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_results(tmp_path, job, rows, {})
+    assert (tmp_path / "results.parquet").read_bytes() == before
+
+
+def test_prompts_without_room_are_refused_before_any_trial(tmp_path: Path):
+    """Guards a sweep that cannot be measured: how long prompts are is known once there is a
+    tokenizer."""
+    job = make_sweep(make_model(tmp_path / "model"), tmp_path)
+    problems = problems_of(job.objectives.task)
+    check_room(job, problems, tmp_path / "model")
+    longer = job.objectives.model_copy(update={"max_new_tokens": 159})
+    with pytest.raises(ConfigError, match=r"objectives\.engine\.max_context 160 is too small"):
+        check_room(job.model_copy(update={"objectives": longer}), problems, tmp_path / "model")
+
+
+def test_what_was_measured_by_other_objectives_is_measured_anew(tmp_path: Path):
+    """Guards a table of two kinds of numbers once objectives were changed."""
+    job = make_sweep(tmp_path / "model", tmp_path)
+    asked = _job(job, "a", tmp_path / "model", tuple(_modes(job.objectives)))
+    assert not _is_measured(asked)
+    points = (None, 0.9, 1.0), (1.0, 0.9, 3.0), (0.5, 0.9, 3.1)
+    place = tmp_path / "frontiers" / "a" / "frontier.json"
+    place.parent.mkdir(parents=True)
+    for found, measured in ((points, True), (points[:2], False)):
+        provenance = {"job": asked.model_dump(mode="json")}
+        place.write_text(replace(frontier(*found), provenance=provenance).to_json())
+        assert _is_measured(asked) is measured
+    place.write_text(replace(frontier(*points), provenance=provenance).to_json())
+    assert _is_measured(asked)
+    assert not _is_measured(asked.model_copy(update={"max_new_tokens": 9}))

@@ -11,7 +11,9 @@ from ray.tune.utils import flatten_dict
 from tune.sweeps import make_sweep
 
 from mars_ray.errors import NonFiniteLossError
-from mars_ray.tune.search import domains, searcher_of
+from mars_ray.tune import trial as trials
+from mars_ray.tune.ledger import Ledger
+from mars_ray.tune.search import EarlyStopping, domains, searcher_of
 from mars_ray.tune.trial import MarsTrial
 
 NOWHERE = Path("nowhere")
@@ -66,3 +68,38 @@ def test_a_trial_that_diverged_is_learnt_from():
     (trial,) = made.searcher._ot_study.trials
     assert trial.state.name == "COMPLETE"
     assert trial.values == [1.0, 20.0]
+
+
+def test_who_was_stopped_stays_so_in_a_restored_sweep(tmp_path: Path):
+    """Guards steps of a trial that had lost: Tune writes its state every few seconds, and goes on
+    with what ended within the last ones. Also if the driver is killed once more."""
+    ledger = Ledger(tmp_path / "trials.jsonl")
+    metrics = {"tokens_per_forward": 1.0, "clean_ce": 1.0}
+    for trial, score in (("a", 5.0), ("b", 1.0)):
+        ledger.append("start", trial, values={})
+        ledger.append("score", trial, step=3, score=score, metrics=metrics)
+    ledger.append("end", "b", status="stopped")
+    ledger.append("start", "b", values={})
+    stopping = EarlyStopping(make_sweep(NOWHERE, NOWHERE), ledger.path)
+    added: Any = None
+    stopping.on_trial_add(added, added)
+    verdicts = {}
+    for trial in ("a", "b"):
+        known: Any = SimpleNamespace(trial_id=trial)
+        verdicts[trial] = stopping.on_trial_result(added, known, {"step": 4, "score": 0.5})
+    assert verdicts == {"a": stopping.CONTINUE, "b": stopping.STOP}
+
+
+def test_any_error_of_a_trial_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    """Guards `AssertionError`, without a word, in the place of a disk that is full."""
+
+    def full(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trials, "fit_stage", full)
+    plan: Any = SimpleNamespace(run_dir=NOWHERE)
+    run = trials._Run(plan)
+    run.start()
+    run.join()
+    with pytest.raises(OSError, match="No space left"):
+        MarsTrial._end(object.__new__(MarsTrial), run)

@@ -1,11 +1,13 @@
 """The search space against the real configuration."""
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tune.sweeps import make_sweep, make_table
 
 from mars_ray.config.evaluate import Gsm8kTask
@@ -13,8 +15,8 @@ from mars_ray.config.load import parse_job, read_toml
 from mars_ray.config.schedule import MixedBlockSize
 from mars_ray.config.train import MarsObjective
 from mars_ray.config.tune import TuneJob
-from mars_ray.errors import ConfigError
-from mars_ray.tune.run import absolute, trials_at_once
+from mars_ray.errors import ConfigError, DataError, TrainingError
+from mars_ray.tune.run import _claim, absolute, run_trials, trials_at_once
 from mars_ray.tune.space import check_space, draw, trial_job, values_at
 from mars_ray.tune.trial import job_of
 
@@ -78,6 +80,13 @@ def test_a_space_beyond_the_configuration_is_refused_before_anything_starts(
         ({"space": {"steps": {"type": "int_range", "low": 1, "high": 4}}}, "begin with"),
         ({"scheduler": {"type": "pbt", "interval_steps": 4}}, "multiple"),
         (
+            {"scheduler": {"type": "pbt", "interval_steps": 12}},
+            "interval_steps 12 is never reached",
+        ),
+        ({"scheduler": {"type": "asha", "grace_steps": 10}}, "grace_steps 10 is never reached"),
+        ({"scheduler": {"type": "median", "grace_steps": 12}}, "grace_steps 12 is never reached"),
+        ({"scheduler": {"type": "median", "grace_steps": 3, "min_trials": 4}}, "min_trials 4"),
+        (
             {"scheduler": {"type": "pbt", "interval_steps": 3}, "searcher": "optuna"},
             "searcher random",
         ),
@@ -115,6 +124,59 @@ def test_the_training_job_may_be_a_file(tmp_path: Path):
     assert isinstance(job, TuneJob)
     assert job.stage.eval_every_steps == 50
     assert job.train.name == read_toml(path)["name"]
+
+
+def test_another_training_job_may_be_named_on_the_command_line():
+    """Overrides behind it reach into that one, others are replaced by it."""
+    path = Path(__file__).parents[2] / "jobs" / "train-gsm8k.toml"
+    overrides = ["train.name=lost", f"train={path}", "train.stages.mars.eval_every_steps=50"]
+    job = parse_job(make_table(NOWHERE, NOWHERE), source="test", overrides=overrides)
+    assert isinstance(job, TuneJob)
+    assert job.train.name == read_toml(path)["name"]
+    assert job.stage.eval_every_steps == 50
+
+
+def test_generation_that_would_be_refused_is_refused_before_any_trial(tmp_path: Path):
+    """Guards a sweep that is lost when all its trials have ended: by default an engine takes steps
+    of 512 rows, and a model of block size 24 asks for more."""
+    space = {
+        "objective.block_size": {"type": "choice", "values": [{"type": "constant", "size": 24}]}
+    }
+    table = make_table(NOWHERE, tmp_path / "sweep", space=space)
+    large = parse_job(table, source="test")
+    assert isinstance(large, TuneJob)
+    with pytest.raises(ConfigError, match=r"max_step_tokens 512 is too small: .* of 625 rows"):
+        check_space(large)
+    larger = parse_job(table, source="test", overrides=["objectives.engine.max_step_tokens=625"])
+    assert isinstance(larger, TuneJob)
+    check_space(larger)
+    with pytest.raises(ConfigError, match="objectives: max_new_tokens 160 leaves no room"):
+        parse_job(table, source="test", overrides=["objectives.max_new_tokens=160"])
+    misspelt = {"type": "gsm8k", "path": str(tmp_path / "tset.jsonl")}
+    table = make_table(NOWHERE, tmp_path / "sweep")
+    table["objectives"]["task"] = misspelt
+    job = parse_job(table, source="test")
+    assert isinstance(job, TuneJob)
+    with pytest.raises(DataError, match=r"tset\.jsonl: no such file"):
+        run_trials(job, Console(quiet=True))
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_what_decides_no_trial_may_be_mended_later(tmp_path: Path):
+    """Guards all that was trained, lost because of a setting of what comes after it."""
+    table = make_table(NOWHERE, tmp_path / "sweep")
+
+    def claim(*overrides: str) -> None:
+        job = parse_job(table, source="test", overrides=overrides)
+        assert isinstance(job, TuneJob)
+        _claim(absolute(job))
+
+    claim()
+    claim("objectives.engine.max_step_tokens=1024", "objectives.max_survivors=1")
+    written = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["job"]
+    assert written["objectives"]["engine"]["max_step_tokens"] == 1024
+    with pytest.raises(TrainingError, match=r"with another objectives\.clean_ce_weight, trials\."):
+        claim("objectives.clean_ce_weight=1", "trials=3")
 
 
 def test_trials_keep_their_copies_apart():

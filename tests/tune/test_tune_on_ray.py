@@ -21,8 +21,10 @@ from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.data.journal import read_journal
+from mars_ray.errors import ModelError
 from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger
+from mars_ray.tune.measure import measure
 from mars_ray.tune.run import run_trials
 from mars_ray.tune.sweep import run_sweep
 
@@ -177,3 +179,14 @@ def test_population_based_training_hands_weights_over(model: Path, tmp_path: Pat
         assert step > 0
         assert step in begun
     assert all(checkpoint.newest(run) is not None for run in runs)
+
+
+def test_what_fails_while_it_is_measured_is_one_line(tmp_path: Path, ray_cluster):
+    """Guards the coloured traceback of another process behind `mars-ray: RayTaskError`."""
+    job = parse_job(make_table(tmp_path / "model", tmp_path / "sweep"), source="test")
+    assert isinstance(job, TuneJob)
+    with pytest.raises(ModelError) as caught:
+        measure(job, [], tmp_path / "model", QUIET)
+    assert type(caught.value) is ModelError
+    assert "there is no directory" in str(caught.value)
+    assert "Traceback" not in str(caught.value)

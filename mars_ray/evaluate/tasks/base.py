@@ -15,7 +15,7 @@ class Problem:
 
 
 def is_correct(problem: Problem, text: str) -> bool:
-    """Whether the last `#### number` of the text is the answer (GSM8K's own rule)."""
+    """Whether the last `#### number` of the text is the answer, as a number: 7.0 is 7."""
     found = FINAL_ANSWER.findall(text)
     return bool(found) and _number(found[-1]) == _number(problem.answer)
 
