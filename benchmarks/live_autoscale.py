@@ -118,6 +118,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--again", type=Path, help="a result: only its simulation is made again")
     parser.add_argument("--trace", default="data/AzureLLMInferenceTrace_code.csv", help="arrivals")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="times as many")
+    parser.add_argument("--spread-s", type=float, default=0.0, help="of those, at random")
     parser.add_argument("--duration-s", type=float, default=420, help="of the trace")
     parser.add_argument("--rates", type=float, nargs="+", help="instead of a trace: requests/s")
     parser.add_argument("--stage-s", type=float, nargs="+", help="seconds of each rate")
@@ -167,7 +168,8 @@ def _arrivals(asked: argparse.Namespace) -> list[Asked]:
 
 
 def _trace(asked: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in ("trace", "rate_factor", "duration_s")}
+    names = ("trace", "rate_factor", "spread_s", "duration_s")
+    return {name: getattr(asked, name) for name in names}
 
 
 def _poisson(asked: argparse.Namespace) -> list[float]:

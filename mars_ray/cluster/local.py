@@ -178,6 +178,10 @@ def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> Lo
     # It would lead the new node to another cluster.
     environment.pop("RAY_ADDRESS", None)
     log = directory / f"node-{len(cluster.nodes)}.log"
+    try:
+        log.open("ab").close()
+    except OSError as error:
+        raise _unusable(directory, error) from error
     node = start([*_RAY, "start", "--block", *options], log, environment)
     grown = LocalCluster(cluster.address, cluster.dashboard, (*cluster.nodes, node))
     try:

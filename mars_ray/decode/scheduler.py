@@ -194,7 +194,9 @@ class Scheduler:
             self._pool.release(shared)
             return False
         sequence.pages, sequence.published = shared, len(shared)
-        sequence.cached = sequence.found = len(shared) * self._config.page_size
+        sequence.cached = len(shared) * self._config.page_size
+        if sequence.found is None:
+            sequence.found = sequence.cached
         self.prefix_queries += sequence.committed
         self.prefix_hits += sequence.cached
         heapq.heappop(self._waiting)

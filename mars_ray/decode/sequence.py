@@ -27,7 +27,7 @@ class Sequence:
     widest: int  # masks of a group at most
     tokens: list[int]
     cached: int = 0
-    found: int = 0  # of these, in the prefix cache when it last came in
+    found: int | None = None  # of these, in the prefix cache when it first came in
     groups: int = field(init=False)  # outcomes of a step that get masks, unless chosen otherwise
     choice: Choice | None = None  # of window control for the next step
     forwards: int = 0

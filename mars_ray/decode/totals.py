@@ -31,4 +31,4 @@ class StepTotals:
                 self.prompt_rows += item.count
                 if item.plan:
                     self.prompts += 1
-                    self.prompt_tokens += item.sequence.committed - item.sequence.found
+                    self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)

@@ -142,7 +142,7 @@ def _is_measured(job: EvaluateJob) -> bool:
     if not (Path(job.output_dir) / FRONTIER_FILE).exists():
         return False
     frontier = read_frontier(job.output_dir)
-    return is_whole(frontier) and frontier.provenance["job"] == job.model_dump(mode="json")
+    return is_whole(frontier) and frontier.provenance.get("job") == job.model_dump(mode="json")
 
 
 def _evaluate(job: EvaluateJob) -> None:

@@ -85,6 +85,13 @@ def test_a_node_that_cannot_be_written_down_is_ended(tmp_path, monkeypatch):
         local.end(nodes, 5)
 
 
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    """Guards a traceback, where the directory is there and read-only, or full."""
+    (tmp_path / "node-0.log").mkdir()
+    with pytest.raises(ClusterError, match=r"cannot be written: .*--directory"):
+        local._with_node(local.LocalCluster("", "", ()), [], tmp_path)
+
+
 def test_a_directory_that_cannot_be_made_is_named():
     """Guards a traceback."""
     place = local.Path("/dev/null/cluster")
