@@ -30,6 +30,7 @@ def test_a_shared_beginning_is_computed_once(model):
     run("longer", [*pattern(0, 1, 14), 9, 9, 9, 9])
     assert rows == [17, 1, 6]
     assert (engine.prefix_queries, engine.prefix_hits) == (17 + 17 + 18, 16 + 12)
+    assert (engine.totals.prompts, engine.totals.prompt_tokens) == (3, 17 + 1 + 6)
     assert engine.pool.kept == 5
 
 
