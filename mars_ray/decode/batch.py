@@ -30,7 +30,7 @@ def nothing() -> None:
 def forward(
     backend: Backend,
     work: Several[Work],
-    mask_token_id: int,
+    mask_token_id: int | None,
     meanwhile: Callable[[], None] = nothing,
 ) -> list[Rows | None]:
     """Forward [pending | drafts | masks] of every sequence; the rows of those that have a plan.
@@ -55,9 +55,9 @@ def forward(
     return [next(rows) if item.plan else None for item in work]
 
 
-def _tokens(item: Work, mask_token_id: int) -> list[int]:
+def _tokens(item: Work, mask_token_id: int | None) -> list[int]:
     sequence, plan = item.sequence, item.plan
     real = sequence.tokens[sequence.cached : sequence.cached + item.count]
     if plan is None:
         return real
-    return [*real, *plan.drafts, *([mask_token_id] * (plan.rows - len(plan.drafts)))]
+    return [*real, *plan.drafts, *([mask_token_id or 0] * (plan.rows - len(plan.drafts)))]

@@ -32,7 +32,7 @@ def read(
     hidden_NH: Tensor,
     work: Several[Work],
     position_N: Tensor,
-    mask_token_id: int,
+    mask_token_id: int | None,
     meanwhile: Callable[[], None],
 ) -> list[Rows]:
     """For every plan the rows from its last real token on, and those under review before it.
@@ -52,8 +52,9 @@ def read(
         hidden_NH = hidden_NH.index_select(0, _upload(index_P, runner.device))
         position_N = position_N[index_P]
     logits_PV = runner.logits(hidden_NH)
-    # Never emitted, in any mode.
-    logits_PV.select(1, mask_token_id).fill_(-torch.inf)
+    if mask_token_id is not None:
+        # Never emitted, in any mode.
+        logits_PV.select(1, mask_token_id).fill_(-torch.inf)
     planned = [item for item in work if item.plan]
     # A row at position t predicts the token of position t + 1.
     return _to_host(runner, logits_PV, planned, owns, position_N + 1, meanwhile)

@@ -64,7 +64,7 @@ class _Run:
         """
         real, device = self.tokens + drafts, self.model.device
         total = len(real) + sum(masks for _, masks in groups)
-        ids = real + [self.card.mask_token_id] * (total - len(real))
+        ids = real + [self.card.mask_token_id or 0] * (total - len(real))
         position = list(range(len(real)))
         sees_NN = torch.ones(total, total, dtype=torch.bool).tril()
         for after, masks in groups:
@@ -79,8 +79,9 @@ class _Run:
         )
         first = len(self.tokens) - 1
         logits_NV = output_head(self.model)(hidden[0, first:]).float()
-        # Never emitted, in any mode.
-        logits_NV[:, self.card.mask_token_id] = -torch.inf
+        if self.card.mask_token_id is not None:
+            # Never emitted, in any mode.
+            logits_NV[:, self.card.mask_token_id] = -torch.inf
         # The row at position t predicts the token of position t + 1.
         position_N = torch.tensor(position[first:]) + 1
         before = [drafts[:count] for count in range(len(drafts) + 1)]

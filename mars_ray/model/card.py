@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mars_ray.errors import ModelError
+from mars_ray.model.complete import CONFIG_FILE
 from mars_ray.model.missing import missing
 
 CARD_FILE = "mars.json"
@@ -15,17 +16,26 @@ _TYPES = {"mask_token": "str", "mask_token_id": "int", "block_size": "int"}
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The mask token, and the deepest block trained: 0 for a model that was not MARS-trained."""
+    """The mask token, and the deepest block trained: 0 for a model that was not MARS-trained.
 
-    mask_token: str
-    mask_token_id: int
+    A plain model has no mask token. With a draft adapter it needs none: masks are rows of the
+    adapter's embeddings, and no row of the vocabulary.
+    """
+
+    mask_token: str | None
+    mask_token_id: int | None
     block_size: int
 
 
-def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
-    """Raises ModelError if the directory has no card, or a wrong one.
+# Any Hugging Face model as it is: decoded by `exact`, or by a draft adapter.
+PLAIN = ModelCard(mask_token=None, mask_token_id=None, block_size=0)
 
-    `called` is the model's name in messages, where the directory is a copy of it.
+
+def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
+    """The directory's card; `PLAIN` for a model without one.
+
+    `called` is the model's name in messages, where the directory is a copy of it. Raises ModelError
+    if the directory holds no model, or the card is not one.
     """
     path = Path(directory) / CARD_FILE
     name = called or str(directory)
@@ -34,9 +44,10 @@ def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
     except (FileNotFoundError, NotADirectoryError):
         if not Path(directory).is_dir():
             raise missing(directory) from None
+        if (Path(directory) / CONFIG_FILE).is_file():
+            return PLAIN
         raise ModelError(
-            f"{name} has no {CARD_FILE}: it is not a model directory of mars-ray. Fine-tune the "
-            "model with `mars-ray train` first, or name the directory that holds the exported model"
+            f"{name} has neither {CARD_FILE} nor {CONFIG_FILE}: it is no model directory"
         ) from None
     except ValueError as error:
         raise ModelError(f"{CARD_FILE} of {name} is not JSON: {error}") from error
@@ -51,6 +62,9 @@ def _types(content: dict[str, object]) -> dict[str, str]:
 
 
 def write_card(directory: str | Path, card: ModelCard) -> None:
-    """Writes or replaces the directory's card."""
-    text = json.dumps(asdict(card), indent=2) + "\n"
-    (Path(directory) / CARD_FILE).write_text(text, encoding="utf-8")
+    """Writes or replaces the directory's card; that of a plain model is removed."""
+    path = Path(directory) / CARD_FILE
+    if card.mask_token_id is None:
+        path.unlink(missing_ok=True)
+        return
+    path.write_text(json.dumps(asdict(card), indent=2) + "\n", encoding="utf-8")

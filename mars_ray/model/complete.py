@@ -27,7 +27,7 @@ def check_config(directory: Path, called: str) -> None:
 def check_complete(directory: Path) -> None:
     """Raises ModelError if config or weights are missing, or a file of weights was cut short."""
     check_config(directory, str(directory))
-    for name in _weight_files(directory):
+    for name in weight_files(directory):
         path = directory / name
         if not path.is_file():
             raise ModelError(
@@ -45,7 +45,7 @@ def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
     """
     strange = [
         name
-        for file in _weight_files(directory)
+        for file in weight_files(directory)
         for name in _names(directory / file)
         if not {name, f"{prefix}.{name}"} & set(known) and not name.endswith(_IGNORED)
     ]
@@ -61,7 +61,8 @@ def _names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _weight_files(directory: Path) -> list[str]:
+def weight_files(directory: Path) -> list[str]:
+    """The names of its files of weights; they need not be there. Raises ModelError."""
     index = directory / _INDEX
     if not index.is_file():
         return [_SINGLE]

@@ -102,6 +102,7 @@ def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTra
     )
     if (Path(directory) / CARD_FILE).exists():
         card = read_card(directory)
+        assert card.mask_token is not None
         if tokenizer.convert_tokens_to_ids(card.mask_token) != card.mask_token_id:
             raise ModelError(
                 f"the tokenizer in {directory} is not the one its model was trained with: "

@@ -12,7 +12,8 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mars_ray.model.card import CARD_FILE, ModelCard, write_card
+from mars_ray.model.card import ModelCard, write_card
+from mars_ray.model.complete import CONFIG_FILE
 from mars_ray.model.load import quiet_unless_watched
 
 # The output projection's name in all of `load.ARCHITECTURES`.
@@ -37,7 +38,7 @@ def save_model(
         tokenizer.save_pretrained(fresh)
         write_card(fresh, card)
         # safetensors writes files for their owner only; a server may run as somebody else.
-        mode = (fresh / CARD_FILE).stat().st_mode
+        mode = (fresh / CONFIG_FILE).stat().st_mode
         for file in fresh.iterdir():
             file.chmod(mode)
 

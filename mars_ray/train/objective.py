@@ -25,12 +25,12 @@ class StageObjective:
 
     config: ArObjective | MarsObjective
     seed: int
-    mask_token_id: int
+    mask_token_id: int | None  # None: of a plain model, whose masks are an adapter's
     own_from: int | None = None  # the first conversation whose answer is the model's own
 
     @classmethod
     def of(
-        cls, stage: StageConfig, seed: int, mask_token_id: int, own_from: int | None = None
+        cls, stage: StageConfig, seed: int, mask_token_id: int | None, own_from: int | None = None
     ) -> "StageObjective":
         """The objective of a stage."""
         return cls(stage.objective, seed, mask_token_id, own_from)
@@ -39,6 +39,7 @@ class StageObjective:
         """The rows of one forward, on the batch's device."""
         if isinstance(self.config, ArObjective):
             return clean_layout(batch)
+        assert self.mask_token_id is not None, "a plain model has no mask token"
         starts_BL = block_starts(batch, self.config, progress, self.seed)
         if self.own_from is not None and self.config.noisy_on != "all":
             starts_BL = starts_BL.masked_fill(batch.document_BL < self.own_from, -1)

@@ -32,7 +32,7 @@ def test_bad_requests_are_refused_with_reasons(model, changes, error, text):
 def test_a_model_without_mars_training_serves_exact_only(model):
     """Guards decoding with masks that the model has never seen."""
     engine = Engine(model, ModelCard("<|mask|>", MASK, block_size=0), SIZE)
-    with pytest.raises(RequestError, match="needs a checkpoint trained with MARS"):
+    with pytest.raises(RequestError, match="needs drafts"):
         engine.submit(request("x", [1], VerifiedMode()))
     engine.submit(request("y", [1], ExactMode()))
     with pytest.raises(RequestError, match="'y' is in use"):

@@ -1,7 +1,7 @@
 import pytest
 
 from mars_ray.errors import ModelError
-from mars_ray.model.card import ModelCard, read_card, write_card
+from mars_ray.model.card import PLAIN, ModelCard, read_card, write_card
 
 
 def test_round_trip(tmp_path):
@@ -11,9 +11,23 @@ def test_round_trip(tmp_path):
     assert read_card(tmp_path) == card
 
 
-def test_a_missing_card_says_what_to_do(tmp_path):
-    """The usual mistake: the run's directory instead of the model's, or a model not trained."""
-    with pytest.raises(ModelError, match=r"has no mars\.json.*mars-ray train` first"):
+def test_a_model_without_a_card_is_a_plain_one(tmp_path):
+    """Any Hugging Face model can be served as it is."""
+    (tmp_path / "config.json").write_text("{}")
+    assert read_card(tmp_path) == PLAIN
+
+
+def test_writing_a_plain_card_leaves_no_other(tmp_path):
+    """A model that was saved over one of another kind would be decoded with its mask token."""
+    write_card(tmp_path, ModelCard("<|mask|>", 7, 4))
+    (tmp_path / "config.json").write_text("{}")
+    write_card(tmp_path, PLAIN)
+    assert read_card(tmp_path) == PLAIN
+
+
+def test_a_directory_without_a_model_is_an_error(tmp_path):
+    """The usual mistake: the run's directory instead of the model's."""
+    with pytest.raises(ModelError, match=r"neither mars\.json nor config\.json"):
         read_card(tmp_path)
 
 

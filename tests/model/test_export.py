@@ -73,7 +73,7 @@ def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_copy", fails_at_weights)
     with pytest.raises(ModelError, match="the network is gone"):
         export_model(Source(str(made)), str(tmp_path / "mars"), cache="")
-    with pytest.raises(ModelError, match=r"has no mars\.json"):
+    with pytest.raises(ModelError, match=r"neither mars\.json nor config\.json"):
         pinned(Source(f"file://{tmp_path}/mars"))
 
 

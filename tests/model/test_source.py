@@ -119,8 +119,8 @@ def test_shards_must_all_be_there(stored):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{empty}", r"has no mars\.json.*mars-ray train"),
-        ("file://{empty}", r"has no mars\.json.*mars-ray train"),
+        ("{empty}", r"neither mars\.json nor config\.json"),
+        ("file://{empty}", r"neither mars\.json nor config\.json"),
         ("file://{empty}/none", "cannot read file://.*none"),
         ("nonsense://user:secret@host/x?token=secret", "cannot read nonsense://host/x:"),
         ("s3://bucket/none{options}", "cannot read s3://bucket/none:"),

@@ -1,0 +1,52 @@
+"""The sequential head: a mask row's hidden state, corrected by the token before its target.
+
+Masks of one step do not know each other's tokens. When drafts are chosen, one depth after the
+other, the token before is known: the row above committed it, or it is the draft just chosen. The
+head brings it in (Hydra, arXiv 2402.05109, has such heads on real rows, without masks).
+
+    corrected = h + out(silu(hidden(norm(h)) + token(norm(e)) + depth))
+
+`h` is the last hidden state of the mask row, after the model's final norm, and `e` the embedding of
+the token before; `norm` divides by the root mean square, so that no model's scale matters.
+
+Shape suffixes: N rows, H hidden size of the model, K hidden size of the head, D depths, C
+candidates, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """The head's weights, on one device and of one type."""
+
+    hidden_KH: Tensor
+    token_KH: Tensor
+    depth_DK: Tensor
+    out_HK: Tensor
+
+    def correct(self, hidden_NH: Tensor, previous_NH: Tensor, depth_N: Tensor) -> Tensor:
+        """Corrected hidden states, (N, H). `previous_NH` are embeddings of the tokens before the
+        targets, and depths count from 1."""
+        inner_NK = (
+            linear(root_mean_square_norm(hidden_NH), self.hidden_KH)
+            + linear(root_mean_square_norm(previous_NH), self.token_KH)
+            + self.depth_DK[depth_N - 1]
+        )
+        return hidden_NH + linear(silu(inner_NK), self.out_HK)
+
+
+def root_mean_square_norm(x_NH: Tensor) -> Tensor:
+    """Each row divided by its root mean square."""
+    return torch.rms_norm(x_NH, x_NH.shape[-1:], None, _EPSILON)
+
+
+def candidate_logits(hidden_NH: Tensor, weight_VH: Tensor, candidate_NC: Tensor) -> Tensor:
+    """Logits of each row's candidates alone, float32 (N, C)."""
+    return torch.einsum("nh,nch->nc", hidden_NH, weight_VH[candidate_NC]).float()

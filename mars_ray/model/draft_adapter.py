@@ -1,0 +1,225 @@
+"""A draft adapter: what makes a frozen model draft, in a directory of its own.
+
+    adapter_config.json         LoRA, as peft writes it
+    adapter_model.safetensors
+    draft.safetensors           mask embeddings and sequential head; peft refuses unknown keys
+    draft.json                  the card: depths, the base by its fingerprint, how it was trained
+
+All of it acts on mask rows only. Real rows never see it, so what the model says is untouched.
+
+Shape suffixes: D depths, H hidden size, K hidden size of the head, R rank, I inputs, O outputs.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mars_ray.core.draft_head import DraftHead
+from mars_ray.errors import ModelError
+from mars_ray.model.fingerprint import fingerprint
+
+DRAFT_CARD_FILE = "draft.json"
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DRAFT_WEIGHTS = "draft.safetensors"
+_PEFT_PREFIX = "base_model.model."
+_EMBEDDING = "mask_embedding"
+_HEAD = {
+    "hidden_KH": "head.hidden.weight",
+    "token_KH": "head.token.weight",
+    "depth_DK": "head.depth.weight",
+    "out_HK": "head.out.weight",
+}
+_FORMAT = 1
+
+
+class Lora(NamedTuple):
+    """Of one linear layer: `y += scale * up(down(x))`; the scale is the card's."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCard:
+    """What an adapter is for, and how it came about."""
+
+    depths: int  # masks of a group at most: the block size of its training
+    base: str  # the model's name, for people
+    base_fingerprint: str  # of its weights (`model.fingerprint`)
+    rank: int = 0  # 0: no LoRA
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ()  # names of linear layers, as peft has them: q_proj, ...
+    head_size: int = 0  # 0: no sequential head
+    candidates: int = 64  # likeliest tokens of a mask row, among which the head chooses
+    training: dict[str, Any] = field(default_factory=dict)  # job, data, tokens seen, provenance
+
+    @property
+    def scale(self) -> float:
+        """Of the LoRA products."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAdapter:
+    """Everything that is trained. `lora` is by the layer's name in the model, such as
+    `model.layers.0.self_attn.q_proj`."""
+
+    card: DraftCard
+    mask_embedding_DH: Tensor
+    lora: dict[str, Lora]
+    head: DraftHead | None
+
+
+def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
+    """Writes the directory, bfloat16; it appears complete or not at all. Raises ModelError."""
+    directory = Path(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its final place: a rename is atomic only within one file system.
+        work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        try:
+            fresh = work / "new"
+            fresh.mkdir()
+            _write(fresh, adapter)
+            if directory.exists():
+                os.replace(directory, work / "old")
+            os.replace(fresh, directory)
+        finally:
+            shutil.rmtree(work)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write {directory}: {error}. Free space, and run again") from error
+
+
+def _write(directory: Path, adapter: DraftAdapter) -> None:
+    lora = {
+        f"{_PEFT_PREFIX}{name}.lora_{side}.weight": weight
+        for name, (down, up) in adapter.lora.items()
+        for side, weight in (("A", down), ("B", up))
+    }
+    own = {_EMBEDDING: adapter.mask_embedding_DH}
+    if adapter.head:
+        own |= {name: getattr(adapter.head, key) for key, name in _HEAD.items()}
+    card = adapter.card
+    if lora:
+        config = json.dumps(_peft_config(card), indent=2) + "\n"
+        (directory / _PEFT_CONFIG).write_text(config, encoding="utf-8")
+        save_file(_stored(lora), directory / _PEFT_WEIGHTS)
+    save_file(_stored(own), directory / _DRAFT_WEIGHTS)
+    text = json.dumps({"format": _FORMAT} | asdict(card), indent=2) + "\n"
+    (directory / DRAFT_CARD_FILE).write_text(text, encoding="utf-8")
+    # safetensors writes files for their owner only; a server may run as somebody else.
+    mode = (directory / DRAFT_CARD_FILE).stat().st_mode
+    for file in directory.iterdir():
+        file.chmod(mode)
+
+
+def _stored(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w.detach().cpu().to(torch.bfloat16).contiguous() for name, w in weights.items()}
+
+
+def _peft_config(card: DraftCard) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": card.base,
+        "r": card.rank,
+        "lora_alpha": card.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(card.targets),
+        "inference_mode": True,
+    }
+
+
+def read_draft_card(directory: str | Path) -> DraftCard:
+    """Raises ModelError if the directory holds no draft adapter, or one of another version."""
+    path = Path(directory) / DRAFT_CARD_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content.pop("format")
+        card = DraftCard(**content | {"targets": tuple(content["targets"])})
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelError(
+            f"{directory} is no draft adapter: it has no {DRAFT_CARD_FILE}. `mars-ray adapt` "
+            "makes one"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} is not the card of a draft adapter: {error}") from error
+    if version != _FORMAT:
+        raise ModelError(f"{path} has format {version}; this version of mars-ray reads {_FORMAT}")
+    return card
+
+
+def read_draft_adapter(
+    directory: str | Path, base: str | Path | None, dtype: torch.dtype = torch.float32
+) -> DraftAdapter:
+    """The adapter, checked against the model directory `base` if one is given.
+
+    Raises ModelError: no adapter, another base, files cut short, shapes that do not fit the card,
+    numbers that are none.
+    """
+    directory = Path(directory)
+    card = read_draft_card(directory)
+    if base is not None and (found := fingerprint(base)) != card.base_fingerprint:
+        raise ModelError(
+            f"the draft adapter {directory} was trained for {card.base} "
+            f"({card.base_fingerprint[:12]}), and {base} is another model ({found[:12]})"
+        )
+    own = _load(directory / _DRAFT_WEIGHTS, dtype)
+    lora = _load(directory / _PEFT_WEIGHTS, dtype) if card.rank else {}
+    try:
+        adapter = _adapter(card, own, lora)
+    except (KeyError, ValueError, AssertionError) as error:
+        raise ModelError(
+            f"the weights of the draft adapter {directory} do not fit its card: {error}"
+        ) from error
+    return adapter
+
+
+def _load(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    try:
+        weights = {name: value.to(dtype) for name, value in load_file(path).items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(f"{path} is missing or damaged: {error}") from error
+    broken = [name for name, value in weights.items() if not value.isfinite().all()]
+    if broken:
+        raise ModelError(f"{path} has numbers that are none, in {broken[0]}")
+    return weights
+
+
+def _adapter(card: DraftCard, own: dict[str, Tensor], lora: dict[str, Tensor]) -> DraftAdapter:
+    """Raises KeyError, ValueError or AssertionError where anything is missing or does not fit."""
+    embedding_DH = own.pop(_EMBEDDING)
+    depths, size = embedding_DH.shape
+    assert depths == card.depths, f"{depths} mask embeddings for {card.depths} depths"
+    head = None
+    if card.head_size:
+        head = DraftHead(**{key: own.pop(name) for key, name in _HEAD.items()})
+        shapes = [tuple(getattr(head, key).shape) for key in _HEAD]
+        inner = card.head_size
+        wanted = [(inner, size), (inner, size), (depths, inner), (size, inner)]
+        assert shapes == wanted, f"the head has shapes {shapes}, not {wanted}"
+    assert not own, f"unknown tensors: {', '.join(own)}"
+    by_layer: dict[str, Lora] = {}
+    for name in [name for name in lora if name.endswith(".lora_A.weight")]:
+        stem = name.removesuffix(".lora_A.weight")
+        down, up = lora.pop(name), lora.pop(f"{stem}.lora_B.weight")
+        assert down.shape[0] == up.shape[1] == card.rank, f"{stem} is not of rank {card.rank}"
+        by_layer[stem.removeprefix(_PEFT_PREFIX)] = Lora(down, up)
+    assert not lora, f"unknown tensors: {', '.join(lora)}"
+    assert bool(by_layer) == bool(card.rank), "no LoRA weights"
+    return DraftAdapter(card, embedding_DH, by_layer, head)
+
+
+def adapter_bytes(directory: str | Path) -> int:
+    """Size of its files."""
+    return sum(path.stat().st_size for path in Path(directory).iterdir() if path.is_file())
