@@ -25,6 +25,7 @@ LEVELS = {
     "serve": 4,
     "generate": 4,
     "tune": 5,
+    "adapt": 5,
     "demo": 6,
     "cli": 7,
     "__main__": 8,
