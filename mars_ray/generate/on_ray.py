@@ -65,6 +65,7 @@ class RayEngines:
         one of them raises.
         """
         waiting = deque(requests)
+        self._deaths.clear()
         self._start(len(waiting))
         while waiting or any(actor.held for actor in self._actors):
             self._hand_out(waiting)
@@ -109,11 +110,10 @@ class RayEngines:
     def _hand_out(self, waiting: deque[Request]) -> None:
         """Work for those that have nothing to do."""
         ready = [actor for actor in self._actors if actor.ready]
-        if not ready:
+        if self._ready_since is None:
             return
-        self._ready_since = self._ready_since or time.monotonic()
         is_early = time.monotonic() < self._ready_since + _GRACE_S
-        if is_early and len(ready) < len(self._actors):
+        if not ready or (is_early and len(ready) < len(self._actors)):
             return
         batch = self._job.engine.max_batch
         share = math.ceil(len(waiting) / len(ready))
@@ -143,6 +143,9 @@ class RayEngines:
             return []
         if not actor.ready:
             actor.ready = True
+            if self._ready_since is None:
+                self._ready_since = time.monotonic()
+                self._say(f"they compute in {result}")
             return []
         for completion in result:
             del actor.held[completion.request_id]
