@@ -107,8 +107,9 @@ def window_of(mode: Mode, card: ModelCard) -> int:
         return 0
     if card.block_size == 0:
         raise RequestError(
-            f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or give "
-            "it a draft adapter (`mars-ray adapt MODEL` trains one and leaves the model as it is)",
+            f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or "
+            "give it a draft adapter (`mars-ray adapt MODEL` trains one and leaves the model as it "
+            "is)",
             field="mode",
         )
     window = card.block_size if isinstance(mode, BlockCachedMode) else mode.window
