@@ -117,11 +117,13 @@ def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
 
 @app.command()
 def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    """Write a model's own answers to training prompts; run again to resume."""
+    """Write a model's own answers, to prompts of yours or its own; run again to resume."""
     job = _job(GenerateJob, job_file, overrides, dry_run)
-    from mars_ray.generate import run_generation
+    from mars_ray.generate.run import run_generation
 
-    _print_result(asdict(run_generation(job, _console())))
+    with _Cluster(log_to_driver=False):
+        generated = run_generation(job, _console())
+    _print_result(asdict(generated))
 
 
 @app.command("import")

@@ -34,6 +34,7 @@ LEVELS = {
 ONLY_IN = {
     "ray": {
         "train/on_ray.py",
+        "generate/on_ray.py",
         "serve/autoscale.py",
         "serve/build.py",
         "serve/control.py",
