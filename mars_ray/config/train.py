@@ -54,9 +54,7 @@ class DraftObjective(BlockSchedule):
         return self
 
 
-Objective = Annotated[
-    ArObjective | MarsObjective | DraftObjective, Field(discriminator="type")
-]
+Objective = Annotated[ArObjective | MarsObjective | DraftObjective, Field(discriminator="type")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -83,9 +81,7 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
-LinearName = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-]
+LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_NAMES: tuple[LinearName, ...] = get_args(LinearName)
 
 
@@ -158,7 +154,9 @@ class StageConfig(Config):
             raise ValueError("lora does not go with objective draft; adapter.rank is its LoRA")
         if self.adapter.head_size == 0:
             if self.objective.head_loss_weight != 1:
-                raise ValueError("objective.head_loss_weight has no effect with adapter.head_size 0")
+                raise ValueError(
+                    "objective.head_loss_weight has no effect with adapter.head_size 0"
+                )
             if not self.objective.row_loss_weight:
                 raise ValueError("objective.row_loss_weight 0 without a head would train nothing")
         elif not self.objective.row_loss_weight + self.objective.head_loss_weight:
@@ -281,7 +279,7 @@ def evaluated_metrics(objective: Objective) -> list[str]:
     accepted = [f"eval_acceptance_{depth}" for depth in depths]
     drafts = ["eval_tokens_per_forward", *accepted]
     if isinstance(objective, DraftObjective):
-        return ["eval_loss", "eval_row_loss", "eval_row_tokens_per_forward", *drafts]
+        return ["eval_loss", "eval_row_loss", *drafts]
     return [*losses, "eval_noisy_ce", *drafts]
 
 

@@ -64,9 +64,7 @@ def draft_layout(batch: TokenBatch, size_BL: Tensor, depth_weight: Tensor) -> La
     return _beside_clean(batch, masks)
 
 
-def _depths(
-    batch: TokenBatch, start_BK: Tensor, size_BL: Tensor, has_target_BL: Tensor
-) -> Tensor:
+def _depths(batch: TokenBatch, start_BK: Tensor, size_BL: Tensor, has_target_BL: Tensor) -> Tensor:
     """Of every slot of every block, (B, K, W): 0 where it holds no mask."""
     slot_W = torch.arange(max(1, int(size_BL.max())), device=size_BL.device)
     column_BKW = start_BK[:, :, None] + slot_W

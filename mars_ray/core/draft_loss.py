@@ -111,7 +111,9 @@ def draft_choices(
         head_C = torch.zeros_like(row_choice_C, dtype=torch.float32)
         if corrected_NH is not None:
             # Nothing is put in the place of a candidate here: decoding could not.
-            logits_CS = candidate_logits(corrected_NH[rows].to(weight_VH.dtype), weight_VH, candidate_CS)
+            logits_CS = candidate_logits(
+                corrected_NH[rows].to(weight_VH.dtype), weight_VH, candidate_CS
+            )
             head_choice_C = candidate_CS.gather(1, logits_CS.argmax(dim=-1, keepdim=True))[:, 0]
             head_C = chunk.head(corrected_NH[rows], candidates).loss_C
         row_C, _ = chunk.slope(torch.ones_like(head_C))
@@ -132,7 +134,9 @@ def likeliest(logits_CV: Tensor, count: int) -> Tensor:
     even = groups * _GROUP
     best_CJ = logits_CV[:, :even].unflatten(1, (groups, _GROUP)).amax(dim=-1)
     group_CS = best_CJ.topk(count, dim=-1, sorted=False).indices
-    index = (group_CS[:, :, None] * _GROUP + torch.arange(_GROUP, device=group_CS.device)).flatten(1)
+    index = (group_CS[:, :, None] * _GROUP + torch.arange(_GROUP, device=group_CS.device)).flatten(
+        1
+    )
     rest = torch.arange(even, size, device=index.device).expand(rows, -1)
     index = torch.cat([index, rest], dim=1)
     return index.gather(1, logits_CV.gather(1, index).topk(count, dim=-1).indices)
@@ -155,7 +159,8 @@ class _Chunk:
         rows: slice,
         kind: LossKind,
     ) -> None:
-        self._weight_VH, self._kind = weight_VH, kind
+        self._weight_VH = weight_VH
+        self._kind: LossKind = kind
         self._token_C = targets.token_N[rows]
         twins, self._twin_C = targets.twin_N[rows].unique_consecutive(return_inverse=True)
         self.logits_CV = linear(hidden_CH.to(weight_VH.dtype), weight_VH)
@@ -218,9 +223,7 @@ def _divergence(
     match kind:
         case "ce":
             loss = -log_student.gather(1, token[:, None])[:, 0]
-            slope = student.scatter_add_(
-                1, token[:, None], torch.full_like(loss, -1.0)[:, None]
-            )
+            slope = student.scatter_add_(1, token[:, None], torch.full_like(loss, -1.0)[:, None])
         case "kl":
             loss = -teacher.entropy - torch.linalg.vecdot(teacher.share, log_student)
             slope = student.sub_(teacher.share)

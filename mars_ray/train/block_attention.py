@@ -86,7 +86,9 @@ def _weights(
     scores[..., :length] = torch.bmm(query, clean_key.transpose(1, 2))
     own = torch.bmm(_blocks(query, shape), _blocks(key, shape).transpose(1, 2))
     scores[..., length:] = _of_blocks(own, scores[..., length:])
-    by_block = scores.view(rows, -1, blocks, width, query.shape[1] // (blocks * width), scores.shape[2])
+    by_block = scores.view(
+        rows, -1, blocks, width, query.shape[1] // (blocks * width), scores.shape[2]
+    )
     by_block[..., :length].masked_fill_(~sees_BKL[:, None, :, None, None], -torch.inf)
     later_WW = torch.ones(width, width, dtype=torch.bool, device=query.device).triu(1)
     by_block[..., length:].masked_fill_(later_WW[:, None], -torch.inf)

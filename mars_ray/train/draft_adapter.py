@@ -1,7 +1,7 @@
 """The weights of a draft adapter while they are trained: float32, by flat names.
 
-They belong to one module (`draft_step.py`): under ZeRO-3 a module's own weights are brought together
-while it is called, and all of an adapter is smaller than a layer of its model.
+They belong to one module (`draft_step.py`): under ZeRO-3 a module's own weights are brought
+together while it is called, and all of an adapter is not much more than a layer of its model.
 
     mask_embedding_DH, head_hidden_KH, head_token_KH, head_depth_DK, head_out_HK
     layer_0_qkv_down_SI                        down-projections that share an input are one

@@ -74,7 +74,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def clean(self, ids_BL: Tensor, position_BL: Tensor, sees_BLL: Tensor) -> CleanPass:
-        """Keys, values and last hidden states of the clean stream; `sees_BLL` says who sees whom."""
+        """Keys, values and last hidden states of clean rows; `sees_BLL` says who sees whom."""
         shape = ids_BL.shape
         turn = self.turn(position_BL.flatten())
         x_NH = embedding(ids_BL.flatten(), self.embedding_VH).float()
@@ -118,9 +118,7 @@ class FrozenModel:
         for index, layer in enumerate(self.layers):
 
             def attend(layer: "_Layer", qkv_NTD: Tensor, index: int = index) -> Tensor:
-                parts = (
-                    part.unflatten(0, (rows, blocks, width)) for part in layer.heads(qkv_NTD)
-                )
+                parts = (part.unflatten(0, (rows, blocks, width)) for part in layer.heads(qkv_NTD))
                 return BlockAttention.apply(
                     *parts, clean.keys[index], clean.values[index], sees_BKL, layer.scale
                 ).flatten(0, 2)

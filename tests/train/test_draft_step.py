@@ -151,7 +151,11 @@ def compare(
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for name, parameter in step.named_parameters():
         torch.testing.assert_close(
-            parameter.grad, weights[name].grad, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            parameter.grad,
+            weights[name].grad,
+            rtol=1e-4,
+            atol=2e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
