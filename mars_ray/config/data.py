@@ -35,7 +35,8 @@ class _Rows(Config):
 class FilesSource(_Rows):
     """Local `.json`, `.jsonl` (also `.gz`) or `.parquet` files; globs are expanded and sorted.
 
-    `columns` renames a file's fields to ours: `{prompt = "question", response = "answer"}`.
+    `columns` renames a file's fields to ours: `{prompt = "question", response = "answer"}`;
+    what lies inside a field is named by a dotted path: `{prompt = "turns.0"}`.
     """
 
     type: Literal["files"] = "files"

@@ -47,6 +47,8 @@ class BadRow(Exception):
 
 # Content of a row, how its fields are renamed, and its origin. Raises BadRow.
 _Parse = Callable[[object, Mapping[str, str], str], Record]
+# What a row does not have; None may be in one.
+_ABSENT = object()
 # A row by our names.
 _Row = Mapping[str, Any]
 
@@ -140,7 +142,8 @@ def _form(
         raise BadRow(f"not JSON: {content}")
     if not isinstance(content, Mapping):
         raise BadRow(f"not an object but {type(content).__name__}")
-    row = {**content, **{ours: content[name] for ours, name in columns.items() if name in content}}
+    renamed = {ours: _at(content, name) for ours, name in columns.items()}
+    row = {**content, **{ours: value for ours, value in renamed.items() if value is not _ABSENT}}
     # A form whose fields were renamed was asked for by name.
     by_name = sorted(forms, key=lambda form: columns.keys().isdisjoint(form))
     form = next((form for form in by_name if all(field in row for field in form)), None)
@@ -148,6 +151,21 @@ def _form(
         known = " or ".join(" + ".join(form) for form in forms)
         raise BadRow(f"has {', '.join(map(str, content)) or 'no fields'}; expected {known}")
     return form, row
+
+
+def _at(content: Mapping[str, Any], name: str) -> Any:
+    """A field by its name, or what lies inside it by a dotted path such as `turns.0`."""
+    if name in content:
+        return content[name]
+    value: Any = content
+    for part in name.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _ABSENT
+    return value
 
 
 def _conversation(content: object, columns: Mapping[str, str], origin: str) -> Record:

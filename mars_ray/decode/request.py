@@ -83,6 +83,7 @@ class TokenEvent:
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the first forward with rows of it
     threshold: float | None = None  # the lowest in force so far, in modes that verify
+    adapter: str | None = None  # the draft adapter in force in this forward
     failure: Exception | None = None  # what ended the request in place of a completion
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,25 +27,42 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Writes config, weights, tokenizer, chat template and card; replaces what was there.
 
     The directory appears complete or not at all. `state_dict` is given where the model's own
-    parameters are not whole, as under ZeRO-3.
+    parameters are not whole, as under ZeRO-3; `dtype` where the model is to run in another one than
+    it is stored in.
     """
+    with replacing(Path(directory)) as fresh:
+        write_model(fresh, model, tokenizer, card, state_dict, dtype)
+
+
+def write_model(
+    directory: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    card: ModelCard,
+    state_dict: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The same into an empty directory, file by file."""
     quiet_unless_watched()
-    with _replacing(Path(directory)) as fresh:
-        _save_weights(fresh, model, state_dict)
-        tokenizer.save_pretrained(fresh)
-        write_card(fresh, card)
-        # safetensors writes files for their owner only; a server may run as somebody else.
-        mode = (fresh / CONFIG_FILE).stat().st_mode
-        for file in fresh.iterdir():
-            file.chmod(mode)
+    _save_weights(directory, model, state_dict, dtype)
+    tokenizer.save_pretrained(directory)
+    write_card(directory, card)
+    # safetensors writes files for their owner only; a server may run as somebody else.
+    mode = (directory / CONFIG_FILE).stat().st_mode
+    for file in directory.iterdir():
+        file.chmod(mode)
 
 
 def _save_weights(
-    directory: Path, model: PreTrainedModel, state_dict: dict[str, Tensor] | None
+    directory: Path,
+    model: PreTrainedModel,
+    state_dict: dict[str, Tensor] | None,
+    dtype: torch.dtype | None,
 ) -> None:
     """What `model.save_pretrained` writes.
 
@@ -54,7 +72,7 @@ def _save_weights(
     weights = model.state_dict() if state_dict is None else state_dict
     config = copy.copy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = next(iter(weights.values())).dtype
+    config.dtype = dtype or next(iter(weights.values())).dtype
     config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
@@ -69,7 +87,7 @@ def _alone(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _replacing(directory: Path) -> Iterator[Path]:
+def replacing(directory: Path) -> Iterator[Path]:
     """A new directory that takes the place of `directory` when the block ends without an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside its final place: a rename is atomic only within one file system.

@@ -11,6 +11,7 @@ class ReplicaStatus:
 
     mode: str  # of a request that names none
     threshold: float | None
+    adapter: str | None  # the draft adapter in force
     running: int
     waiting: int
     cache_share: float
@@ -39,6 +40,7 @@ def model_status(
     forwards = sum(replica.forwards for replica in replicas)
     disagreed = sum(replica.disagreed for replica in replicas)
     thresholds = [replica.threshold for replica in replicas if replica.threshold is not None]
+    adapters = [replica.adapter for replica in replicas]
     usage = [replica.cache_share for replica in replicas]
     return {
         "id": name,
@@ -50,6 +52,8 @@ def model_status(
         "tokens_per_forward": tokens / forwards if forwards else None,
         "disagreement": disagreed / tokens if tokens else None,
         "mode": replicas[0].mode if replicas else None,
+        # While a new one spreads, both.
+        "adapter": ", ".join(dict.fromkeys(filter(None, adapters))) or None,
         # While a new one spreads, the lower one is what a client may get.
         "threshold": min(thresholds, default=None),
         "policy": asdict(decided) if decided else None,

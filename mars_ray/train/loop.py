@@ -25,9 +25,11 @@ from mars_ray.train.objective import StageObjective
 from mars_ray.train.optim import learning_rate
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import ModelFlops, OwnTime
-from mars_ray.train.step import step_counts
+from mars_ray.train.speed import Flops, OwnTime
+from mars_ray.train.step import COUNTS, step_counts
 from mars_ray.train.watchdog import Watchdog
+
+_MASKS = COUNTS.index("masks")
 
 # Called on every rank after a checkpoint is complete.
 Report = Callable[[Path, dict[str, float]], None]
@@ -68,10 +70,10 @@ class StageParts:
     loader: Batches
     total_steps: int
     eval_batches: Callable[[], Iterable[TokenBatch]] | None
-    write_model: Callable[[Path], None]  # collective; writes on rank 0
+    write_model: Callable[[Path, TrainState], None]  # collective; writes on rank 0
     report: Report
     keeper: Keeper | None  # on rank 0
-    flops: ModelFlops
+    flops: Flops
     peak_flops: float  # of all ranks, a second
     own_time: OwnTime  # the engine's
     watchdog: Watchdog
@@ -90,7 +92,9 @@ class TrainLoop:
         self._started = time.monotonic()
         self._stop_wanted = False
         self._cannot_write = False
-        self.meter = Meter(parts.ranks.device, parts.flops, parts.peak_flops)
+        self._mask_tokens = restored.mask_tokens if restored else 0
+        streams = parts.objective.streams
+        self.meter = Meter(parts.ranks.device, parts.flops, parts.peak_flops, streams)
         self._writer: MetricsWriter | None = None
         if parts.ranks.is_main:
             self._writer = MetricsWriter(
@@ -146,6 +150,7 @@ class TrainLoop:
         if not math.isfinite(norm):
             self._raise_non_finite(batches, local)
         self.meter.add(local, counts)
+        self._mask_tokens += int(counts[_MASKS])
         return norm, rate
 
     def _accumulate(self, layouts: list[Layout], counts: Tensor, ar_weight: float) -> Tensor:
@@ -170,7 +175,9 @@ class TrainLoop:
         return last or (every_steps is not None and self._step % every_steps == 0)
 
     def _log(self, norm: Tensor, rate: float) -> None:
-        metrics = self.meter.flush(self._parts.ranks, has_noisy=self._parts.objective.depths > 0)
+        metrics = self.meter.flush(self._parts.ranks)
+        if self._mask_tokens:
+            metrics["mask_tokens"] = self._mask_tokens
         metrics |= {"lr": rate, "grad_norm": float(norm), "seconds": self._seconds()}
         metrics |= self._parts.own_time.slowest()
         self._publish("train", "", metrics)
@@ -211,8 +218,15 @@ class TrainLoop:
             loader=parts.loader.state(),
             metrics=self._metrics,
             data=parts.plan.data,
+            mask_tokens=self._mask_tokens,
         )
-        checkpoint.write(directory, parts.ranks, state, self._rank_state(), parts.write_model)
+        checkpoint.write(
+            directory,
+            parts.ranks,
+            state,
+            self._rank_state(),
+            lambda model: parts.write_model(model, state),
+        )
         self._saved_step = self._step
         if parts.keeper is not None:
             parts.keeper.saved()

@@ -140,6 +140,13 @@ SYSTEM = {"role": "system", "content": "s"}
         # What waits for an answer gets it, and what went before stays.
         ({"messages": [*TURNS, TURNS[0]]}, {}, ["q", "a", "q"]),
         ({"messages": TURNS, "prompt_ids": [1], "answer_ids": [2]}, {}, ["q"]),
+        ({"turns": ["q", "more"]}, {"prompt": "turns.0"}, ["q"]),
+        (
+            {"task": "q", "cases": [{"given": "i"}]},
+            {"instruction": "task", "input": "cases.0.given"},
+            ["q\n\ni"],
+        ),
+        ({"a.b": "q"}, {"prompt": "a.b"}, ["q"]),
     ],
 )
 def test_prompts_need_no_answer(monkeypatch, row, columns, expected):
