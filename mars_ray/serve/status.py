@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mars_ray.decode.info import EngineInfo
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
@@ -18,6 +20,7 @@ class ReplicaStatus:
     tokens: int
     forwards: int
     disagreed: int
+    engine: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,5 +55,7 @@ def model_status(
         "mode": replicas[0].mode if replicas else None,
         # While a new one spreads, the lower one is what a client may get.
         "threshold": min(thresholds, default=None),
+        # They have one job, but not always one kind of node.
+        "engine": asdict(replicas[0].engine) if replicas else None,
         "policy": asdict(decided) if decided else None,
     }
