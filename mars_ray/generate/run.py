@@ -140,6 +140,8 @@ class _Generation:
             bars.update(task, completed=len(choice.records))
         bars.update(task, total=len(choice.records), completed=len(choice.records))
         choice.check()
+        if len(choice.records) < source.count:
+            bars.say(f"{choice.tries} tries gave {len(choice.records)} of {source.count} prompts")
         return choice
 
     def _answer(self, prompts: Sequence[Prompt], part: Part, engines: Engines, bars: Bars) -> None:

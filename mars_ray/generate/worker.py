@@ -58,7 +58,8 @@ class Worker:
             while engine.running + engine.waiting > leave and time.monotonic() < due:
                 for event in engine.step():
                     if event.failure:
-                        raise EngineError(f"{event.request_id}: {event.failure}") from event.failure
+                        failure = f"request {event.request_id} failed: {event.failure}"
+                        raise EngineError(failure) from event.failure
                     if event.completion:
                         finished.append(event.completion)
         return finished
