@@ -74,7 +74,7 @@ def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) ->
         mode=ExactMode(),
         sampling=answers.sampling,
         max_new_tokens=answers.max_new_tokens,
-        minutes=job.minutes and _ANSWERS_SHARE * job.minutes,
+        minutes=None if job.minutes is None else _ANSWERS_SHARE * job.minutes,
         workers=devices.engines,
         cpus_per_worker=devices.cpus_per_engine,
         gpus_per_worker=devices.gpus_per_worker or None,
