@@ -25,11 +25,9 @@ QUIET = Console(quiet=True)
 SIZE = EngineConfig(max_batch=4, max_context=512, threads=1)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])
-def checkpoint(request, tmp_path_factory) -> Path:
+def downloaded(directory: Path, architecture: str) -> Path:
     """Random weights that wander, with room for the corpus' questions letter by letter."""
-    directory = tmp_path_factory.mktemp("measured") / request.param
-    model, tokenizer = build(request.param, 300)
+    model, tokenizer = build(architecture, 300)
     model.config.max_position_embeddings = 1024
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -37,6 +35,11 @@ def checkpoint(request, tmp_path_factory) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    return downloaded(tmp_path_factory.mktemp("measured") / request.param, request.param)
 
 
 def test_evaluation(checkpoint, tmp_path):
@@ -79,8 +82,9 @@ def test_generation(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_decoding_benchmark(checkpoint):
+def test_the_decoding_benchmark(tmp_path):
     """Beside transformers, token for token."""
+    checkpoint = downloaded(tmp_path / "mistral", "mistral")
     settings = {
         "checkpoint": str(checkpoint),
         "modes": [{"type": "exact"}, {"type": "jacobi"}],
@@ -106,9 +110,10 @@ def test_the_decoding_benchmark(checkpoint):
     ],
 )
 def test_what_needs_masks_is_refused_before_any_peer_starts(
-    checkpoint, changes, error, message, monkeypatch
+    changes, error, message, tmp_path, monkeypatch
 ):
     """Guards a decoder that forbids all tokens where it means the mask."""
+    checkpoint = downloaded(tmp_path / "mistral", "mistral")
     monkeypatch.setattr(bench_decode, "_running", None)
     settings = {"checkpoint": str(checkpoint), "modes": [{"type": "exact"}], "max_context": 512}
     with pytest.raises(error, match=message):
