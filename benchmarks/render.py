@@ -1,6 +1,7 @@
-"""Write the tables of README and docs from the committed results, between their markers.
+"""Write tables and numbers of README and docs from the committed results, between their markers.
 
     <!-- results:demo --> ... <!-- /results:demo -->
+    <!-- headline:smollm2.prompts ,d -->500<!-- /headline -->
 
 `python benchmarks/render.py` rewrites them; `--check` fails if a table is not what the results say.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headline import headlines, speed_ratio
 from render_simulations import cold_starts, fleets, live, simulation, simulator_speed
 from render_sweeps import machine, schedules, sweep
 
@@ -20,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKERS = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
+# A name of headline.py, and how Python is to write its value.
+NUMBERS = re.compile(r"(<!-- headline:([\w.]+) (\S+) -->)[^<]*(<!-- /headline -->)")
 
 
 def demo(result: dict[str, Any]) -> list[str]:
@@ -95,12 +99,8 @@ def decode(result: dict[str, Any]) -> list[str]:
     for label in labels:
         cells = []
         for size in sizes:
-            own, other = of[label, size], of[base, size]
-            rate = [
-                (own["tokens"] / a) / (other["tokens"] / b)
-                for a, b in zip(own["seconds"], other["seconds"], strict=True)
-            ]
-            ratio = statistics.median(rate)
+            own = of[label, size]
+            ratio = speed_ratio(own, of[base, size])
             cells.append(f"{own['tokens_per_s']:,.0f} ({ratio:.2f}x)")
         last = of[label, sizes[-1]]
         counted = [f"{last[key]:.2f}" if key in last else "-" for key in _COUNTS]
@@ -269,14 +269,20 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 
 def render(page: str) -> str:
-    """The page with every marked table made anew."""
+    """The page with every marked table and number made anew. Raises KeyError for a number whose
+    result is not there."""
 
     def table(match: re.Match[str]) -> str:
         path = RESULTS / f"{match[2].replace('steps', 'decode')}.json"
         lines = TABLES[match[2]](json.loads(path.read_text()))
         return match[1] + "\n".join(lines) + "\n" + match[3]
 
-    return MARKERS.sub(table, page)
+    found, _ = headlines()
+
+    def number(match: re.Match[str]) -> str:
+        return match[1] + format(found[match[2]]["value"], match[3]) + match[4]
+
+    return NUMBERS.sub(number, MARKERS.sub(table, page))
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ LEVELS = {
     "generate": 4,
     "importing": 4,
     "tune": 5,
+    "adapt": 5,
     "demo": 6,
     "cli": 7,
     "__main__": 8,
@@ -33,6 +34,7 @@ LEVELS = {
 ONLY_IN = {
     "ray": {
         "train/on_ray.py",
+        "generate/on_ray.py",
         "serve/autoscale.py",
         "serve/build.py",
         "serve/control.py",

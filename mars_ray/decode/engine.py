@@ -75,6 +75,7 @@ class Engine:
         self.totals = StepTotals()
         self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
+        self.adapter_name: str | None = None  # of the draft adapter in force, as events tell it
 
     @property
     def has_work(self) -> bool:
@@ -228,6 +229,7 @@ class Engine:
         events = []
         for item, own in zip(work, rows, strict=True):
             sequence = item.sequence
+            sequence.adapter = self.adapter_name
             if item.plan is None or own is None:
                 sequence.cached += item.count
                 self._scheduler.publish(sequence)

@@ -83,6 +83,7 @@ class TokenEvent:
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the first forward with rows of it
     threshold: float | None = None  # the lowest in force so far, in modes that verify
+    adapter: str | None = None  # the draft adapter in force in this forward
     failure: Exception | None = None  # what ended the request in place of a completion
 
 
@@ -108,8 +109,7 @@ def window_of(mode: Mode, card: ModelCard) -> int:
     if card.block_size == 0:
         raise RequestError(
             f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or "
-            "give it a draft adapter (`mars-ray adapt MODEL` trains one and leaves the model as it "
-            "is)",
+            "give it a draft adapter (`mars-ray adapt MODEL` makes one)",
             field="mode",
         )
     window = card.block_size if isinstance(mode, BlockCachedMode) else mode.window

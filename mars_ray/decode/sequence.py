@@ -42,6 +42,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
     published: int = 0  # of its pages, the first ones
+    adapter: str | None = None  # in force in the last forward
     disagreed: int = 0  # tokens seen not to be the model's own choice
     submitted_s: float = 0.0
     queue_s: float = 0.0  # from then to its first rows
@@ -132,6 +133,7 @@ class Sequence:
             disagreed=self.disagreed,
             queue_s=self.queue_s,
             threshold=self.lowest_threshold,
+            adapter=self.adapter,
         )
 
     def follow_grammar(self) -> None:

@@ -53,6 +53,7 @@ class Live:
         return ReplicaStatus(
             mode=job.mode.type,
             threshold=_in_force(job, seen.set_point),
+            adapter=seen.adapter,
             running=seen.running,
             waiting=seen.waiting,
             cache_share=seen.cache_share,

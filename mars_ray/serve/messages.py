@@ -107,6 +107,15 @@ class TokenText:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """What an answer got while one draft adapter, or none, was in force."""
+
+    adapter: str | None
+    tokens: int
+    forwards: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """How an answer ended and what it took."""
 
@@ -116,6 +125,7 @@ class Finish:
     forwards: int
     disagreed: int = 0  # tokens seen not to be the model's own choice, one step later
     threshold: float | None = None  # the lowest in force, in modes that have one
+    served: tuple[Served, ...] = ()  # one after the other; their sums are the counts above
 
 
 @dataclass(frozen=True, slots=True)

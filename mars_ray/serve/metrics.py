@@ -15,6 +15,7 @@ _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000]
 _PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
 _MODE = ("mode",)
+_ADAPTER = ("adapter",)
 # Ray's annotation allows one tag only; its code, any number.
 _MODE_AND_REASON: Any = ("mode", "finished_reason")
 _MODE_AND_THRESHOLD: Any = ("mode", "threshold")
@@ -62,6 +63,12 @@ class ReplicaMetrics:
         self._threshold = Gauge(
             "mars_threshold", "Threshold in force for requests that tolerate any and pin none."
         )
+        self._adapter = Gauge(
+            "mars_draft_adapter_info",
+            "1 for the draft adapter in force, 0 for those that were.",
+            _ADAPTER,
+        )
+        self._adapter_told: str | None = None
         self._accepted = Counter(
             "mars_spec_decode_num_accepted_tokens_per_pos",
             "Tokens that steps committed beyond their first, by place.",
@@ -101,6 +108,7 @@ class ReplicaMetrics:
         self._cache.set(seen.cache_share)
         self._threshold.set(seen.set_point)
         self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
+        self._tell_adapter(seen.adapter)
         self._since("preemptions", seen.preemptions, self._preemptions)
         self._since("prefix queries", seen.prefix_queries, self._prefix_queries)
         self._since("prefix hits", seen.prefix_hits, self._prefix_hits)
@@ -113,6 +121,14 @@ class ReplicaMetrics:
         for mode, curve in seen.tokens_per_forward_at.items():
             for threshold, value in curve.items():
                 self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})
+
+    def _tell_adapter(self, adapter: str | None) -> None:
+        if adapter == self._adapter_told:
+            return
+        for name, value in ((self._adapter_told, 0), (adapter, 1)):
+            if name is not None:
+                self._adapter.set(value, {"adapter": name})
+        self._adapter_told = adapter
 
     def _since(
         self, name: str, count: int, counter: Counter, tags: dict[str, str] | None = None

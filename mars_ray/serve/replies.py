@@ -3,8 +3,10 @@
 A reply's `usage.mars`, and `mars` of a choice if asked for, are ours.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from mars_ray.config.decode import Mode
@@ -39,8 +41,26 @@ def usage(call: Call, finishes: Sequence[Finish]) -> dict[str, Any]:
             "mode": call.mode.type,
             "threshold": _threshold(call, finishes),
             "disagreement": sum(finish.disagreed for finish in finishes) / completion,
-        },
+        }
+        | _adapters(finishes),
     }
+
+
+def _adapters(finishes: Sequence[Finish]) -> dict[str, Any]:
+    """The draft adapter that served; of several the last one, and what each has served."""
+    tokens: Counter[str | None] = Counter()
+    forwards: Counter[str | None] = Counter()
+    for served in chain.from_iterable(finish.served for finish in finishes):
+        tokens[served.adapter] += served.tokens
+        forwards[served.adapter] += served.forwards
+    last = finishes[-1].served[-1].adapter if finishes[-1].served else None
+    if len(tokens) < 2:
+        return {"adapter": last}
+    each = [
+        {"adapter": adapter, "completion_tokens": tokens[adapter], "forwards": forwards[adapter]}
+        for adapter in tokens
+    ]
+    return {"adapter": last, "by_adapter": each}
 
 
 def _threshold(call: Call, finishes: Sequence[Finish]) -> float | None:

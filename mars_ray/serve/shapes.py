@@ -32,6 +32,14 @@ class ErrorReply(Said):
     error: Fault
 
 
+class AdapterUsage(Said):
+    """What a reply got while one draft adapter, or none, was in force."""
+
+    adapter: str | None
+    completion_tokens: int
+    forwards: int
+
+
 class MarsUsage(Said):
     """What multi-token decoding did for the answers of a reply."""
 
@@ -40,6 +48,8 @@ class MarsUsage(Said):
     mode: str
     threshold: float | None
     disagreement: float
+    adapter: str | None
+    by_adapter: list[AdapterUsage] | None = None
 
 
 class Usage(Said):
@@ -273,6 +283,7 @@ class ModelNow(Said):
     disagreement: float | None
     mode: str | None
     threshold: float | None
+    adapter: str | None
     engine: EngineNow | None
     policy: PolicyNow | None
 

@@ -13,6 +13,7 @@ class ReplicaStatus:
 
     mode: str  # of a request that names none
     threshold: float | None
+    adapter: str | None  # the draft adapter in force
     running: int
     waiting: int
     cache_share: float
@@ -42,6 +43,7 @@ def model_status(
     forwards = sum(replica.forwards for replica in replicas)
     disagreed = sum(replica.disagreed for replica in replicas)
     thresholds = [replica.threshold for replica in replicas if replica.threshold is not None]
+    adapters = [replica.adapter for replica in replicas]
     usage = [replica.cache_share for replica in replicas]
     return {
         "id": name,
@@ -53,6 +55,8 @@ def model_status(
         "tokens_per_forward": tokens / forwards if forwards else None,
         "disagreement": disagreed / tokens if tokens else None,
         "mode": replicas[0].mode if replicas else None,
+        # While a new one spreads, both.
+        "adapter": ", ".join(dict.fromkeys(filter(None, adapters))) or None,
         # While a new one spreads, the lower one is what a client may get.
         "threshold": min(thresholds, default=None),
         # They have one job, but not always one kind of node.

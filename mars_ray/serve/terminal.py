@@ -2,14 +2,17 @@
 
 import http.client
 import json
+import secrets
 import time
 import urllib.error
 import urllib.request
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mars_ray.cluster.direct import urlopen
@@ -18,12 +21,17 @@ from mars_ray.errors import EngineError
 _HELP = """/model NAME   the one to ask; without a name: which there are
 /mode exact|verified|confidence|default   how to decode
 /threshold 0.9|default   quality against speed
+/compare   ask the last question again in mode exact: how much faster the answer was
 /system TEXT   instructions before the conversation
 /new   forget the conversation
 /quit   or Ctrl-D; Ctrl-C ends an answer"""
-# Tokens of one forward share a shade; two shades in turn show where forwards end.
-_SHADES = ("", "reverse dim")
+# Tokens that came together are underlined together, in two colours in turn: where a forward ends is
+# seen also where two of them follow each other. One token alone is plain.
+_TOGETHER = ("underline cyan", "underline green")
 _CONNECT_S = 600.0
+_BAR = 32  # columns of the faster one
+_SEED_BITS = 31
+_NONE = {"tokens": 0}  # of a chunk that only ends an answer
 
 
 @dataclass(slots=True)
@@ -35,20 +43,17 @@ class Conversation:
     api_key: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of the question that was asked last, so that it can be asked again
+    last: "Answered | None" = None  # to it
+    means: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def ask(self, text: str) -> Iterator[dict[str, Any]]:
         """The chunks of the answer, which is remembered as far as it was read."""
         self.messages.append({"role": "user", "content": text})
-        body = {
-            "model": self.model,
-            "messages": self.messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_forwards": True,
-        }
+        self.seed = secrets.randbits(_SEED_BITS)
         said = ""
         try:
-            for chunk in _events(self.url, body | self.settings, self.api_key):
+            for chunk in self.chunks(self.messages, self.settings):
                 for choice in chunk["choices"]:
                     said += choice["delta"].get("content", "")
                 yield chunk
@@ -57,6 +62,49 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": said})
             else:
                 self.messages.pop()
+
+    def chunks(
+        self, messages: list[dict[str, str]], settings: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Of an answer to these messages, which nobody remembers; with the last seed."""
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_forwards": True,
+            "seed": self.seed,
+        }
+        return _events(self.url, body | settings, self.api_key)
+
+    def mean(self, usage: dict[str, Any]) -> str:
+        """Tokens per forward over all answers decoded as this one; nothing if it is the first."""
+        mars = usage["mars"]
+        key = repr([self.model, *(mars[name] for name in ("mode", "threshold", "adapter"))])
+        sums = self.means[key]
+        sums.update(answers=1, tokens=usage["completion_tokens"], forwards=mars["forwards"])
+        if sums["answers"] < 2:
+            return ""
+        return f" ({sums['tokens'] / sums['forwards']:.2f} over {sums['answers']} answers)"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer that came to its end. The rate is in tokens per second from the first ones on: what
+    a prompt takes is the same in every mode."""
+
+    messages: list[dict[str, str]]  # up to the question
+    text: str
+    rate: float
+    usage: dict[str, Any]
+
+    @property
+    def how(self) -> str:
+        """The mode, with its threshold and the draft adapter in force."""
+        mars = self.usage["mars"]
+        threshold = "" if mars["threshold"] is None else f" at {mars['threshold']:g}"
+        adapter = "" if mars["adapter"] is None else f" with {mars['adapter']}"
+        return mars["mode"] + threshold + adapter
 
 
 def models(url: str, api_key: str | None) -> list[str]:
@@ -78,6 +126,9 @@ def chat(url: str, api_key: str | None, console: Console) -> None:
             return
         if text == "/quit":
             return
+        if text == "/compare":
+            _compare(conversation, console)
+            continue
         if text.startswith("/"):
             console.print(_command(conversation, text), style="dim")
         elif text:
@@ -89,9 +140,11 @@ def _command(conversation: Conversation, text: str) -> str:
     match name, value.strip():
         case "/new", "":
             conversation.messages.clear()
+            conversation.last = None
             return "a new conversation"
         case "/system", content if content:
             conversation.messages[:] = [{"role": "system", "content": content}]
+            conversation.last = None
             return "a new conversation with these instructions"
         case "/model", chosen:
             return _choose_model(conversation, chosen)
@@ -113,7 +166,7 @@ def _choose_model(conversation: Conversation, chosen: str) -> str:
     except EngineError as error:
         return str(error)
     if chosen in names:
-        conversation.model = chosen
+        conversation.model, conversation.last = chosen, None
     return f"asking {conversation.model}; there are {', '.join(names)}"
 
 
@@ -126,29 +179,79 @@ def _is_number(text: str) -> bool:
 
 
 def _show(conversation: Conversation, text: str, console: Console) -> None:
-    started = time.perf_counter()
-    usage = None
+    asked = [*conversation.messages, {"role": "user", "content": text}]
+    conversation.last = answered = _read(conversation.ask(text), asked, console)
+    if answered:
+        console.print(_figures(conversation, answered), style="dim", highlight=False)
+
+
+def _read(
+    chunks: Iterator[dict[str, Any]], asked: list[dict[str, str]], console: Console
+) -> Answered | None:
+    """Shows an answer as it comes; None if it does not come to its end."""
+    said, usage, tokens, together = "", None, 0, 0
+    first: tuple[float, int] | None = None
+    last_s = 0.0
     try:
-        for number, chunk in enumerate(conversation.ask(text)):
+        for chunk in chunks:
             for choice in chunk["choices"]:
-                piece = Text(choice["delta"].get("content", ""), style=_SHADES[number % 2])
-                console.print(piece, end="", soft_wrap=True)
+                piece, count = (
+                    choice["delta"].get("content", ""),
+                    choice.get("mars", _NONE)["tokens"],
+                )
+                together += count > 1
+                style = _TOGETHER[together % 2] if count > 1 else ""
+                console.print(Text(piece, style=style), end="", soft_wrap=True)
+                said, tokens = said + piece, tokens + count
+                if count:
+                    last_s = time.perf_counter()
+                    first = first or (last_s, tokens)
             usage = chunk.get("usage") or usage
     except KeyboardInterrupt:
         console.print(" [ended]", style="dim", markup=False, end="")
     except EngineError as error:
         console.print(str(error), style="red", markup=False, end="")
     console.print()
-    if usage:
-        seconds = time.perf_counter() - started
-        mars = usage["mars"]
-        tokens = usage["completion_tokens"]
-        console.print(
-            f"{tokens} tokens, {tokens / seconds:.0f} a second, "
-            f"{mars['tokens_per_forward']:.2f} a forward, {mars['mode']}"
-            + (f" at {mars['threshold']:g}" if mars["threshold"] is not None else ""),
-            style="dim",
-        )
+    if usage is None or first is None:
+        return None
+    rate = (tokens - first[1]) / max(1e-3, last_s - first[0])
+    return Answered(asked, said, rate, usage)
+
+
+def _figures(conversation: Conversation, answered: Answered) -> str:
+    usage = answered.usage
+    return (
+        f"{usage['completion_tokens']} tokens, {answered.rate:.0f} a second, "
+        f"{usage['mars']['tokens_per_forward']:.2f} a forward{conversation.mean(usage)}, "
+        f"{answered.how}"
+    )
+
+
+def _compare(conversation: Conversation, console: Console) -> None:
+    """The last question once more, a token a forward; the conversation stays as it is."""
+    ours = conversation.last
+    if ours is None:
+        console.print("ask something first: there is no answer to compare with", style="dim")
+        return
+    settings = conversation.settings | {"mode": "exact"}
+    settings.pop("threshold", None)
+    exact = _read(conversation.chunks(ours.messages, settings), ours.messages, console)
+    if exact is None:
+        return
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column("tokens/s", justify="right")
+    table.add_column("a forward", justify="right")
+    table.add_column()
+    most = max(ours.rate, exact.rate, 1e-3)
+    for each in (ours, exact):
+        bar = "█" * max(1, round(_BAR * each.rate / most))
+        per_forward = f"{each.usage['mars']['tokens_per_forward']:.2f}"
+        table.add_row(each.how, f"{each.rate:.0f}", per_forward, bar)
+    console.print(table)
+    same = "the same text" if ours.text == exact.text else "another text"
+    times = ours.rate / max(1e-3, exact.rate)
+    console.print(f"{times:.2f} times the tokens a second of exact, {same}", highlight=False)
 
 
 def _events(url: str, body: dict[str, Any], api_key: str | None) -> Iterator[dict[str, Any]]:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 
+from mars_ray.config.decode import ExactMode, JacobiMode
 from mars_ray.decode.request import FinishReason, Request, TokenEvent, as_one
 from mars_ray.errors import DeadlineError
-from mars_ray.serve.messages import Call, CallPiece, Finish, Piece, TokenText, joined
+from mars_ray.serve.messages import Call, CallPiece, Finish, Piece, Served, TokenText, joined
 from mars_ray.serve.text import Decode, Writer
 from mars_ray.serve.tool_calls import ToolCallReader
 
@@ -26,14 +27,20 @@ class Transcript:
         self._writer = Writer(decode, call.stop, request.sampling.min_new_tokens)
         self._reader = ToolCallReader(request.id) if call.tools else None
         self._tokens = 0
+        self._forwards = 0
+        self._served: list[Served] = []
+        # The other modes have no masks, whatever adapter is in force.
+        self._is_drafted = not isinstance(request.mode, ExactMode | JacobiMode)
 
     def add(self, events: Several[TokenEvent]) -> tuple[Piece, TokenEvent]:
         """What some steps add to the text, and those of them that count as one.
 
         Raises DeadlineError if the answer's time was over.
         """
-        # Only at a stop string the text may end between two steps.
-        units = events if self._call.stop else [as_one(events)]
+        # Only at a stop string the text may end between two steps, and only at another adapter the
+        # counts go elsewhere.
+        is_apart = self._call.stop or len({event.adapter for event in events}) > 1
+        units = events if is_apart else [as_one(events)]
         piece, used = self._added(units[0]), 1
         while used < len(units) and not piece.finish:
             piece, used = joined(piece, self._added(units[used])), used + 1
@@ -44,7 +51,7 @@ class Transcript:
         shown = [token for token in event.tokens if token not in self._request.stop_ids]
         written = self._writer.push(shown)
         text, stopped = written.text, written.stopped
-        self._tokens += written.tokens if stopped else len(event.tokens)
+        self._count(event, written.tokens if stopped else len(event.tokens))
         reason: FinishReason | None = "stop" if stopped else None
         if event.completion is not None and not stopped:
             rest = self._writer.flush()
@@ -64,6 +71,16 @@ class Transcript:
         )
         return replace(piece, finish=self._finish(reason, event)) if reason else piece
 
+    def _count(self, event: TokenEvent, tokens: int) -> None:
+        """What the answer has so far, and under which adapter it got it."""
+        forwards = event.forward - self._forwards
+        self._tokens, self._forwards = self._tokens + tokens, event.forward
+        adapter = event.adapter if self._is_drafted else None
+        if self._served and self._served[-1].adapter == adapter:
+            last = self._served.pop()
+            tokens, forwards = last.tokens + tokens, last.forwards + forwards
+        self._served.append(Served(adapter, tokens, forwards))
+
     def _finish(self, reason: FinishReason, event: TokenEvent) -> Finish:
         if reason == "deadline":
             limit_s = self._call.timeout_s
@@ -79,6 +96,7 @@ class Transcript:
             event.forward,
             event.disagreed,
             event.threshold,
+            tuple(self._served),
         )
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:

@@ -58,6 +58,7 @@ def test_exact_equals_greedy_transformers(client, checkpoint):
         "mode": "exact",
         "threshold": None,
         "disagreement": 0.0,
+        "adapter": None,
     }
 
 

@@ -25,6 +25,7 @@ def seen(set_point: float = 1.0) -> EngineSeen:
         prefix_queries=0,
         prefix_hits=0,
         windows=(),
+        adapter=None,
         set_point=set_point,
         checked={},
         tokens_per_forward_at={},
@@ -77,10 +78,10 @@ def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set
 def test_replicas_add_up():
     """Shares are of all tokens, not means of shares."""
     one = ReplicaStatus(
-        "verified", 0.5, 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9, engine=INFO
+        "verified", 0.5, "a@1", 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9, engine=INFO
     )
     two = ReplicaStatus(
-        "verified", 0.4, 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1, engine=INFO
+        "verified", 0.4, "b@2", 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1, engine=INFO
     )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
     assert model_status("m", [one, two], decided) == {
@@ -94,6 +95,7 @@ def test_replicas_add_up():
         "disagreement": 0.1,
         "mode": "verified",
         "threshold": 0.4,
+        "adapter": "a@1, b@2",
         "engine": {
             "engine": "mars-ray",
             "dtype": "float32",

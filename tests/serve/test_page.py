@@ -78,7 +78,36 @@ def test_a_conversation_with_a_mode_switch(page):
     exact = ask(page, "again")
     shades = exact.locator("span").evaluate_all("spans => spans.map(s => s.dataset.tokens)")
     assert set(shades) <= {"1", "0"}
-    assert "1.00 per forward" in exact.locator(".note").inner_text()
+    assert "1.00 tokens per forward" in exact.locator(".note").inner_text()
+
+
+def test_an_answer_beside_that_of_exact(page):
+    """The same question, the same text and both speeds; the conversation does not hear of it, and
+    what was decoded alike has one mean."""
+    page.locator("#mode").select_option("verified")
+    answer = ask(page, "count")
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json))
+    page.get_by_role("button", name="Ask again in exact mode").click()
+    verdict = answer.locator(".verdict")
+    playwright.expect(verdict).to_contain_text("tokens per second of exact, the same text")
+    assert float(verdict.locator("b").inner_text()) > 0
+    sides = answer.locator(".sides section")
+    assert sides.count() == 2
+    assert sides.nth(0).locator("p").inner_text() == sides.nth(1).locator("p").inner_text()
+    assert sides.nth(1).locator("h3").inner_text().startswith("exact")
+    assert "1.00 tokens per forward" in sides.nth(1).locator(".note").inner_text()
+    for number in range(2):
+        assert "tokens/s" in sides.nth(number).locator("h3 span").inner_text()
+    assert page.get_by_role("button", name="Ask again").count() == 0
+    second = ask(page, "again")
+    assert "over 2 answers" in second.locator(".note").inner_text()
+    bodies = [body for body in asked if body]
+    assert [len(body["messages"]) for body in bodies] == [1, 3]
+    assert bodies[0]["mode"] == "exact"
+    page.locator("#mode").select_option("exact")
+    ask(page, "last")
+    assert page.get_by_role("button", name="Ask again").count() == 1
 
 
 def test_a_phone_shows_everything(page, text_engine, monkeypatch):
@@ -93,6 +122,8 @@ def test_a_phone_shows_everything(page, text_engine, monkeypatch):
     page.set_viewport_size({"width": 360, "height": 740})
     playwright.expect(page.locator("#policy")).to_contain_text("3 replicas", timeout=10_000)
     ask(page, "word " * 6)
+    page.get_by_role("button", name="Ask again in exact mode").click()
+    playwright.expect(page.locator(".verdict")).to_be_visible(timeout=10_000)
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= 360
     for name in ("Send", "Stop"):
@@ -119,7 +150,7 @@ def test_markup_in_a_message_is_text(page):
     """Guards a script in a message, in either direction."""
     ask(page, "<img src=x onerror=alert(1)><b>bold</b>")
     assert page.locator("main img").count() == 0
-    assert page.locator("main b").count() == 0
+    assert page.locator("main p b").count() == 0
 
 
 def test_an_error_is_shown_and_the_next_message_works(page):
@@ -171,8 +202,8 @@ CONTRAST = """() => {
       getComputedStyle(element).color]))].sort((a, b) => a - b);
     return (high + .05) / (low + .05);
   };
-  return [...document.querySelectorAll("h1, h2, dt, dd, label, p, .note, #legend, #legend span, "
-    + "span[data-tokens], button:enabled, select, textarea, output")]
+  return [...document.querySelectorAll("h1, h2, h3, dt, dd, label, p, .note, #legend, "
+    + "#legend span, span[data-tokens], button:enabled, select, textarea, output")]
     .filter((element) => element.offsetParent && element.textContent + element.placeholder)
     .map((element) => [element.outerHTML.slice(0, 60), contrast(element)]);
 }"""

@@ -314,6 +314,7 @@ def test_replies_have_the_shapes_of_the_official_client():
             "mode": "verified",
             "threshold": 0.5,
             "disagreement": 0.5,
+            "adapter": None,
         },
     }
     assert Model.model_validate(model_list("m", 1)["data"][0], strict=True).id == "m"

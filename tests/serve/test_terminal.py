@@ -14,7 +14,7 @@ from mars_ray.config.decode import ExactMode
 from mars_ray.config.serve import ServedModel
 from mars_ray.errors import EngineError
 from mars_ray.serve.app import build_api
-from mars_ray.serve.terminal import Conversation, chat, models
+from mars_ray.serve.terminal import Conversation, _read, chat, models
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,36 @@ def test_a_conversation(url):
     assert "never said" not in shown
 
 
+def test_an_answer_beside_that_of_exact(url):
+    """The same words from the same seed, though both are sampled; what was asked only to compare is
+    not remembered, and answers that were decoded alike have a mean."""
+    shown = said(url, "/compare", "count", "/compare", "/new", "/compare", "count")
+    assert shown.count("ask something first") == 2
+    assert "times the tokens a second of exact, the same text" in shown
+    rows = [line.split() for line in shown.splitlines() if "█" in line]
+    assert [row[:-3] for row in rows] == [["verified", "at", "1"], ["exact"]]
+    assert rows[1][-2] == "1.00"
+    assert shown.count("over 2 answers") == 1
+
+
+def test_tokens_that_came_together_are_underlined_together():
+    """Two groups in a row have two colours; one token alone is plain."""
+    pieces = [("one", 1), (" two three", 2), (" four five", 2), (" six", 1)]
+    chunks = [
+        {"choices": [{"delta": {"content": text}, "mars": {"tokens": count}}]}
+        for text, count in pieces
+    ]
+    mars = {"tokens_per_forward": 1.5, "mode": "exact", "threshold": None, "adapter": None}
+    chunks += [{"choices": [{"delta": {}}]}, {"choices": [], "usage": {"mars": mars}}]
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    answered = _read(iter(chunks), [], console)
+    assert answered
+    assert (answered.text, answered.how) == ("one two three four five six", "exact")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.startswith("one\x1b[4;32m two three\x1b[0m\x1b[4;36m four five\x1b[0m six")
+
+
 def test_another_model_is_asked(url):
     """With its own default mode; a name that is none changes nothing."""
     shown = said(url, "/model second", "count", "/model third", "/model")
@@ -71,7 +101,7 @@ def test_what_is_wrong_is_said_and_the_conversation_goes_on(url):
 
 def test_messages_are_remembered(url):
     """The next question is asked with what was said before; a refused one is forgotten."""
-    conversation = Conversation(url, "tiny", settings={"max_tokens": 5, "mode": "exact"})
+    conversation = Conversation(url, "tiny", settings={"max_tokens": 5, "temperature": 0})
     answer = "".join(
         choice["delta"].get("content", "")
         for chunk in conversation.ask("one")

@@ -1,0 +1,118 @@
+"""The headline numbers, each computed from a committed result.
+
+`python benchmarks/headline.py` prints one JSON object, {name: {"value", "from"}}, and on stderr the
+names whose result is not there yet. README and docs take them from here (`render.py`):
+
+    <!-- headline:smollm2.tf_groups .2f -->2.31<!-- /headline -->
+
+Standard library only.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Result = dict[str, Any]
+# What a result lacks that is of another shape, or not complete yet.
+_MISSING = (FileNotFoundError, KeyError)
+
+
+def speed_ratio(own: Result, other: Result) -> float:
+    """How many times as many tokens/s one decoder gave as another: the median over interleaved
+    rounds. Both are `cases` of one `mars-ray bench decode`."""
+    rounds = zip(own["seconds"], other["seconds"], strict=True)
+    return statistics.median((own["tokens"] / a) / (other["tokens"] / b) for a, b in rounds)
+
+
+def _at(*keys: str) -> Callable[[Result], float]:
+    """The number at this place in a result."""
+
+    def value(result: Result) -> float:
+        for key in keys:
+            result = result[key]
+        assert isinstance(result, int | float), f"{'.'.join(keys)} is no number"
+        return result
+
+    return value
+
+
+def _times(label: str, base: str, batch: int | None = None) -> Callable[[Result], float]:
+    """Of a decoder over another at one batch size; without one, the least over all of them."""
+
+    def value(result: Result) -> float:
+        cases = {(case["label"], case["batch"]): case for case in result["cases"]}
+        sizes = result["job"]["batch_sizes"] if batch is None else [batch]
+        return min(speed_ratio(cases[label, size], cases[base, size]) for size in sizes)
+
+    return value
+
+
+def _most(objective: str, ratio: str) -> Callable[[Result], float]:
+    """The largest ratio of a training step's objective over all shapes."""
+
+    def value(result: Result) -> float:
+        return max(case[objective][ratio] for case in result["cases"].values())
+
+    return value
+
+
+_EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One number: the result it is computed from, and how."""
+
+    result: str
+    value: Callable[[Result], float]
+
+
+HEADLINES = {
+    "smollm2.identical_share": Headline("smollm2_identity", _at("float32", "identical_share")),
+    "smollm2.prompts": Headline("smollm2_identity", _at("float32", "prompts")),
+    "smollm2.bf16_difference_rate": Headline(
+        "smollm2_identity", _at("bfloat16", "difference_rate")
+    ),
+    "smollm2.tf_tree": Headline("smollm2_identity", _at("tokens_per_forward", "tree")),
+    "smollm2.tf_groups": Headline("smollm2_identity", _at("tokens_per_forward", "groups")),
+    "smollm2.tf_one_group": Headline("smollm2_identity", _at("tokens_per_forward", "one_group")),
+    "smollm2.speed_over_exact_b1": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 1)),
+    "smollm2.speed_vs_vllm_b1": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 1)),
+    "smollm2.speed_vs_vllm_b4": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 4)),
+    "smollm2.exact_vs_vllm_min": Headline("smollm2_decode", _times(_EXACT, _VLLM)),
+    "smollm2.verified_over_exact_min": Headline("smollm2_decode", _times(_VERIFIED, _EXACT)),
+    "adapter.step_time_over_sft": Headline("adapter_step", _most("adapter", "time_ratio")),
+    "adapter.step_memory_over_sft": Headline("adapter_step", _most("adapter", "memory_ratio")),
+}
+
+
+def headlines(results: Path = RESULTS) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Values with where they are from, and of the names that have none, why."""
+    found: dict[str, dict[str, Any]] = {}
+    lacking: dict[str, str] = {}
+    for name, headline in HEADLINES.items():
+        path = results / f"{headline.result}.json"
+        try:
+            value = headline.value(json.loads(path.read_text()))
+        except _MISSING as error:
+            lacking[name] = f"{path.name}: {type(error).__name__} {error}"
+            continue
+        found[name] = {"value": value, "from": f"benchmarks/results/{path.name}"}
+    return found, lacking
+
+
+def main() -> None:
+    """Print them."""
+    found, lacking = headlines()
+    for name, why in lacking.items():
+        print(f"no {name}: {why}", file=sys.stderr)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

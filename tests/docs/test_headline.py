@@ -1,0 +1,93 @@
+"""Headline numbers come from committed results, and the pages say what the results say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import headline  # noqa: E402
+import render  # noqa: E402
+
+DECODE = {
+    "job": {"batch_sizes": [1, 4]},
+    "cases": [
+        {"label": label, "batch": batch, "tokens": 100, "seconds": seconds}
+        for label, batch, seconds in (
+            ("mars-ray exact", 1, [2.0, 2.0, 9.0]),
+            ("mars-ray exact", 4, [1.0, 1.0, 1.0]),
+            ("mars-ray verified 1", 1, [1.0, 1.0, 1.0]),
+            ("mars-ray verified 1", 4, [1.25, 1.25, 1.25]),
+            ("vllm", 1, [2.0, 3.0, 9.0]),
+            ("vllm", 4, [1.0, 2.0, 0.5]),
+        )
+    ],
+}
+
+
+def test_each_value_is_computed_from_its_result(tmp_path):
+    """By hand: the medians of rounds at batch 1 are 2 and 3, the least over batches is that of 4;
+    results that are not there are named and nothing else."""
+    (tmp_path / "smollm2_decode.json").write_text(json.dumps(DECODE))
+    cases = {
+        "one": {"adapter": {"time_ratio": 0.9, "memory_ratio": 0.5}},
+        "two": {"adapter": {"time_ratio": 0.8, "memory_ratio": 0.6}},
+    }
+    (tmp_path / "adapter_step.json").write_text(json.dumps({"cases": cases}))
+    found, lacking = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {
+        "smollm2.speed_over_exact_b1": 2.0,
+        "smollm2.speed_vs_vllm_b1": 3.0,
+        "smollm2.speed_vs_vllm_b4": pytest.approx(0.8),
+        "smollm2.exact_vs_vllm_min": 1.0,
+        "smollm2.verified_over_exact_min": pytest.approx(0.8),
+        "adapter.step_time_over_sft": 0.9,
+        "adapter.step_memory_over_sft": 0.6,
+    }
+    assert found["adapter.step_time_over_sft"]["from"] == "benchmarks/results/adapter_step.json"
+    assert found.keys() | lacking.keys() == headline.HEADLINES.keys()
+    assert {why.partition(":")[0] for why in lacking.values()} == {"smollm2_identity.json"}
+
+
+def test_a_result_without_the_number_leaves_it_out(tmp_path):
+    """Guards a traceback in place of the numbers that there are."""
+    (tmp_path / "smollm2_identity.json").write_text(json.dumps({"float32": {"prompts": 500}}))
+    found, lacking = headline.headlines(tmp_path)
+    assert found == {
+        "smollm2.prompts": {"value": 500, "from": "benchmarks/results/smollm2_identity.json"}
+    }
+    assert "identical_share" in lacking["smollm2.identical_share"]
+
+
+def test_the_program_needs_the_standard_library_alone():
+    """One JSON object on stdout; everything without a value on stderr."""
+    script = str(ROOT / "benchmarks" / "headline.py")
+    words = [sys.executable, "-S", "-E", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+    found = json.loads(done.stdout)
+    missing = re.findall(r"^no (\S+):", done.stderr, re.MULTILINE)
+    assert found.keys() | set(missing) == headline.HEADLINES.keys()
+    for entry in found.values():
+        assert (ROOT / entry["from"]).exists()
+
+
+def test_a_number_in_a_page_is_written_anew(monkeypatch):
+    """In the form that its marker asks for; guards a page with a number that no result has."""
+    found = {"a.share": {"value": 0.9876, "from": "x"}}
+    monkeypatch.setattr(render, "headlines", lambda: (found, {}))
+    page = "It is <!-- headline:a.share .1% -->old<!-- /headline --> of all."
+    assert render.render(page) == page.replace("old", "98.8%")
+    with pytest.raises(KeyError):
+        render.render(page.replace("a.share", "a.other"))
+
+
+def test_the_pages_say_what_the_results_say():
+    """Guards numbers and tables that were typed, or are of an older result."""
+    for path in render.PAGES:
+        text = path.read_text()
+        assert render.render(text) == text, f"{path.name}: run python benchmarks/render.py"
