@@ -1,5 +1,6 @@
 """One decode engine that keeps its batch full while there is work. It knows nothing of Ray."""
 
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +22,11 @@ _RETURN_EVERY_S = 5.0
 class Engines(Protocol):
     """Any number of engines, wherever they are."""
 
-    def decode(self, requests: Iterable[Request]) -> Iterator[list[Completion]]:
-        """All requests, in any order, as they finish. Raises MarsError."""
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
+        """All requests, in any order, as they finish; none is begun after `until`, on the clock of
+        `time.monotonic`. Raises MarsError."""
         ...
 
 
