@@ -27,8 +27,8 @@ _GENERATED = "# Written by tools/job_manifests.py.\n"
 class Submission:
     """A job file as it is submitted.
 
-    Training and generation ask the cluster for their workers themselves; what computes in the driver (`cpus`, `gpus`)
-    has to ask for the driver's place.
+    Training and generation ask the cluster for their workers themselves; what computes in the
+    driver (`cpus`, `gpus`) has to ask for the driver's place.
     """
 
     job: str

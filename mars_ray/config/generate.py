@@ -60,6 +60,11 @@ class GenerateJob(Config):
     mode: Mode = ExactMode()
     sampling: Sampling = Sampling()
     max_new_tokens: int = Field(default=256, ge=1)
+    minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="for all of it, half for prompts of its own; what has no answer then gets none",
+    )
     workers: int | None = Field(
         default=None, ge=1, description="engines; default: as many as the cluster has room for"
     )

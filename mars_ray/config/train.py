@@ -123,6 +123,11 @@ class StageConfig(Config):
     optimizer: OptimizerConfig
     steps: int | None = Field(default=None, ge=1)
     epochs: float | None = Field(default=None, gt=0)
+    minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="in the place of both: as many steps as fit, by the time of the first ten",
+    )
     global_batch_size: int = Field(ge=1, description="rows per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
         default=None,
@@ -138,8 +143,8 @@ class StageConfig(Config):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
+        if sum(length is not None for length in (self.steps, self.epochs, self.minutes)) != 1:
+            raise ValueError("give exactly one of steps, epochs and minutes")
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Generated:
     excluded: int
     own_tries: int
     own_faults: dict[str, int]  # why tries were no prompts
+    # Of engines at work; two runs that wrote the same need not have taken the same time.
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def summary(
     prompts: Sequence[Prompt],
     answers: Mapping[int, Answer],
     found: Found,
+    seconds: float,
 ) -> Generated:
     """Of all that the part holds."""
     tokens = sum(len(answer.tokens) for answer in answers.values())
@@ -113,4 +116,5 @@ def summary(
         excluded=found.excluded,
         own_tries=found.own_tries,
         own_faults=dict(found.own_faults),
+        seconds=seconds,
     )

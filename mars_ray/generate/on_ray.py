@@ -58,8 +58,10 @@ class RayEngines:
         for actor in self._actors:
             ray.kill(actor.handle)
 
-    def decode(self, requests: Iterable[Request]) -> Iterator[list[Completion]]:
-        """All requests, as they finish; their ids must differ.
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
+        """All requests, as they finish; their ids must differ. None is handed out after `until`.
 
         Raises EngineError if engines do not start or die again and again, and whatever MarsError
         one of them raises.
@@ -68,6 +70,8 @@ class RayEngines:
         self._deaths.clear()
         self._start(len(waiting))
         while waiting or any(actor.held for actor in self._actors):
+            if time.monotonic() > until:
+                waiting.clear()
             self._hand_out(waiting)
             done, _ = ray.wait(list(self._pending), timeout=_LOOK_S)
             for ref in done:

@@ -1,7 +1,8 @@
 """What a generation has so far: a file that is only added to, and read when it goes on.
 
 first line   what it is made from
-other lines  an answer with its prompt's number, or a try to write a prompt; as they came
+other lines  an answer with its prompt's number, a try to write a prompt, or for how long engines
+             have been at work; as they came
 """
 
 import json
@@ -36,6 +37,7 @@ class Part:
         self.path = path
         self.answers: dict[int, Answer] = {}
         self.tries: dict[int, dict[int, Try]] = {}
+        self.seconds = 0.0  # of engines at work, in all runs so far
         lines = read_journal(path)
         if not lines:
             path.write_text(json.dumps(made_from) + "\n")
@@ -63,6 +65,10 @@ class Part:
             for number, each in tries.items()
         )
 
+    def add_seconds(self, seconds: float) -> None:
+        """Writes down that the engines have been at work for so long."""
+        self._append([{"seconds": seconds}])
+
     def _append(self, lines: Iterable[Line]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             for line in lines:
@@ -70,6 +76,9 @@ class Part:
                 file.write(json.dumps(line) + "\n")
 
     def _take(self, line: Line) -> None:
+        if "seconds" in line:
+            self.seconds += line["seconds"]
+            return
         if "try" in line:
             number, content = line["try"], Try(line["text"], line["fault"])
             known: dict[int, Any] = self.tries.setdefault(line["source"], {})

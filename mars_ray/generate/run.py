@@ -10,6 +10,8 @@ engines there are does not matter.
 
 import hashlib
 import json
+import math
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +44,7 @@ from mars_ray.provenance import provenance
 from mars_ray.writer import replaced, sole_writer
 
 # Where and how fast it runs: the answers do not depend on it.
-_HARMLESS = {"workers", "cpus_per_worker", "gpus_per_worker"}
+_HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}
 Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[Engines]]
 
 
@@ -62,6 +64,32 @@ def run_generation(job: GenerateJob, console: Console, start: Start = RayEngines
     lock = output.with_name(f"{output.name}.part.lock")
     with sole_writer(output, lock, "output"):
         return generation.run(output, console)
+
+
+# Of the minutes that a job has, those for prompts that the model writes itself.
+_OWN_SHARE = 0.5
+
+
+class _Clock:
+    """How much of a job's minutes is left, over all runs."""
+
+    def __init__(self, minutes: float | None, part: Part) -> None:
+        self._limit_s = math.inf if minutes is None else 60 * minutes
+        self._part = part
+        self._noted = time.monotonic()
+
+    def until(self, share: float) -> float:
+        """When this share of the minutes is over, on the clock of `time.monotonic`."""
+        return self._noted + share * self._limit_s - self._part.seconds
+
+    def note(self) -> None:
+        """Take down what has passed; in the file, if it counts when the job goes on."""
+        now = time.monotonic()
+        passed_s, self._noted = now - self._noted, now
+        if self._limit_s < math.inf:
+            self._part.add_seconds(passed_s)
+        else:
+            self._part.seconds += passed_s
 
 
 class _Generation:
@@ -88,9 +116,11 @@ class _Generation:
         if not part_file.exists() and (generated := _finished(output, done, self._made_from)):
             return generated
         part = Part(part_file, self._made_from)
+        clock = _Clock(self._job.minutes, part)
         with Bars(console) as bars, self._start(self._job, bars.say) as engines:
-            prompts, found = self._all_prompts(part, engines, bars)
-            self._answer(prompts, part, engines, bars)
+            prompts, found = self._all_prompts(part, clock, engines, bars)
+            self._answer(prompts, part, clock, engines, bars)
+        clock.note()
         if not part.answers:
             # Nothing to go on with: a job with other settings may begin.
             part_file.unlink()
@@ -100,19 +130,21 @@ class _Generation:
                 "raise it"
             )
         count = write_answers(output, prompts, part.answers, self._encoder, self._job.keep_cut)
-        generated = summary(output, count, prompts, part.answers, found)
+        generated = summary(output, count, prompts, part.answers, found, part.seconds)
         table = self._made_from | {"generated": asdict(generated), "provenance": provenance()}
         with replaced(done) as draft:
             draft.write_text(json.dumps(table, indent=1) + "\n")
         part_file.unlink()
         return generated
 
-    def _all_prompts(self, part: Part, engines: Engines, bars: Bars) -> tuple[list[Prompt], Found]:
+    def _all_prompts(
+        self, part: Part, clock: _Clock, engines: Engines, bars: Bars
+    ) -> tuple[list[Prompt], Found]:
         """Those of the sources, then the model's own."""
         prompts = list(self._asked.prompts)
         excluded, tries, faults = self._asked.excluded, 0, Counter()
         for place in self._turns:
-            choice = self._own_prompts(place, prompts, part, engines, bars)
+            choice = self._own_prompts(place, prompts, part, clock, engines, bars)
             prompts += encoded(choice.records, self._encoder, BadRows())
             excluded += choice.faults["excluded"]
             tries += choice.tries
@@ -120,35 +152,61 @@ class _Generation:
         return prompts, Found(excluded, tries, dict(faults))
 
     def _own_prompts(
-        self, place: int, prompts: list[Prompt], part: Part, engines: Engines, bars: Bars
+        self,
+        place: int,
+        prompts: list[Prompt],
+        part: Part,
+        clock: _Clock,
+        engines: Engines,
+        bars: Bars,
     ) -> Choice:
         source, turn = self._job.prompts[place], self._turns[place]
         assert isinstance(source, OwnPrompts)
         seen = {beginning_key(prompt.messages[-1].content) for prompt in prompts}
         choice = Choice(source, self._excluded, seen)
         task = bars.add_task("prompts of its own", total=source.count)
-        while more := choice.more:
+        until = clock.until(_OWN_SHARE)
+        while (more := choice.more) and time.monotonic() < until:
             numbers = range(choice.tries, choice.tries + more)
             known = part.tries.setdefault(place, {})
             requests = requests_of(source, self._job, turn, (n for n in numbers if n not in known))
-            for completions in engines.decode(requests):
+            for completions in engines.decode(requests, until):
+                clock.note()
                 tries = {int(c.request_id): tried(c, turn, self._encoder) for c in completions}
                 part.add_tries(place, tries)
                 # An estimate: which of them are new is told in their order, once all are there.
                 bars.advance(task, sum(not each.fault for each in tries.values()))
-            choice.take(known[number] for number in numbers)
+            choice.take(known[number] for number in numbers if number in known)
             bars.update(task, completed=len(choice.records))
         bars.update(task, total=len(choice.records), completed=len(choice.records))
-        choice.check()
+        if not choice.records or time.monotonic() < until:
+            choice.check()
+        if len(choice.records) < source.count:
+            bars.say(f"{choice.tries} tries gave {len(choice.records)} of {source.count} prompts")
         return choice
 
-    def _answer(self, prompts: Sequence[Prompt], part: Part, engines: Engines, bars: Bars) -> None:
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        part: Part,
+        clock: _Clock,
+        engines: Engines,
+        bars: Bars,
+    ) -> None:
         task = bars.add_task("answers", total=len(prompts))
         requests = list(self._requests(prompts, part))
         bars.update(task, completed=len(prompts) - len(requests))
-        for completions in engines.decode(requests):
+        until = clock.until(1.0)
+        if until < math.inf:
+            # Of all sources alike, however far it gets.
+            requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
+        for completions in engines.decode(requests, until):
+            clock.note()
             part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
             bars.advance(task, len(completions))
+            if time.monotonic() > until:
+                # What is under way is given up with the engines.
+                break
 
     def _requests(self, prompts: Sequence[Prompt], part: Part) -> Iterator[Request]:
         """Of those that have no answer yet and room for one."""

@@ -1,5 +1,6 @@
 """One decode engine that keeps its batch full while there is work. It knows nothing of Ray."""
 
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +22,11 @@ _RETURN_EVERY_S = 5.0
 class Engines(Protocol):
     """Any number of engines, wherever they are."""
 
-    def decode(self, requests: Iterable[Request]) -> Iterator[list[Completion]]:
-        """All requests, in any order, as they finish. Raises MarsError."""
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
+        """All requests, in any order, as they finish; none is begun after `until`, on the clock of
+        `time.monotonic`. Raises MarsError."""
         ...
 
 
@@ -58,7 +62,8 @@ class Worker:
             while engine.running + engine.waiting > leave and time.monotonic() < due:
                 for event in engine.step():
                     if event.failure:
-                        raise EngineError(f"{event.request_id}: {event.failure}") from event.failure
+                        failure = f"request {event.request_id} failed: {event.failure}"
+                        raise EngineError(failure) from event.failure
                     if event.completion:
                         finished.append(event.completion)
         return finished

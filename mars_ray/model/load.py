@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
-from mars_ray.model.complete import check_config
+from mars_ray.model.complete import check_config, dtype_of_weights
 from mars_ray.model.missing import missing
 
 # transformers' model types and how we name them in messages.
@@ -137,6 +137,13 @@ def read_config(
             f"{name} is quantised, which is not supported; use the model that it was made from"
         )
     return config
+
+
+def stored_dtype(directory: str | Path) -> torch.dtype:
+    """What a model says that it is to run in, or else has its weights in. Raises ModelError."""
+    if isinstance(said := read_config(directory).dtype, torch.dtype):
+        return said
+    return dtype_of_weights(Path(directory))
 
 
 def opened(

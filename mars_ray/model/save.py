@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,16 +26,14 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Writes config, weights, tokenizer, chat template and card; replaces what was there.
 
     The directory appears complete or not at all. `state_dict` is given where the model's own
-    parameters are not whole, as under ZeRO-3; `dtype` where the model is to run in another one than
-    it is stored in.
+    parameters are not whole, as under ZeRO-3.
     """
     with replacing(Path(directory)) as fresh:
-        write_model(fresh, model, tokenizer, card, state_dict, dtype)
+        write_model(fresh, model, tokenizer, card, state_dict)
 
 
 def write_model(
@@ -45,11 +42,10 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """The same into an empty directory, file by file."""
     quiet_unless_watched()
-    _save_weights(directory, model, state_dict, dtype)
+    _save_weights(directory, model, state_dict)
     tokenizer.save_pretrained(directory)
     write_card(directory, card)
     # safetensors writes files for their owner only; a server may run as somebody else.
@@ -62,7 +58,6 @@ def _save_weights(
     directory: Path,
     model: PreTrainedModel,
     state_dict: dict[str, Tensor] | None,
-    dtype: torch.dtype | None,
 ) -> None:
     """What `model.save_pretrained` writes.
 
@@ -72,7 +67,7 @@ def _save_weights(
     weights = model.state_dict() if state_dict is None else state_dict
     config = copy.copy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = dtype or next(iter(weights.values())).dtype
+    config.dtype = next(iter(weights.values())).dtype
     config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)

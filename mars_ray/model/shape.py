@@ -84,3 +84,8 @@ def most_positions(config: Any) -> int:
             )
         case _:
             return int(positions)
+
+
+def sliding_window(config: Any) -> int | None:
+    """How many tokens a row sees at most, itself included; None: all before it."""
+    return getattr(config, "sliding_window", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import serve
 
-from mars_ray.config.decode import BlockCachedMode
+from mars_ray.config.decode import BlockCachedMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
@@ -220,10 +220,11 @@ def _checked(job: ServeJob) -> ServeJob:
 def _checked_model(job: ServeJob) -> ServeJob:
     """With the checkpoint pinned; only its card and configuration are fetched here."""
     source, card = pinned(Source(job.checkpoint, job.revision))
-    if isinstance(job.default_mode, BlockCachedMode):
+    mode = job.default_mode or (VerifiedMode() if card.block_size else ExactMode())
+    if isinstance(mode, BlockCachedMode):
         raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
     try:
-        window_of(job.default_mode, card)
+        window_of(mode, card)
     except RequestError as error:
         raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
     engine = job.engine
@@ -235,6 +236,7 @@ def _checked_model(job: ServeJob) -> ServeJob:
         update={
             "checkpoint": source.name,
             "revision": source.revision,
+            "default_mode": mode,
             "engine": engine,
         }
     )

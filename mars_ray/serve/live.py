@@ -51,7 +51,7 @@ class Live:
         """With the last minute's counts, and the threshold of a request that pins none."""
         self._forget(now)
         return ReplicaStatus(
-            mode=job.default_mode.type,
+            mode=job.mode.type,
             threshold=_in_force(job, seen.set_point),
             adapter=seen.adapter,
             running=seen.running,
@@ -61,6 +61,7 @@ class Live:
             tokens=sum(bucket.tokens for bucket in self._buckets),
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
+            engine=seen.info,
         )
 
     def _forget(self, now: float) -> None:
@@ -69,6 +70,6 @@ class Live:
 
 
 def _in_force(job: ServeJob, set_point: float) -> float | None:
-    if isinstance(job.default_mode, VerifiedMode | SpeculativeMode):
+    if isinstance(job.mode, VerifiedMode | SpeculativeMode):
         return max(job.qualities[job.default_quality], set_point)
-    return threshold_of(job.default_mode)
+    return threshold_of(job.mode)

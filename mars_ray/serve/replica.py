@@ -38,6 +38,8 @@ class Replica:
         sys.setswitchinterval(_SWITCH_S)
         checkpoint, engine_config = _fetched(job)
         engine, tokenizer = load_engine(checkpoint, engine_config)
+        # Of what runs here, before anything else is said in this process's log.
+        print(f"{job.name}: {engine.info}", flush=True)
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
         self._engine.start()

@@ -100,6 +100,10 @@ class MetricsWriter:
         self._append({"kind": kind, "step": step, **metrics})
         self._board.write(step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
+    def set_length(self, step: int, total_steps: int) -> None:
+        """A line of kind "length": the stage will have so many steps."""
+        self._append({"kind": "length", "step": step, "total_steps": total_steps})
+
     def close(self) -> None:
         """Close the files."""
         for file in (self._file, self._board):

@@ -86,7 +86,9 @@ class StagePlan:
         """Length of the stage in optimizer steps, at least 1."""
         if self.config.steps is not None:
             return self.config.steps
-        assert self.config.epochs is not None, "the config demands steps or epochs"
+        if self.config.epochs is None:
+            # Of a stage that has so many minutes; until it is known how many steps that are.
+            return steps_per_epoch
         return max(1, round(self.config.epochs * steps_per_epoch))
 
 

@@ -1,5 +1,7 @@
 """Jobs of a small model, and one engine in this process in place of a cluster's."""
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,9 @@ class InProcess:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def decode(self, requests: Iterable[Request]) -> Iterator[list[Completion]]:
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
         """Two at a time, the later half first: who asks must not count on an order."""
         waiting = list(requests)[::-1]
         InProcess.asked += len(waiting)
@@ -40,6 +44,11 @@ class InProcess:
             worker.load()
         left = len(waiting)
         while left:
+            if time.monotonic() > until:
+                left -= len(waiting)
+                waiting = []
+                if not left:
+                    return
             taken, waiting = waiting[:2], waiting[2:]
             completions = worker.advance(taken, leave=1 if waiting else 0)
             left -= len(completions)

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from mars_ray import progress
 from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
 from mars_ray.config.decode import Sampling
-from mars_ray.config.generate import GenerateJob
+from mars_ray.config.generate import GenerateJob, OwnPrompts
 from mars_ray.data.chat import encode_prompt
 from mars_ray.data.rows import tokenize
 from mars_ray.data.sources import BadRows, read, read_prompts
@@ -394,3 +395,28 @@ def test_a_job_without_room_for_an_answer_is_refused(model: Path, tmp_path: Path
         run(make_job(model, output, max_new_tokens=159), QUIET)
     assert not list(tmp_path.iterdir())
     run(make_job(model, output), QUIET)
+
+
+def test_minutes_end_a_generation_and_what_has_no_answer_is_left_out(model: Path, tmp_path: Path):
+    """Guards a budget that nobody keeps, and one that begins anew whenever a job goes on."""
+    prompts = (CorpusSource(count=4000), OwnPrompts(count=2000))
+    job = make_job(model, tmp_path / "a.jsonl", prompts=prompts, minutes=0.05)
+    result = run(job, QUIET)
+    assert 0 < result.conversations < 6000
+    assert 3 <= result.seconds < 30
+    assert result.left_out == result.source_prompts + result.own_prompts - result.conversations
+    kinds = {line["origin"].partition(":")[0] for line in lines_of(tmp_path / "a.jsonl")}
+    assert "corpus" in kinds
+    assert run(job, QUIET) == result
+
+
+def test_minutes_count_over_all_runs(model: Path, tmp_path: Path):
+    """Killed near its end, a job has little time left."""
+    part = Part(tmp_path / "b.part", {"job": {}, "content": {}})
+    part.add_seconds(50)
+    part.add_seconds(9.5)
+    again = Part(tmp_path / "b.part", {"job": {}, "content": {}})
+    assert again.seconds == 59.5
+    clock = generation._Clock(1.0, again)
+    assert 0 < clock.until(1.0) - time.monotonic() <= 0.5
+    assert clock.until(0.5) < time.monotonic()

@@ -1,7 +1,10 @@
 """What is asked: several sources, prompts of the model's own, and none of an evaluation's."""
 
 import gzip
+import io
 import json
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from generate.engines import QUIET, InProcess, make_job, run
 from generate.test_generate import lines_of, stop_at_the_end
 from pydantic import ValidationError
+from rich.console import Console
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.generate import GenerateJob, OwnPrompts
@@ -133,6 +137,15 @@ def test_a_model_that_writes_no_prompts_is_told(model: Path, tmp_path: Path):
         run(job, QUIET)
 
 
+def test_fewer_prompts_than_wanted_are_said(talker: Path, tmp_path: Path):
+    """A small model repeats itself: with most of what was asked for it goes on, and says so."""
+    output, log = tmp_path / "own.jsonl", Console(file=io.StringIO(), width=120)
+    result = run(own_job(talker, output, prompts=OWN | {"tries_per_prompt": 1}), log)
+    assert 15 <= result.own_prompts == result.conversations < 30 == result.own_tries
+    assert isinstance(log.file, io.StringIO)
+    assert f"30 tries gave {result.own_prompts} of 30 prompts" in log.file.getvalue()
+
+
 def completion(tokens: list[int], reason: str = "stop") -> Completion:
     return Completion("0", tuple(tokens), (), 1, reason)  # pyright: ignore[reportArgumentType]
 
@@ -188,6 +201,15 @@ def test_every_try_has_a_seed_of_its_own(talker: Path, tmp_path: Path):
         return (request.sampling.seed for request in requests_of(source, job, turn, range(50)))
 
     assert len({*seeds(0), *seeds(1), *seeds(2**31 - 1)}) == 150
+
+
+def test_the_job_of_the_documentation_is_one():
+    """Guards a page whose example is refused."""
+    page = Path(__file__).parents[2] / "docs" / "own-answers.md"
+    (example,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    job = parse_job(tomllib.loads(example), source=page.name)
+    assert isinstance(job, GenerateJob)
+    assert [source.type for source in job.prompts] == ["own", "files"]
 
 
 def test_jobs_that_cannot_be(talker: Path, tmp_path: Path):
