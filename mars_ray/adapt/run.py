@@ -89,7 +89,7 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
         f"held out, {parts.cut} loops were cut"
     )
     console.rule("training")
-    metrics = _train(job, base, places, parts, found)
+    metrics = _train(job, base, places, parts, found, generated.seconds)
     console.rule("measuring")
     frontier = _measure(job, base, places, parts, console)
     speeds = _speeds(job, base, places, parts, console)
@@ -123,10 +123,10 @@ def base_model(job: AdaptJob, places: Places) -> Path:
 
 
 def _train(
-    job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices
+    job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices, answers_s: float
 ) -> dict[str, float]:
     """The adapter in its place; the last metrics of its training."""
-    minutes = job.minutes and job.minutes - _minutes_of_answers(places)
+    minutes = None if job.minutes is None else job.minutes - answers_s / 60
     trained = run_training(train_job(job, base, places, parts, found, minutes))
     if not places.adapter.exists():
         draft = places.adapter.with_name(".adapter")
@@ -134,12 +134,6 @@ def _train(
         shutil.copytree(trained.models[STAGE], draft)
         draft.replace(places.adapter)
     return trained.metrics[STAGE] | {"seconds": trained.seconds[STAGE]}
-
-
-def _minutes_of_answers(places: Places) -> float:
-    """What prompts and answers took."""
-    table = json.loads(places.answers.with_suffix(".json").read_text("utf-8"))
-    return table["generated"]["seconds"] / 60
 
 
 def _measure(job: AdaptJob, base: Path, places: Places, parts: Split, console: Console) -> Frontier:
