@@ -123,6 +123,11 @@ def window_of(mode: Mode, card: ModelCard) -> int:
     return window
 
 
+def needs_drafts(mode: Mode) -> bool:
+    """Whether a model that makes none is asked for it in vain (`window_of`)."""
+    return isinstance(mode, VerifiedMode | ConfidenceMode | BlockCachedMode)
+
+
 def groups_of(mode: Mode, window: int) -> int:
     """Outcomes of a step that get masks, unless window control decides."""
     match mode:
