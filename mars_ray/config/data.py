@@ -1,8 +1,8 @@
 """Where conversations come from and how they become token rows."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 
@@ -16,19 +16,34 @@ class CorpusSource(Config):
     seed: int = 0
 
 
-class FilesSource(Config):
+class _Rows(Config):
+    """What sources of rows have in common."""
+
+    columns: dict[str, str] = Field(default={})
+    limit: int | None = Field(default=None, ge=1)
+    shuffle_seed: int | None = Field(
+        default=None, description="`limit` rows drawn at random, instead of the first"
+    )
+
+    @model_validator(mode="after")
+    def _draws_something(self) -> Self:
+        if self.shuffle_seed is not None and self.limit is None:
+            raise ValueError("shuffle_seed has no effect without limit: all rows are taken")
+        return self
+
+
+class FilesSource(_Rows):
     """Local `.json`, `.jsonl` (also `.gz`) or `.parquet` files; globs are expanded and sorted.
 
-    `columns` renames a file's fields to ours: `{prompt = "question", response = "answer"}`.
+    `columns` renames a file's fields to ours: `{prompt = "question", response = "answer"}`;
+    what lies inside a field is named by a dotted path: `{prompt = "turns.0"}`.
     """
 
     type: Literal["files"] = "files"
     paths: tuple[str, ...] = Field(min_length=1)
-    columns: dict[str, str] = Field(default={})
-    limit: int | None = Field(default=None, ge=1)
 
 
-class HubSource(Config):
+class HubSource(_Rows):
     """A data set of the Hugging Face hub."""
 
     type: Literal["hub"] = "hub"
@@ -36,8 +51,6 @@ class HubSource(Config):
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
-    columns: dict[str, str] = Field(default={})
-    limit: int | None = Field(default=None, ge=1)
 
 
 Source = Annotated[CorpusSource | FilesSource | HubSource, Field(discriminator="type")]

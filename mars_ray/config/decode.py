@@ -142,7 +142,11 @@ class EngineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="of several GPUs CUDA_VISIBLE_DEVICES chooses one"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="auto: the checkpoint's own; of 16 bits on a CPU bfloat16, or float32 where it "
+        "does not multiply that",
+    )
     attention_backend: Literal["auto", "dense", "triton"] = Field(
         default="auto", description="auto: on a GPU triton with CUDA graphs, else dense"
     )

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, ExactMode, Mode, check_generation
 
 
@@ -24,7 +25,14 @@ class Gsm8kTask(Config):
     count: int | None = Field(default=None, ge=1)
 
 
-Task = Annotated[CorpusTask | Gsm8kTask, Field(discriminator="type")]
+class PromptsTask(Config):
+    """Prompts without reference answers, by kind. An answer is right if it is that of `exact`."""
+
+    type: Literal["prompts"] = "prompts"
+    kinds: dict[str, FilesSource] = Field(min_length=1, description="files of prompts by kind")
+
+
+Task = Annotated[CorpusTask | Gsm8kTask | PromptsTask, Field(discriminator="type")]
 
 
 class EvaluateJob(Config):

@@ -1,33 +1,87 @@
-"""Answers of a model to the prompts of a data source, as a new data source."""
+"""Answers of a model to prompts, of which it may write some itself, as a new data source."""
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mars_ray.config.base import Config
-from mars_ray.config.data import Source
+from mars_ray.config.data import CorpusSource, FilesSource, HubSource
 from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, check_generation
 
 
+class OwnPrompts(Config):
+    """Prompts that the model writes itself, where no data is at hand.
+
+    Its chat template up to where a user's message begins, sampled (Magpie, arXiv 2406.08464). Kept
+    are those that end, are text and are new.
+    """
+
+    type: Literal["own"] = "own"
+    count: int = Field(ge=1)
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    max_new_tokens: int = Field(default=96, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    system: str | None = Field(
+        default=None, description="what the model is told before; no part of the prompts"
+    )
+    tries_per_prompt: int = Field(
+        default=4, ge=1, description="prompts sampled at most, for each one that is wanted"
+    )
+
+
+PromptSource = Annotated[
+    CorpusSource | FilesSource | HubSource | OwnPrompts, Field(discriminator="type")
+]
+
+
+def _several(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
 class GenerateJob(Config):
-    """Writes JSON lines that a `files` source reads: each conversation with the model's own answer
-    in the place of its last one."""
+    """Writes JSON lines that a `files` source reads: each prompt with the model's own answer, as
+    token ids and as text."""
 
     kind: Literal["generate"] = "generate"
     checkpoint: str
-    prompts: Source
+    prompts: Annotated[tuple[PromptSource, ...], BeforeValidator(_several)] = Field(
+        min_length=1, description="one source, or several; their rows need no answer"
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(), description="files whose texts must not be among the prompts: an evaluation's"
+    )
     max_bad_share: float = Field(
         default=0.01, ge=0, le=1, description="bad rows above this share are fatal"
     )
     output: str = Field(pattern=r"\.jsonl$")
+    keep_cut: bool = Field(True, description="answers that max_new_tokens has cut off, too")
     # `verified` writes the same text faster, where the checkpoint has been trained with MARS.
     mode: Mode = ExactMode()
     sampling: Sampling = Sampling()
     max_new_tokens: int = Field(default=256, ge=1)
-    save_every: int = Field(default=256, ge=1, description="conversations between two writes")
+    minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="for all of it, half for prompts of its own; what has no answer then gets none",
+    )
+    workers: int | None = Field(
+        default=None, ge=1, description="engines; default: as many as the cluster has room for"
+    )
+    cpus_per_worker: float = Field(default=1, gt=0)
+    gpus_per_worker: float | None = Field(
+        default=None, ge=0, description="default: one, if the cluster has any and engine.device may"
+    )
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")
     def _can_generate(self) -> Self:
         check_generation((self.mode,), self.max_new_tokens, self.engine)
+        for source in self.prompts:
+            if isinstance(source, OwnPrompts):
+                check_generation((), source.max_new_tokens, self.engine)
+        if self.engine.device == "cuda" and self.gpus_per_worker == 0:
+            raise ValueError("gpus_per_worker 0 leaves no GPU for engine.device 'cuda'")
+        if self.engine.device == "cpu" and self.gpus_per_worker:
+            raise ValueError("gpus_per_worker has no effect with engine.device 'cpu'")
         return self

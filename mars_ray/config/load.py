@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob
@@ -31,6 +32,7 @@ Job = (
     | TuneJob
     | GenerateJob
     | ExportJob
+    | AdaptJob
 )
 JOB_KINDS: dict[str, type[Job]] = {
     "train": TrainJob,
@@ -42,6 +44,7 @@ JOB_KINDS: dict[str, type[Job]] = {
     "export": ExportJob,
     "tune": TuneJob,
     "generate": GenerateJob,
+    "adapt": AdaptJob,
 }
 
 

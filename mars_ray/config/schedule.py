@@ -65,40 +65,17 @@ class LinearWeight(Config):
     end: float = Field(ge=0)
 
 
-class MaskSchedule(Config):
-    """A pure function of training progress, sample and seed once given to `core.schedule`."""
+class BlockSchedule(Config):
+    """Which response tokens get masks, and how much each depth counts."""
 
-    layout: Literal["compact", "paper"] = "compact"
     block_size: BlockSize = ConstantBlockSize()
     noisy_share: float = Field(
         default=1.0, gt=0, le=1, description="share of the response's blocks that get a noisy copy"
-    )
-    grid: Literal["zero", "response", "random"] = Field(
-        default="zero",
-        description="where the block grid starts: position 0, the response, or anywhere",
     )
     depth_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(
         default=None,
         description="weight of depths 1, 2, ...; the last one holds for all deeper; default 1",
     )
-    noisy_on: Literal["own", "all"] | None = Field(
-        default=None,
-        description="with data.own: whether the noisy stream leaves the data out; default own",
-    )
-    anchor_weight: float | None = Field(
-        default=None,
-        ge=0,
-        description="with data.own: how much a clean row of an own answer counts, beside one of "
-        "the data; it is held to the starting model's distribution; default 0",
-    )
-    acceptance_weight: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="0: noisy rows count alike; 1: by what each adds to the expected T/F",
-    )
-    # 2 kept the accuracy of the AR mode in 3 of 3 prototype runs, the paper's 1 in none.
-    ar_weight: Annotated[float, Field(ge=0)] | LinearWeight = 2.0
 
     @model_validator(mode="after")
     def _some_depth_counts(self) -> Self:
@@ -120,3 +97,31 @@ class MaskSchedule(Config):
                 return max(sizes)
             case CurriculumBlockSize(steps=steps):
                 return max(step.size for step in steps)
+
+
+class MaskSchedule(BlockSchedule):
+    """A pure function of training progress, sample and seed once given to `core.schedule`."""
+
+    layout: Literal["compact", "paper"] = "compact"
+    grid: Literal["zero", "response", "random"] = Field(
+        default="zero",
+        description="where the block grid starts: position 0, the response, or anywhere",
+    )
+    noisy_on: Literal["own", "all"] | None = Field(
+        default=None,
+        description="with data.own: whether the noisy stream leaves the data out; default own",
+    )
+    anchor_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="with data.own: how much a clean row of an own answer counts, beside one of "
+        "the data; it is held to the starting model's distribution; default 0",
+    )
+    acceptance_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="0: noisy rows count alike; 1: by what each adds to the expected T/F",
+    )
+    # 2 kept the accuracy of the AR mode in 3 of 3 prototype runs, the paper's 1 in none.
+    ar_weight: Annotated[float, Field(ge=0)] | LinearWeight = 2.0

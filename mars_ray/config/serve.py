@@ -61,9 +61,10 @@ class ServedModel(Config):
     stream_interval_s: float = Field(
         default=0.05, ge=0, description="at least so long between two messages of a stream"
     )
-    default_mode: Mode = Field(
-        default=VerifiedMode(),
-        description="of requests that name none; the threshold of `verified` and `speculative` is "
+    default_mode: Mode | None = Field(
+        default=None,
+        description="of requests that name none; default: `verified` where the model makes drafts, "
+        "else `exact`. The threshold of `verified` and `speculative` is "
         "then that of default_quality and of the set-point, and the one here for those who name it",
     )
     qualities: dict[str, Threshold] = Field(
@@ -95,6 +96,11 @@ class ServedModel(Config):
         if self.service_model:
             raise ValueError("`service_model` has no effect with a fixed number of replicas")
         return self
+
+    @property
+    def mode(self) -> Mode:
+        """Of requests that name none, where there are drafts."""
+        return self.default_mode or VerifiedMode()
 
     @property
     def set_point(self) -> Threshold:

@@ -1,13 +1,13 @@
 """A training job: a model, data, and stages run one after the other."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
 from mars_ray.config.data import DataConfig
-from mars_ray.config.model import ModelConfig
-from mars_ray.config.schedule import MaskSchedule
+from mars_ray.config.model import ModelConfig, PretrainedModel
+from mars_ray.config.schedule import BlockSchedule, MaskSchedule
 
 
 class ArObjective(Config):
@@ -22,7 +22,39 @@ class MarsObjective(MaskSchedule):
     type: Literal["mars"] = "mars"
 
 
-Objective = Annotated[ArObjective | MarsObjective, Field(discriminator="type")]
+class DraftObjective(BlockSchedule):
+    """Mask rows of a draft adapter, held to what the frozen model predicts at their positions."""
+
+    type: Literal["draft"] = "draft"
+    grids: int = Field(
+        default=2,
+        ge=1,
+        description="random block grids of a conversation in one forward; as many as the block "
+        "size: every token starts a block",
+    )
+    loss: Literal["kl", "ce", "tv"] = Field(
+        default="kl",
+        description="KL divergence or total variation against the clean row's distribution, or "
+        "cross-entropy on the data's token",
+    )
+    row_loss_weight: float = Field(
+        default=0.5, ge=0, description="of the mask rows' own predictions, over the vocabulary"
+    )
+    head_loss_weight: float = Field(
+        default=1.0, ge=0, description="of the sequential head's choices among candidates"
+    )
+
+    @model_validator(mode="after")
+    def _grids_are_distinct(self) -> Self:
+        if self.grids > self.max_block_size:
+            raise ValueError(
+                f"grids {self.grids} is more than the block size {self.max_block_size}: there are "
+                "no more distinct ones"
+            )
+        return self
+
+
+Objective = Annotated[ArObjective | MarsObjective | DraftObjective, Field(discriminator="type")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -49,6 +81,41 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
+LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEAR_NAMES: tuple[LinearName, ...] = get_args(LinearName)
+
+
+class DraftAdapterConfig(Config):
+    """What is trained beside a frozen model: mask embeddings, LoRA on mask rows, a head."""
+
+    rank: int = Field(default=32, ge=0, description="of the LoRA; 0: none")
+    alpha: float | None = Field(
+        default=None, gt=0, description="it is added with alpha / rank; default: 2 * rank"
+    )
+    targets: tuple[LinearName, ...] = Field(
+        default=LINEAR_NAMES, min_length=1, description="the layers' matrices that get a LoRA"
+    )
+    head_size: int | None = Field(
+        default=None,
+        ge=0,
+        description="hidden size of the sequential head; 0: none; default: twice the model's",
+    )
+    candidates: int = Field(
+        default=64, ge=2, description="a row's likeliest tokens, among which the head chooses"
+    )
+    start_from: str | None = Field(
+        default=None, min_length=1, description="the directory of an adapter to go on from"
+    )
+
+    @model_validator(mode="after")
+    def _lora_settings_matter(self) -> Self:
+        if self.rank == 0 and (self.alpha is not None or self.targets != LINEAR_NAMES):
+            raise ValueError("alpha and targets have no effect with rank 0")
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError("targets are named twice")
+        return self
+
+
 class StageConfig(Config):
     """One stage: an objective, an optimizer and how long."""
 
@@ -56,6 +123,11 @@ class StageConfig(Config):
     optimizer: OptimizerConfig
     steps: int | None = Field(default=None, ge=1)
     epochs: float | None = Field(default=None, gt=0)
+    minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="in the place of both: as many steps as fit, by the time of the first ten",
+    )
     global_batch_size: int = Field(ge=1, description="rows per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
         default=None,
@@ -63,13 +135,37 @@ class StageConfig(Config):
         description="rows per forward on one worker; default: its share of the batch",
     )
     lora: LoraConfig | None = None
+    adapter: DraftAdapterConfig | None = Field(
+        default=None, description="with objective draft, which needs it"
+    )
     eval_every_steps: int | None = Field(default=None, ge=1, description="besides once at the end")
     eval_rows: int = Field(default=256, ge=1)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
+        if sum(length is not None for length in (self.steps, self.epochs, self.minutes)) != 1:
+            raise ValueError("give exactly one of steps, epochs and minutes")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_have_an_adapter(self) -> Self:
+        if not isinstance(self.objective, DraftObjective):
+            if self.adapter is not None:
+                raise ValueError("adapter has no effect: only objective draft trains one")
+            return self
+        if self.adapter is None:
+            raise ValueError("objective draft needs a section [adapter]; it may be empty")
+        if self.lora is not None:
+            raise ValueError("lora does not go with objective draft; adapter.rank is its LoRA")
+        if self.adapter.head_size == 0:
+            if self.objective.head_loss_weight != 1:
+                raise ValueError(
+                    "objective.head_loss_weight has no effect with adapter.head_size 0"
+                )
+            if not self.objective.row_loss_weight:
+                raise ValueError("objective.row_loss_weight 0 without a head would train nothing")
+        elif not self.objective.row_loss_weight + self.objective.head_loss_weight:
+            raise ValueError("row_loss_weight and head_loss_weight are both 0")
         return self
 
 
@@ -186,7 +282,10 @@ def evaluated_metrics(objective: Objective) -> list[str]:
         return losses
     depths = range(1, objective.max_block_size + 1)
     accepted = [f"eval_acceptance_{depth}" for depth in depths]
-    return [*losses, "eval_noisy_ce", "eval_tokens_per_forward", *accepted]
+    drafts = ["eval_tokens_per_forward", *accepted]
+    if isinstance(objective, DraftObjective):
+        return ["eval_loss", "eval_row_loss", *drafts]
+    return [*losses, "eval_noisy_ce", *drafts]
 
 
 class TrainJob(Config):
@@ -225,6 +324,18 @@ class TrainJob(Config):
             for key in ("noisy_on", "anchor_weight"):
                 if not self.data.own and getattr(schedule, key) is not None:
                     raise ValueError(f"stages.{name}.objective.{key} has no effect: no data.own")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_have_a_base(self) -> Self:
+        stages = list(self.stages.values())
+        is_draft = [isinstance(stage.objective, DraftObjective) for stage in stages]
+        if all(is_draft) and not isinstance(self.model, PretrainedModel):
+            raise ValueError("objective draft needs model.type pretrained, or a stage before it")
+        if True in is_draft and not all(is_draft[is_draft.index(True) :]):
+            raise ValueError("stages with objective draft come last: they leave no other model")
+        if self.compile and any(is_draft):
+            raise ValueError("compile has no effect on objective draft")
         return self
 
     @model_validator(mode="after")

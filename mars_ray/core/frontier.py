@@ -36,6 +36,21 @@ def mode_label(mode: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PointPart:
+    """Some of a point's answers."""
+
+    answers: int
+    tokens: int
+    forwards: int
+    identical: float
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """T/F; None if there are no such answers."""
+        return self.tokens / self.forwards if self.forwards else None
+
+
+@dataclass(frozen=True, slots=True)
 class FrontierPoint:
     """One mode at one setting. Intervals are 95%; differences are against `exact`, paired."""
 
@@ -52,11 +67,23 @@ class FrontierPoint:
     difference_low: float
     difference_high: float
     p_value: float
+    # Of prompts without reference answers.
+    agreement: float | None = None  # share of tokens that the model itself would have chosen
+    nll: float | None = None  # mean negative log-probability of a token, by the model itself
+    looping: "PointPart | None" = None  # answers that end in a loop
+    by_kind: "dict[str, PointPart] | None" = None  # without those
 
     @property
     def tokens_per_forward(self) -> float:
         """T/F over all problems."""
         return self.tokens / self.forwards
+
+    @property
+    def without_loops(self) -> float | None:
+        """T/F over answers that end in no loop, where that is told."""
+        if self.looping is None or self.forwards == self.looping.forwards:
+            return None
+        return (self.tokens - self.looping.tokens) / (self.forwards - self.looping.forwards)
 
     @property
     def threshold(self) -> float | None:
@@ -104,13 +131,22 @@ class Frontier:
             table = json.loads(text)
             for row in table["points"]:
                 del row["label"], row["tokens_per_forward"]
-            table["points"] = tuple(FrontierPoint(**row) for row in table["points"])
+            table["points"] = tuple(_point(row) for row in table["points"])
             frontier = cls(**table)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{source} is no frontier: {error}") from None
         if not frontier.points or min(point.forwards for point in frontier.points) < 1:
             raise CheckpointError(f"{source} is no frontier: it has a point without forwards")
         return frontier
+
+
+def _point(row: dict[str, Any]) -> FrontierPoint:
+    """Raises KeyError or TypeError. Results of versions before have no parts."""
+    if row.get("looping"):
+        row["looping"] = PointPart(**row["looping"])
+    if row.get("by_kind"):
+        row["by_kind"] = {kind: PointPart(**part) for kind, part in row["by_kind"].items()}
+    return FrontierPoint(**row)
 
 
 def read_frontier(directory: str | Path) -> Frontier:

@@ -134,19 +134,24 @@ def clean_targets(batch: TokenBatch) -> Tensor:
     return target_BL
 
 
+def same_turn_as_next(batch: TokenBatch) -> Tensor:
+    """Whether a response token's next one is in the same turn, bool (B, L); others may say so."""
+    turn_BL = turn_starts(batch)
+    same_BL = torch.zeros_like(batch.response_BL)
+    same_BL[:, :-1] = (
+        batch.response_BL[:, 1:]
+        & (turn_BL[:, 1:] == turn_BL[:, :-1])
+        & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
+    )
+    return same_BL
+
+
 def _noisy_stream(
     batch: TokenBatch, block_start_BL: Tensor, depth_weight: Tensor, mask_token_id: int
 ) -> Layout:
     """The noisy half of the paper's layout: one row per clean token."""
     is_mask_BL = block_start_BL >= 0
-    turn_BL = turn_starts(batch)
-    same_turn_BL = torch.zeros_like(is_mask_BL)
-    same_turn_BL[:, :-1] = (
-        batch.response_BL[:, 1:]
-        & (turn_BL[:, 1:] == turn_BL[:, :-1])
-        & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
-    )
-    has_target_BL = is_mask_BL & same_turn_BL
+    has_target_BL = is_mask_BL & same_turn_as_next(batch)
     depth_BL = torch.where(is_mask_BL, batch.position_BL - block_start_BL + 1, 0)
     weight_BL = depth_weight.to(depth_BL.device)[(depth_BL - 1).clamp_min(0)]
     return Layout(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mars_ray.config.schedule import (
+    BlockSchedule,
     ConstantBlockSize,
     CurriculumBlockSize,
     LinearWeight,
@@ -20,7 +21,7 @@ from mars_ray.core.batch import TokenBatch
 from mars_ray.core.randomness import uniform
 
 # One stream of draws per purpose, so that no two decisions share a random number.
-_BLOCK_SIZE, _GRID_OFFSET, _NOISY_SHARE = 1, 2, 3
+_BLOCK_SIZE, _GRID_OFFSET, _NOISY_SHARE, _DRAFT_GRIDS = 1, 2, 3, 4
 _PROGRESS_STEPS = 1 << 40
 
 
@@ -55,6 +56,30 @@ def block_starts(batch: TokenBatch, schedule: MaskSchedule, progress: float, see
     return torch.where(chosen_BL, start_BL, -1)
 
 
+def draft_blocks(
+    batch: TokenBatch, schedule: BlockSchedule, grids: int, progress: float, seed: int
+) -> Tensor:
+    """For each token the size of the block that starts there, int64 (B, L); 0: none starts.
+
+    So many grids of blocks lie over each conversation, each a block size wide and with another
+    offset, drawn at random. The blocks of two grids overlap, and never start at the same token.
+    """
+    now = int(progress * _PROGRESS_STEPS)
+    document_BL, position_BL = batch.document_BL, batch.position_BL
+    size_BL = _block_sizes(schedule, document_BL, progress, now, seed)
+    # Of the S possible offsets of a conversation those with the lowest draws are its grids'.
+    offset_S = torch.arange(int(size_BL.max()), device=document_BL.device)
+    draw_BLS = uniform(seed, _DRAFT_GRIDS, now, document_BL[:, :, None], offset_S)
+    draw_BLS = draw_BLS.masked_fill(offset_S >= size_BL[:, :, None], torch.inf)
+    rank_BLS = draw_BLS.argsort(dim=-1).argsort(dim=-1)
+    phase_BL1 = torch.remainder(position_BL, size_BL)[:, :, None]
+    chosen_BL = rank_BLS.gather(2, phase_BL1).squeeze(2) < grids
+    if schedule.noisy_share < 1:
+        draw_BL = uniform(seed, _NOISY_SHARE, now, document_BL, position_BL)
+        chosen_BL &= draw_BL < schedule.noisy_share
+    return torch.where(chosen_BL & batch.response_BL, size_BL, 0)
+
+
 def turn_starts(batch: TokenBatch) -> Tensor:
     """Position of the first token of each response token's assistant turn, int64 (B, L).
 
@@ -76,7 +101,7 @@ def ar_weight(schedule: MaskSchedule, progress: float) -> float:
     return schedule.ar_weight
 
 
-def depth_weights(schedule: MaskSchedule) -> Tensor:
+def depth_weights(schedule: BlockSchedule) -> Tensor:
     """Weights of depths 1 .. max block size, float32; the last given one holds for the rest."""
     given = schedule.depth_weights or (1.0,)
     depths = range(schedule.max_block_size)
@@ -84,7 +109,7 @@ def depth_weights(schedule: MaskSchedule) -> Tensor:
 
 
 def _block_sizes(
-    schedule: MaskSchedule, document_BL: Tensor, progress: float, now: int, seed: int
+    schedule: BlockSchedule, document_BL: Tensor, progress: float, now: int, seed: int
 ) -> Tensor:
     match schedule.block_size:
         case ConstantBlockSize(size=size):

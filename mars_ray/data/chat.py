@@ -12,7 +12,7 @@ same way when a model is served, so it meets the token boundaries it was trained
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -21,6 +21,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mars_ray.data.texts import check_characters, mapped, texts_of
 from mars_ray.errors import DataError, ModelError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -65,9 +66,17 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A rendered conversation, cut: special tokens and plain texts, and which are a response."""
+    """A rendered conversation, cut: tokens and plain texts, and which are a response."""
 
     pieces: tuple[tuple[int | str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UserTurn:
+    """Where a user's message begins, and how it ends."""
+
+    before: tuple[int, ...]  # the tokens before it
+    end_id: int  # the special token behind it
 
 
 def encode_prompt(
@@ -174,6 +183,51 @@ class ChatEncoder:
             pieces += self._cut(text[start:end], sentinel, response=False)
         return Plan(tuple(pieces))
 
+    def user_turn(self, system: str | None = None) -> UserTurn:
+        """The conversation up to where the user's first message begins.
+
+        Raises ModelError if the template does not show where that is, or ends such a message with
+        plain text; DataError if it refuses the system message.
+        """
+        free = (char for char in map(chr, _PRIVATE_USE) if char not in f"{self._template}{system}")
+        marker = next(free, "")
+        told = [Message("system", system)] if system else []
+        chat, _, sentinel = self._neutralise([*told, Message("user", marker)])
+        before, *after = self._render(chat, prompt=True).split(marker)
+        if len(after) != 1 or not before.strip():
+            raise ModelError(
+                f"the chat template writes a user's message {len(after)} times, or nothing before "
+                "it, so this model cannot write prompts of its own: give it prompts"
+            )
+        end = self._special.match(after[0].lstrip())
+        if end is None:
+            raise ModelError(
+                "the chat template ends a user's message without a special token, so this model "
+                "cannot write prompts of its own: give it prompts"
+            )
+        # A space belongs to the word behind it, in all tokenizers that have one there.
+        pieces = self._cut(before.rstrip(" "), sentinel, response=False)
+        tokens = self.encode([Plan(tuple(pieces))])[0].input_ids.tolist()
+        return UserTurn(tuple(tokens), self._special_ids[end[0]])
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return frozenset(self._special_ids.values())
+
+    def has_special(self, text: str) -> bool:
+        """Whether a special token is spelled out in it."""
+        return self._special.search(text) is not None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special ones."""
+        return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
     def encode(self, plans: Sequence[Plan]) -> list[Encoded]:
         """The tokens of each plan; one call for many is faster than many calls."""
         texts: dict[str, int] = {}
@@ -223,16 +277,16 @@ class ChatEncoder:
         The sentinel occurs in no text, so taking it out later restores each text exactly.
         """
         given = [[message.as_dict() for message in messages], list(tools)]
-        texts = list(_texts(given))
+        texts = list(texts_of(given))
         contents = "".join(texts) + self._template
-        _check_characters(contents)
+        check_characters(contents)
         if not any(self._special.search(text) for text in texts):
             return given[0], given[1], ""
         free = (char for char in map(chr, _PRIVATE_USE) if char not in contents)
         sentinel = next(free, None)
         if sentinel is None:
             raise DataError("a conversation with every private-use character of Unicode is refused")
-        chat, described = _mapped(given, lambda text: self._broken(text, sentinel))
+        chat, described = mapped(given, lambda text: self._broken(text, sentinel))
         return chat, described, sentinel
 
     def _broken(self, text: str, sentinel: str) -> str:
@@ -322,41 +376,6 @@ class ChatEncoder:
                 f"({whole['input_ids']} became {ours}); use a tokenizer whose chat template ends "
                 "the prompt with a special token or a line break"
             )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in what JSON can hold."""
-    match value:
-        case str():
-            yield value
-        case dict():
-            for key, part in value.items():
-                yield key
-                yield from _texts(part)
-        case list():
-            for part in value:
-                yield from _texts(part)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with every text changed."""
-    match value:
-        case str():
-            return change(value)
-        case dict():
-            return {change(key): _mapped(part, change) for key, part in value.items()}
-        case list():
-            return [_mapped(part, change) for part in value]
-        case _:
-            return value
-
-
-def _check_characters(text: str) -> None:
-    """JSON can hold half of a surrogate pair, which is no character and cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"a message holds what is no character: {error}") from error
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

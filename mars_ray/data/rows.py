@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.data import DataConfig, FilesSource, HubSource, Source
 from mars_ray.data import files, hub
-from mars_ray.data.chat import ChatEncoder, Encoded, encoder_of
+from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
 from mars_ray.data.progress import counted
 from mars_ray.data.sources import BadRows, Record, read
+from mars_ray.data.token_rows import token_plan
 from mars_ray.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
         tokens = stack.enter_context((directory / "tokens.bin").open("wb"))
         response = stack.enter_context((directory / "response.bin").open("wb"))
         records = stack.enter_context(counted(read(source, report), "tokenising"))
-        for encoded in _encode_all(records, encoder, report):
+        for encoded in _encode_all(records, encoder, config.max_length, report):
             kept = _fit(encoded, config)
             if kept is None:
                 dropped += 1
@@ -220,7 +221,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
 
 
 def _encode_all(
-    records: Iterable[Record], encoder: ChatEncoder, report: BadRows
+    records: Iterable[Record], encoder: ChatEncoder, max_length: int, report: BadRows
 ) -> Iterator[Encoded]:
     """Rows that the chat template refuses are bad rows."""
     rest = iter(records)
@@ -228,10 +229,16 @@ def _encode_all(
         plans = []
         for record in chunk:
             try:
-                plans.append(encoder.plan(record.messages))
+                plans.append(_plan(record, encoder, max_length))
             except DataError as error:
                 report.add(record.origin, str(error))
         yield from encoder.encode(plans)
+
+
+def _plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
+    if record.tokens:
+        return token_plan(record.tokens, record.messages, encoder, max_length)
+    return encoder.plan(record.messages)
 
 
 def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:

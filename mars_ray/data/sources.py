@@ -1,21 +1,26 @@
 """From a source in the configuration to conversations, one by one."""
 
+import heapq
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from mars_ray.config.data import CorpusSource, FilesSource, Source
+from mars_ray.config.data import CorpusSource, FilesSource, HubSource, Source
 from mars_ray.data import corpus, files, hub
 from mars_ray.data.chat import Message
+from mars_ray.data.token_rows import TokenRow, token_row
 from mars_ray.errors import DataError
 
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
 # What a row may look like; the first whose fields are all there is taken.
-FORMS = (("messages",), ("prompt", "response"), ("instruction", "output"))
+IDS = ("prompt_ids", "answer_ids")
+FORMS = (IDS, ("messages",), ("prompt", "response"), ("instruction", "output"))
+PROMPT_FORMS = (("messages",), ("prompt",), ("instruction",))
 _FIELDS = {field for form in FORMS for field in form} | {"input"}
 # Fields of a message that change what the assistant did; a turn without them would be a lie.
 _CALLS = ("tool_calls", "function_calls", "functions")
@@ -25,14 +30,27 @@ _TOLD = 5
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A conversation and where it came from, as `file:line`, `hub name:row` or `corpus:row`."""
+    """A conversation and where it came from, as `file:line`, `hub name:row` or `corpus:row`.
+
+    With `tokens`, those are the conversation, and the messages, of which there may be none, are for
+    people.
+    """
 
     messages: tuple[Message, ...]
     origin: str
+    tokens: TokenRow | None = None
 
 
 class BadRow(Exception):
     """A row cannot be used; the message says why."""
+
+
+# Content of a row, how its fields are renamed, and its origin. Raises BadRow.
+_Parse = Callable[[object, Mapping[str, str], str], Record]
+# What a row does not have; None may be in one.
+_ABSENT = object()
+# A row by our names.
+_Row = Mapping[str, Any]
 
 
 class BadRows:
@@ -65,54 +83,133 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
     Raises DataError if the source itself cannot be read.
     """
     if isinstance(source, CorpusSource):
-        rows = enumerate(corpus.problems(source.split, source.count, source.seed), start=1)
-        for number, problem in rows:
-            report.seen += 1
+        for number, problem in _problems(source, report):
             turns = Message("user", problem.question), Message("assistant", problem.solution)
             yield Record(turns, f"corpus:{number}")
     else:
-        parsed = files.rows(source.paths) if isinstance(source, FilesSource) else hub.rows(source)
-        yield from _records(islice(parsed, source.limit), source.columns, report)
+        yield from _records(source, report, _conversation)
 
 
-def _records(
-    rows: Iterable[files.Row], columns: Mapping[str, str], report: BadRows
-) -> Iterator[Record]:
+def read_prompts(source: Source, report: BadRows) -> Iterator[Record]:
+    """What a model is asked, likewise: rows need no answer, and one that ends them is left out."""
+    if isinstance(source, CorpusSource):
+        for number, problem in _problems(source, report):
+            yield Record((Message("user", problem.question),), f"corpus:{number}")
+    else:
+        yield from _records(source, report, _prompt)
+
+
+def _problems(source: CorpusSource, report: BadRows) -> Iterator[tuple[int, corpus.Problem]]:
+    rows = enumerate(corpus.problems(source.split, source.count, source.seed), start=1)
+    for number, problem in rows:
+        report.seen += 1
+        yield number, problem
+
+
+def _records(source: FilesSource | HubSource, report: BadRows, parse: _Parse) -> Iterator[Record]:
+    columns = source.columns
     unknown = columns.keys() - _FIELDS
     if unknown:
         raise DataError(
             f"columns cannot rename {', '.join(sorted(unknown))}: on the left stands one of "
             f"{', '.join(sorted(_FIELDS))}, on the right the name in the data"
         )
-    for origin, content in rows:
+    for origin, content in _chosen(source):
         report.seen += 1
         try:
-            yield Record(_conversation(content, columns), origin)
+            yield parse(content, columns, origin)
         except BadRow as error:
             report.add(origin, str(error))
 
 
-def _conversation(content: object, columns: Mapping[str, str]) -> tuple[Message, ...]:
-    """Raises BadRow."""
+def _chosen(source: FilesSource | HubSource) -> Iterable[files.Row]:
+    """All rows, the first `limit`, or so many drawn at random, in their order."""
+    rows = files.rows(source.paths) if isinstance(source, FilesSource) else hub.rows(source)
+    if source.shuffle_seed is None or source.limit is None:
+        return islice(rows, source.limit)
+    draw = random.Random(source.shuffle_seed)
+    drawn = ((draw.random(), number, row) for number, row in enumerate(rows))
+    # Those with the least numbers: nothing but these is kept, however long the file is.
+    kept = heapq.nsmallest(source.limit, drawn, key=lambda item: item[:2])
+    return [row for _, _, row in sorted(kept, key=lambda item: item[1])]
+
+
+def _form(
+    content: object, columns: Mapping[str, str], forms: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[str, ...], _Row]:
+    """The form of a row, and the row by our names. Raises BadRow if it has none of the forms."""
     if isinstance(content, ValueError):
         raise BadRow(f"not JSON: {content}")
     if not isinstance(content, Mapping):
         raise BadRow(f"not an object but {type(content).__name__}")
-    row = {**content, **{ours: content[name] for ours, name in columns.items() if name in content}}
+    renamed = {ours: _at(content, name) for ours, name in columns.items()}
+    row = {**content, **{ours: value for ours, value in renamed.items() if value is not _ABSENT}}
     # A form whose fields were renamed was asked for by name.
-    forms = sorted(FORMS, key=lambda form: columns.keys().isdisjoint(form))
-    form = next((form for form in forms if all(field in row for field in form)), None)
+    by_name = sorted(forms, key=lambda form: columns.keys().isdisjoint(form))
+    form = next((form for form in by_name if all(field in row for field in form)), None)
     if form is None:
-        known = " or ".join(" + ".join(form) for form in FORMS)
+        known = " or ".join(" + ".join(form) for form in forms)
         raise BadRow(f"has {', '.join(map(str, content)) or 'no fields'}; expected {known}")
+    return form, row
+
+
+def _at(content: Mapping[str, Any], name: str) -> Any:
+    """A field by its name, or what lies inside it by a dotted path such as `turns.0`."""
+    if name in content:
+        return content[name]
+    value: Any = content
+    for part in name.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _ABSENT
+    return value
+
+
+def _conversation(content: object, columns: Mapping[str, str], origin: str) -> Record:
+    form, row = _form(content, columns, FORMS)
+    if form == IDS:
+        return _tokens(row, origin)
     if form == ("messages",):
-        return _from_messages(row["messages"])
+        return Record(_from_messages(row["messages"]), origin)
     if form == ("prompt", "response"):
-        return _turns(_text(row, "prompt"), _text(row, "response"))
+        return Record(_turns(_text(row, "prompt"), _text(row, "response")), origin)
+    return Record(_turns(_instruction(row), _text(row, "output")), origin)
+
+
+def _tokens(row: _Row, origin: str) -> Record:
+    """A line of `mars-ray generate`, or ids alone."""
+    try:
+        tokens = token_row(*(row[field] for field in IDS))
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    messages = row.get("messages")
+    return Record(() if messages is None else _from_messages(messages), origin, tokens)
+
+
+def _prompt(content: object, columns: Mapping[str, str], origin: str) -> Record:
+    form, row = _form(content, columns, PROMPT_FORMS)
+    match form:
+        case ("messages",):
+            turns = _messages(row["messages"])
+            if turns and turns[-1].role == "assistant":
+                turns = turns[:-1]
+            if all(turn.role != "user" for turn in turns):
+                raise BadRow("no message is by the user")
+        case ("prompt",):
+            turns = (Message("user", _text(row, "prompt")),)
+        case _:
+            turns = (Message("user", _instruction(row)),)
+    if not turns[-1].content.strip():
+        raise BadRow("the prompt is empty")
+    return Record(turns, origin)
+
+
+def _instruction(row: _Row) -> str:
     question = _text(row, "instruction")
-    if row.get("input"):
-        question += "\n\n" + _text(row, "input")
-    return _turns(question, _text(row, "output"))
+    return question + "\n\n" + _text(row, "input") if row.get("input") else question
 
 
 def _turns(question: str, answer: str) -> tuple[Message, ...]:
@@ -121,16 +218,20 @@ def _turns(question: str, answer: str) -> tuple[Message, ...]:
     return Message("user", question), Message("assistant", answer)
 
 
-def _text(row: Mapping[str, Any], field: str) -> str:
+def _text(row: _Row, field: str) -> str:
     if not isinstance(row[field], str):
         raise BadRow(f"{field} is not text but {type(row[field]).__name__}")
     return row[field]
 
 
-def _from_messages(messages: object) -> tuple[Message, ...]:
+def _messages(messages: object) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not all(isinstance(item, Mapping) for item in messages):
         raise BadRow("messages is not a list of objects with role and content")
-    turns = tuple(_message(number, item) for number, item in enumerate(messages, start=1))
+    return tuple(_message(number, item) for number, item in enumerate(messages, start=1))
+
+
+def _from_messages(messages: object) -> tuple[Message, ...]:
+    turns = _messages(messages)
     if all(turn.role != "assistant" for turn in turns):
         raise BadRow("no message is by the assistant")
     if turns[0].role == "assistant":

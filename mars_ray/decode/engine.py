@@ -13,6 +13,7 @@ from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.batch import forward, nothing
 from mars_ray.decode.drafter import Drafter
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import PagedCache, page_count
 from mars_ray.decode.measures import LiveMeasures
 from mars_ray.decode.pages import PagePool
@@ -24,6 +25,7 @@ from mars_ray.decode.request import (
     TokenEvent,
     TokenLogprobs,
     check_request,
+    check_sees_all,
     most_rows,
     window_of,
 )
@@ -61,8 +63,9 @@ class Engine:
         """Takes over the model's matrices (`Runner`): a large model is of no use to others then.
 
         `adapter` as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
-        sequence, and ModelError.
+        sequence or attention slides within the context, and ModelError.
         """
+        check_sees_all(config.max_context, model.config)
         self.model = model
         self.card = self._own_card = card  # the first with an adapter's depth, if there is one
         self.config = config
@@ -133,6 +136,20 @@ class Engine:
     def cache_bytes(self) -> int:
         """Memory of the KV cache."""
         return self._backend.cache.bytes
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it runs as."""
+        device = self.model.device
+        return EngineInfo(
+            engine="mars-ray",
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            attention=self._backend.name,
+            threads=torch.get_num_threads(),
+            cache_bytes=self.cache_bytes,
+            cache_tokens=self.pool.count * self.config.page_size,
+        )
 
     @property
     def model_seconds(self) -> float:

@@ -1,5 +1,6 @@
 """From a model directory to an engine that is ready."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import check_context
+from mars_ray.errors import ModelError
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
-from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
+from mars_ray.model.stop import stop_at_turn_end
 
-# Above this, bfloat16 is faster on a CPU; below it, float32 (docs/log.md).
-_FLOAT32_PARAMETERS = 100_000_000
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_engine(
@@ -28,7 +32,18 @@ def load_engine(
     engine = _load(directory, config, draft_engine)
     check_context(config.max_context, engine.model.config)
     engine.warm_up()
-    return engine, load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    _stop_at_turn_end(engine.model, tokenizer)
+    return engine, tokenizer
+
+
+def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Models of others often say only where texts end. One without a template is for texts."""
+    if tokenizer.chat_template:
+        try:
+            stop_at_turn_end(model, tokenizer)
+        except ModelError as error:
+            logger.warning("answers end only where generation_config.json says so: %s", error)
 
 
 def _draft_config(config: EngineConfig) -> EngineConfig:
@@ -55,14 +70,7 @@ def _load(
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Float32 first would need twice the memory.
-    is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device == "cuda")
-    dtype = torch.bfloat16 if is_half else torch.float32
-    model = load_model(directory, dtype=dtype, device=device)
-    if config.dtype == "auto" and device == "cpu" and _prefers_bfloat16(model):
-        # Not the buffers: rotary frequencies are float32 whatever the weights are.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+    model = load_model(directory, dtype=_dtype(directory, config, device), device=device)
     adapter = name = None
     if config.draft_adapter:
         adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)
@@ -79,7 +87,18 @@ def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
     return replace(card, block_size=read_draft_card(config.draft_adapter).depths)
 
 
-def _prefers_bfloat16(model: PreTrainedModel) -> bool:
-    """Whether it is the faster one on this CPU: for large models, and if it can multiply it."""
-    multiplies = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return multiplies and model.num_parameters() > _FLOAT32_PARAMETERS
+def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dtype:
+    """The checkpoint's own, but for what the device cannot do."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    stored = stored_dtype(directory)
+    if stored not in (torch.float16, torch.bfloat16):
+        return torch.float32
+    if device != "cpu":
+        return stored
+    return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU does. One that only knows float32 is slower with each step of converting."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

@@ -21,7 +21,7 @@ from mars_ray.decode.constraint import Grammar
 from mars_ray.decode.quality import Quality
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
-from mars_ray.model.shape import most_positions
+from mars_ray.model.shape import most_positions, sliding_window
 
 _MOST_LOGPROBS = 20  # OpenAI's limit
 FinishReason = Literal["stop", "length", "deadline"]
@@ -124,8 +124,7 @@ def window_of(mode: Mode, card: ModelCard) -> int:
     if depth == 0:
         raise RequestError(
             f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or "
-            "give it a draft adapter (`mars-ray adapt MODEL` trains one and leaves the model as it "
-            "is)",
+            "give it a draft adapter (`mars-ray adapt MODEL` makes one)",
             field="mode",
         )
     if not isinstance(mode, BlockCachedMode) and (mode.window or 0) > depth:
@@ -176,9 +175,20 @@ def most_rows(mode: Mode, window: int) -> int:
 
 
 def check_context(max_context: int, model_config: Any) -> None:
-    """Raises ConfigError if a model does not know so many positions."""
+    """Raises ConfigError if a model does not know so many positions, or does not see them all."""
     if max_context > (most := most_positions(model_config)):
         raise ConfigError(f"max_context={max_context}: this model knows {most} positions")
+    check_sees_all(max_context, model_config)
+
+
+def check_sees_all(max_context: int, model_config: Any) -> None:
+    """Raises ConfigError if a model's attention has a window that slides within the context."""
+    window = sliding_window(model_config)
+    if window is not None and window < max_context:
+        raise ConfigError(
+            f"max_context={max_context}: this model's rows see {window} tokens (sliding_window), "
+            f"and the decoding engine has no sliding window: set max_context={window} at most"
+        )
 
 
 def check_request(

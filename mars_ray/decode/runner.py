@@ -45,8 +45,10 @@ class Attention(Protocol):
 
 
 class Runner:
-    """A Qwen2, Qwen3 or Llama model, whose matrices it takes over: where they are reordered
-    (`linear.py`) the model is of no further use, and nothing but a tied head is held twice."""
+    """A model of `load.ARCHITECTURES`, whose matrices it takes over: where they are reordered
+    (`linear.py`) the model is of no further use, and nothing but a tied head is held twice.
+
+    Rows see all that is before them: a sliding window has to reach over the context."""
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
@@ -58,8 +60,6 @@ class Runner:
                 f"rope_type {rope!r} is not supported by the decoding engine; supported are "
                 f"{', '.join(_ROPE_TYPES)}"
             )
-        if getattr(model.config, "use_sliding_window", False):
-            raise ModelError("sliding-window attention is not supported by the decoding engine")
         if model.config.hidden_act != "silu":
             raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
         self.device, self.dtype = model.device, model.dtype

@@ -24,11 +24,12 @@ from mars_ray.config.model import PresetModel, PresetName
 from mars_ray.core.frontier import mode_label
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
+from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
-from mars_ray.model.card import read_card, write_card
+from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.stop import stop_at_turn_end, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
@@ -63,6 +64,7 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
     with ExitStack() as stack:
         bars = stack.enter_context(Bars(console))
         checkpoint = stack.enter_context(_checkpoint(job))
+        _check_modes(job, read_card(checkpoint))
         tasks = _tasks(job, checkpoint)
         peers = {
             peer: stack.enter_context(_running(peer, job, checkpoint))
@@ -135,13 +137,22 @@ class _Peer:
 def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
     """The job's, or one with random weights for as long as it takes."""
     if job.checkpoint:
-        # Before any peer starts, and looks for it on the hub.
-        read_card(job.checkpoint)
         yield job.checkpoint
         return
     assert job.random_weights
     with random_checkpoint(job.random_weights) as directory:
         yield directory
+
+
+def _check_modes(job: BenchDecodeJob, card: ModelCard) -> None:
+    """Before any peer starts. Raises RequestError or ConfigError for what needs masks, of a model
+    that has none."""
+    for mode in job.modes:
+        window_of(mode, card)
+    if job.lockstep and card.mask_token_id is None:
+        raise ConfigError(
+            "lockstep needs a model that `mars-ray train` has given a mask token: leave it out"
+        )
 
 
 @contextmanager
@@ -214,7 +225,9 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         tokenizer = load_tokenizer(checkpoint)
         asked = problems("test", count, _PROMPT_SEED)
         prompts = [encode_prompt([Message("user", p.question)], tokenizer) for p in asked]
-        stops = sorted(stop_ids(load_model(checkpoint, dtype=None)))
+        model = load_model(checkpoint, dtype=None)
+        stop_at_turn_end(model, tokenizer)
+        stops = sorted(stop_ids(model))
     needed = max(map(len, prompts)) + job.max_new_tokens
     if needed > job.max_context:
         raise ConfigError(

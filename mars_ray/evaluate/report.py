@@ -5,30 +5,50 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mars_ray.core.frontier import FrontierPoint
 from mars_ray.evaluate.run import Evaluation
 
 _COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F", "tokens/s")
+# Of prompts without reference answers; T/F without answers that end in a loop stands beside.
+_OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops", "tokens/s")
 
 
 def print_table(evaluation: Evaluation, console: Console) -> None:
     """One line a mode."""
     frontier = evaluation.frontier
     table = Table(title=f"{frontier.checkpoint}: {frontier.points[0].problems} problems")
-    for index, column in enumerate(_COLUMNS):
+    without_references = frontier.points[0].agreement is not None
+    for index, column in enumerate(_OWN_COLUMNS if without_references else _COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right")
     for point in frontier.points:
-        table.add_row(
-            point.label,
-            f"{point.accuracy:.1%}",
-            f"{point.accuracy_low:.1%} .. {point.accuracy_high:.1%}",
-            f"{point.difference:+.1%}",
-            f"{point.p_value:.2f}",
-            f"{point.identical:.1%}",
-            f"{point.tokens_per_forward:.2f}",
-            f"{point.tokens_per_s:,.0f}",
-        )
+        table.add_row(*(_own_cells(point) if without_references else _cells(point)))
     console.print(table)
     console.print(f"plot: {evaluation.plot}", soft_wrap=True)
+
+
+def _cells(point: FrontierPoint) -> tuple[str, ...]:
+    return (
+        point.label,
+        f"{point.accuracy:.1%}",
+        f"{point.accuracy_low:.1%} .. {point.accuracy_high:.1%}",
+        f"{point.difference:+.1%}",
+        f"{point.p_value:.2f}",
+        f"{point.identical:.1%}",
+        f"{point.tokens_per_forward:.2f}",
+        f"{point.tokens_per_s:,.0f}",
+    )
+
+
+def _own_cells(point: FrontierPoint) -> tuple[str, ...]:
+    return (
+        point.label,
+        f"{point.identical:.1%}",
+        f"{point.agreement:.2%}",
+        "-" if point.nll is None else f"{point.nll:.3f}",
+        f"{point.tokens_per_forward:.2f}",
+        "-" if point.without_loops is None else f"{point.without_loops:.2f}",
+        f"{point.tokens_per_s:,.0f}",
+    )
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:

@@ -11,25 +11,34 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.config.decode import ExactMode, Mode, Sampling
-from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, Task
+from mars_ray.config.decode import (
+    BlockCachedMode,
+    ConfidenceMode,
+    ExactMode,
+    Mode,
+    Sampling,
+)
+from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask, Task
 from mars_ray.core.frontier import (
     FRONTIER_FILE,
     Frontier,
     FrontierPoint,
+    PointPart,
     mode_label,
     read_frontier,
 )
 from mars_ray.core.statistics import paired_difference, wilson_interval
-from mars_ray.data.chat import Message, encode_prompt
-from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.data.chat import encode_prompt
+from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
-from mars_ray.decode.request import Completion, Request
+from mars_ray.decode.request import Request
 from mars_ray.errors import CheckpointError, DataError
+from mars_ray.evaluate.answers import Answer, answer_all
 from mars_ray.evaluate.plots import plot_frontier
 from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.corpus import corpus_problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.evaluate.tasks.prompts import prompts_problems
 from mars_ray.model.card import read_card
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
@@ -41,6 +50,7 @@ ANSWERS_FILE = "answers.jsonl"
 _TASKS: dict[type, Callable[[Any], list[Problem]]] = {
     CorpusTask: corpus_problems,
     Gsm8kTask: gsm8k_problems,
+    PromptsTask: prompts_problems,
 }
 
 
@@ -60,9 +70,9 @@ class Evaluation:
 @dataclass(frozen=True, slots=True)
 class _ModeResult:
     mode: Mode
-    completions: list[Completion]
+    answers: list[Answer]
     texts: list[str]
-    correct: list[bool]
+    correct: list[bool] | None  # None: of prompts without reference answers
     seconds: float
 
 
@@ -78,7 +88,7 @@ def prompts_of(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
     """The tokens of each problem, as a model is asked it."""
-    return [tuple(encode_prompt([Message("user", p.question)], tokenizer)) for p in problems]
+    return [tuple(encode_prompt(p.messages, tokenizer)) for p in problems]
 
 
 def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
@@ -118,7 +128,10 @@ def _measured(
     with Bars(console) as bars:
         engine, tokenizer = load_engine(job.checkpoint, config)
         prompts, stops = prompts_of(problems, tokenizer), stop_ids(engine.model)
-        asked = [(mode, _requests(prompts, mode, job.max_new_tokens, stops)) for mode in modes]
+        logprobs = 0 if isinstance(job.task, PromptsTask) else None
+        asked = [
+            (mode, _requests(prompts, mode, job.max_new_tokens, stops, logprobs)) for mode in modes
+        ]
         # All of them now: what is refused after other modes would cost their measurement.
         for _, requests in asked:
             for request in requests:
@@ -128,8 +141,8 @@ def _measured(
             advance = partial(bars.advance, task)
             results.append(_measure(engine, tokenizer, mode, problems, requests, advance))
             if not keeps or len(results) == len(modes):
-                _write(directory, _frontier(job, results), problems, results)
-    return _frontier(job, results)
+                _write(directory, _frontier(job, problems, results), problems, results)
+    return _frontier(job, problems, results)
 
 
 def _has_whole(directory: Path) -> bool:
@@ -139,11 +152,11 @@ def _has_whole(directory: Path) -> bool:
         return False
 
 
-def _frontier(job: EvaluateJob, results: list[_ModeResult]) -> Frontier:
+def _frontier(job: EvaluateJob, problems: list[Problem], results: list[_ModeResult]) -> Frontier:
     return Frontier(
         checkpoint=Path(job.checkpoint).name,
-        task=job.task.model_dump(),
-        points=tuple(_point(result, results[0]) for result in results),
+        task=job.task.model_dump(mode="json"),
+        points=tuple(_point(result, results[0], problems) for result in results),
         provenance=provenance() | {"job": job.model_dump(mode="json")},
     )
 
@@ -153,9 +166,10 @@ def _requests(
     mode: Mode,
     max_new_tokens: int,
     stops: frozenset[int],
+    logprobs: int | None,
 ) -> list[Request]:
     return [
-        Request(str(index), prompt, mode, Sampling(), max_new_tokens, stops)
+        Request(str(index), prompt, mode, Sampling(), max_new_tokens, stops, logprobs=logprobs)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -169,39 +183,95 @@ def _measure(
     advance: Callable[[], None],
 ) -> _ModeResult:
     started = time.perf_counter()
-    completions = generate_all(engine, requests, lambda _: advance())
+    answers = answer_all(engine, requests, advance)
     seconds = time.perf_counter() - started
-    texts = [_decode(tokenizer, completion) for completion in completions]
-    correct = [is_correct(*pair) for pair in zip(problems, texts, strict=True)]
-    return _ModeResult(mode, completions, texts, correct, seconds)
+    texts = [_decode(tokenizer, answer) for answer in answers]
+    correct = None
+    if problems[0].answer is not None:
+        correct = [is_correct(*pair) for pair in zip(problems, texts, strict=True)]
+    return _ModeResult(mode, answers, texts, correct, seconds)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
-    return str(tokenizer.decode(list(completion.tokens), skip_special_tokens=True))
+def _decode(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
+    return str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
 
 
-def _point(result: _ModeResult, exact: _ModeResult) -> FrontierPoint:
-    count = len(result.correct)
-    low, high = wilson_interval(sum(result.correct), count)
-    paired = paired_difference(exact.correct, result.correct)
-    same = sum(
-        a.tokens == b.tokens for a, b in zip(result.completions, exact.completions, strict=True)
-    )
-    tokens = sum(len(completion.tokens) for completion in result.completions)
+def _same(result: _ModeResult, exact: _ModeResult) -> list[bool]:
+    return [a.tokens == b.tokens for a, b in zip(result.answers, exact.answers, strict=True)]
+
+
+def _right(result: _ModeResult, exact: _ModeResult) -> list[bool]:
+    return _same(result, exact) if result.correct is None else result.correct
+
+
+def _point(result: _ModeResult, exact: _ModeResult, problems: list[Problem]) -> FrontierPoint:
+    right, same = _right(result, exact), _same(result, exact)
+    count = len(right)
+    low, high = wilson_interval(sum(right), count)
+    paired = paired_difference(_right(exact, exact), right)
+    tokens = sum(len(answer.tokens) for answer in result.answers)
     return FrontierPoint(
         mode=result.mode.model_dump(),
         problems=count,
-        accuracy=sum(result.correct) / count,
+        accuracy=sum(right) / count,
         accuracy_low=low,
         accuracy_high=high,
         tokens=tokens,
-        forwards=sum(completion.forwards for completion in result.completions),
+        forwards=sum(answer.completion.forwards for answer in result.answers),
         tokens_per_s=tokens / result.seconds,
-        identical=same / count,
+        identical=sum(same) / count,
         difference=paired.difference,
         difference_low=paired.low,
         difference_high=paired.high,
         p_value=paired.p_value,
+        **_without_references(
+            result.answers,
+            same,
+            problems,
+            tokens,
+            is_unseen=isinstance(result.mode, ConfidenceMode | BlockCachedMode),
+        ),
+    )
+
+
+def _without_references(
+    answers: list[Answer],
+    same: list[bool],
+    problems: list[Problem],
+    tokens: int,
+    *,
+    is_unseen: bool,
+) -> dict[str, Any]:
+    """What stands in the place of accuracy, if these are prompts without reference answers."""
+    if problems[0].answer is not None:
+        return {}
+    rows = list(zip(answers, same, strict=True))
+    kinds = dict.fromkeys(problem.kind or "" for problem in problems)
+    log_p = [answer.log_p or 0.0 for answer in answers]
+    return {
+        "agreement": 1 - sum(answer.disagreed for answer in answers) / tokens,
+        # A proposal that is committed unseen has no probability of the model's own.
+        "nll": None if is_unseen else -sum(log_p) / tokens,
+        "looping": _part([row for row in rows if row[0].is_looping]),
+        "by_kind": {
+            kind: _part(
+                [
+                    row
+                    for row, problem in zip(rows, problems, strict=True)
+                    if problem.kind == kind and not row[0].is_looping
+                ]
+            )
+            for kind in kinds
+        },
+    }
+
+
+def _part(rows: list[tuple[Answer, bool]]) -> PointPart:
+    return PointPart(
+        answers=len(rows),
+        tokens=sum(len(answer.tokens) for answer, _ in rows),
+        forwards=sum(answer.completion.forwards for answer, _ in rows),
+        identical=sum(same for _, same in rows) / max(1, len(rows)),
     )
 
 
@@ -210,9 +280,12 @@ def _write(
 ) -> None:
     with replaced(directory / ANSWERS_FILE) as draft, draft.open("w") as file:
         for result in results:
-            for problem, text, correct in zip(problems, result.texts, result.correct, strict=True):
+            right = _right(result, results[0])
+            for problem, text, correct in zip(problems, result.texts, right, strict=True):
                 row = {"mode": result.mode.model_dump(), "question": problem.question}
                 row |= {"text": text, "answer": problem.answer, "correct": correct}
+                if problem.kind:
+                    row["kind"] = problem.kind
                 file.write(json.dumps(row) + "\n")
     with replaced(directory / PLOT_FILE) as draft:
         plot_frontier(frontier, draft)

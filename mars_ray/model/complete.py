@@ -4,7 +4,8 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 
 from mars_ray.errors import ModelError
 
@@ -54,6 +55,16 @@ def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
             f"the weights in {directory} do not fit its config.json: "
             f"unexpected keys {', '.join(sorted(strange)[:3])}"
         )
+
+
+def dtype_of_weights(directory: Path) -> torch.dtype:
+    """Of the first of them. Raises ModelError if they cannot be read."""
+    path = directory / weight_files(directory)[0]
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(next(iter(file.keys()))).dtype
+    except (OSError, SafetensorError, StopIteration) as error:
+        raise ModelError(f"the weights in {path} cannot be read: {error}") from error
 
 
 def _names(path: Path) -> list[str]:

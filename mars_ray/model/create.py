@@ -1,6 +1,5 @@
 """The model a training job starts from, as a model directory."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2ForCausalLM,
@@ -21,9 +19,8 @@ from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.mask_token import ensure_mask_token
 from mars_ray.model.presets import SHAPES, preset_config
 from mars_ray.model.save import save_model
-from mars_ray.model.tokenizer import end_of_turn_id, train_tokenizer
-
-log = logging.getLogger(__name__)
+from mars_ray.model.stop import stop_at_turn_end
+from mars_ray.model.tokenizer import train_tokenizer
 
 
 def create_model(
@@ -48,8 +45,8 @@ def create_model(
         tokenizer = load_tokenizer(config.path, config.revision)
         block_size = _trained_block_size(config)
     card = replace(ensure_mask_token(model, tokenizer), block_size=block_size)
-    _check_rows(model, tokenizer)
-    _stop_at_turn_end(model, tokenizer)
+    check_rows(model, tokenizer)
+    stop_at_turn_end(model, tokenizer)
     try:
         save_model(directory, model, tokenizer, card)
     except (OSError, SafetensorError) as error:
@@ -64,10 +61,11 @@ def _check_preset(config: PresetModel) -> None:
         )
 
 
-def _check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A token without a row would end training at the first text that has it.
+def check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A token without a row would end training or serving at the first text that has it.
 
     Special tokens (often one for padding) are in none, but for those that the template writes.
+    Raises ModelError.
     """
     rows = model.config.vocab_size
     template = str(tokenizer.chat_template)
@@ -94,26 +92,3 @@ def _trained_block_size(config: PretrainedModel) -> int:
     """What an earlier MARS training has reached: a directory of ours may be trained further."""
     path = Path(config.path)
     return read_card(path).block_size if (path / CARD_FILE).exists() else 0
-
-
-def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Adds the template's end of turn to the tokens at which `generate` stops."""
-    generation = model.generation_config
-    if generation is None:
-        generation = model.generation_config = GenerationConfig()
-    given = generation.eos_token_id
-    known = given if isinstance(given, list) else [] if given is None else [given]
-    stops = list(dict.fromkeys([end_of_turn_id(tokenizer), *known]))
-    generation.eos_token_id = stops[0] if len(stops) == 1 else stops
-    if generation.pad_token_id is None:
-        generation.pad_token_id = tokenizer.pad_token_id
-    try:
-        generation.validate(strict=True)
-    except ValueError as error:
-        # transformers loads it with a warning and refuses to save it. Of all it says we need these.
-        log.warning("only its tokens are kept of generation_config.json: %s", error)
-        model.generation_config = GenerationConfig(
-            bos_token_id=generation.bos_token_id,
-            eos_token_id=generation.eos_token_id,
-            pad_token_id=generation.pad_token_id,
-        )

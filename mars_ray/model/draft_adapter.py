@@ -160,7 +160,8 @@ def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCa
         raise ModelError(said) from error
     if version != _FORMAT:
         raise ModelError(
-            f"the draft adapter {name} has format {version}; this version of mars-ray reads {_FORMAT}"
+            f"the draft adapter {name} has format {version}; this version of mars-ray reads "
+            f"{_FORMAT}"
         )
     return card
 

@@ -35,7 +35,7 @@ def pinned_adapter(name: str) -> tuple[str, DraftCard]:
             return name, read_draft_card(directory, called=shown(name))
     if not source.is_on_hub:
         return str(Path(name).resolve()), read_draft_card(name)
-    snapshot = hub_snapshot(source, only=DRAFT_CARD_FILE)
+    snapshot = hub_snapshot(source, DRAFT_CARD_FILE)
     return f"{source.name}@{snapshot.name}", read_draft_card(snapshot, called=name)
 
 

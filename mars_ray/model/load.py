@@ -19,11 +19,11 @@ from transformers.utils import logging
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
-from mars_ray.model.complete import check_config
+from mars_ray.model.complete import check_config, dtype_of_weights
 from mars_ray.model.missing import missing
 
 # transformers' model types and how we name them in messages.
-ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
 
 # What transformers raises on files that are not there, damaged or of another shape (RuntimeError),
 # and on values that it uses without a look at them.
@@ -62,7 +62,7 @@ def load_model(
     not supported, or if its weights are incomplete or not in safetensors.
     """
     read_config(directory, revision)
-    loaded: Any = _open(
+    loaded: Any = opened(
         directory,
         lambda: AutoModelForCausalLM.from_pretrained(
             directory,
@@ -76,15 +76,16 @@ def load_model(
         revision,
     )
     model, report = loaded
-    # transformers fills missing weights with random numbers and goes on.
+    check_report(report, f"the weights in {directory} do not fit its config.json")
+    return model.to(device).eval()
+
+
+def check_report(report: dict[str, Any], complaint: str) -> None:
+    """transformers fills missing weights with random numbers and goes on. Raises ModelError."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:
             names = ", ".join(sorted(str(key) for key in report[kind])[:3])
-            raise ModelError(
-                f"the weights in {directory} do not fit its config.json: "
-                f"{kind.replace('_', ' ')} {names}"
-            )
-    return model.to(device).eval()
+            raise ModelError(f"{complaint}: {kind.replace('_', ' ')} {names}")
 
 
 def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -93,7 +94,7 @@ def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTra
     Raises ModelError if there is none, or if its mask token is not the one the model was trained
     with: a model with another model's tokenizer answers nonsense and nothing else would notice.
     """
-    tokenizer = _open(
+    tokenizer = opened(
         directory,
         lambda: AutoTokenizer.from_pretrained(
             directory, revision=revision, trust_remote_code=False
@@ -121,7 +122,7 @@ def read_config(
     name = called or str(directory)
     if called:
         check_config(Path(directory), called)
-    config = _open(
+    config = opened(
         directory,
         lambda: AutoConfig.from_pretrained(directory, revision=revision, trust_remote_code=False),
         revision,
@@ -138,15 +139,26 @@ def read_config(
     return config
 
 
-def _open(directory: str | Path, load: Callable[[], T], revision: str | None = None) -> T:
+def stored_dtype(directory: str | Path) -> torch.dtype:
+    """What a model says that it is to run in, or else has its weights in. Raises ModelError."""
+    if isinstance(said := read_config(directory).dtype, torch.dtype):
+        return said
+    return dtype_of_weights(Path(directory))
+
+
+def opened(
+    place: str | Path,
+    load: Callable[[], T],
+    revision: str | None = None,
+    holds: str = "a model with safetensors weights",
+) -> T:
     """Calls `load`, with transformers' complaints as ModelErrors."""
     quiet_unless_watched()
     try:
         return load()
     except _COMPLAINTS as error:
-        if isinstance(error, OSError) and not Path(directory).is_dir():
-            raise missing(directory, revision, error) from error
+        if isinstance(error, OSError) and not Path(place).exists():
+            raise missing(place, revision, error) from error
         raise ModelError(
-            f"cannot load {str(directory)!r}, which must hold a model with safetensors weights: "
-            f"{type(error).__name__}: {error}"
+            f"cannot load {str(place)!r}, which must hold {holds}: {type(error).__name__}: {error}"
         ) from error

@@ -25,7 +25,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, ModelCard, read_card
-from mars_ray.model.complete import check_complete
+from mars_ray.model.complete import CONFIG_FILE, check_complete
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ def shown(uri: str) -> str:
 def stored_card(uri: str) -> ModelCard:
     """The card of the checkpoint at a URI. Raises ModelError."""
     with tempfile.TemporaryDirectory() as directory:
-        copy_file(uri, CARD_FILE, Path(directory))
+        for name in (CARD_FILE, CONFIG_FILE):
+            copy_file(uri, name, Path(directory))
         return read_card(directory, called=shown(uri))
 
 

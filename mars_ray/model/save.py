@@ -32,19 +32,32 @@ def save_model(
     The directory appears complete or not at all. `state_dict` is given where the model's own
     parameters are not whole, as under ZeRO-3.
     """
+    with replacing(Path(directory)) as fresh:
+        write_model(fresh, model, tokenizer, card, state_dict)
+
+
+def write_model(
+    directory: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    card: ModelCard,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """The same into an empty directory, file by file."""
     quiet_unless_watched()
-    with _replacing(Path(directory)) as fresh:
-        _save_weights(fresh, model, state_dict)
-        tokenizer.save_pretrained(fresh)
-        write_card(fresh, card)
-        # safetensors writes files for their owner only; a server may run as somebody else.
-        mode = (fresh / CONFIG_FILE).stat().st_mode
-        for file in fresh.iterdir():
-            file.chmod(mode)
+    _save_weights(directory, model, state_dict)
+    tokenizer.save_pretrained(directory)
+    write_card(directory, card)
+    # safetensors writes files for their owner only; a server may run as somebody else.
+    mode = (directory / CONFIG_FILE).stat().st_mode
+    for file in directory.iterdir():
+        file.chmod(mode)
 
 
 def _save_weights(
-    directory: Path, model: PreTrainedModel, state_dict: dict[str, Tensor] | None
+    directory: Path,
+    model: PreTrainedModel,
+    state_dict: dict[str, Tensor] | None,
 ) -> None:
     """What `model.save_pretrained` writes.
 
@@ -69,7 +82,7 @@ def _alone(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _replacing(directory: Path) -> Iterator[Path]:
+def replacing(directory: Path) -> Iterator[Path]:
     """A new directory that takes the place of `directory` when the block ends without an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside its final place: a rename is atomic only within one file system.

@@ -15,6 +15,7 @@ class ModelShape:
     hidden: int
     intermediate: int
     layers: int
+    query_heads: int
     query_size: int  # heads times head size
     key_size: int  # of all key heads
     biases: bool  # of the projections to queries, keys and values
@@ -59,6 +60,7 @@ def shape_of_config(config: Any) -> ModelShape:
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         layers=config.num_hidden_layers,
+        query_heads=config.num_attention_heads,
         query_size=config.num_attention_heads * size,
         key_size=config.num_key_value_heads * size,
         biases=config.model_type == "qwen2",
@@ -82,3 +84,8 @@ def most_positions(config: Any) -> int:
             )
         case _:
             return int(positions)
+
+
+def sliding_window(config: Any) -> int | None:
+    """How many tokens a row sees at most, itself included; None: all before it."""
+    return getattr(config, "sliding_window", None)

@@ -58,16 +58,14 @@ def pinned(source: Source) -> tuple[Source, ModelCard]:
         return source, stored_card(source.name)
     if not source.is_on_hub:
         return replace(source, name=str(Path(source.name).resolve())), read_card(source.name)
-    snapshot = hub_snapshot(source, only=CARD_FILE)
+    snapshot = hub_snapshot(source, CARD_FILE, CONFIG_FILE)
     return replace(source, revision=snapshot.name), read_card(snapshot, called=source.name)
 
 
 def config_of(source: Source) -> Any:
     """The model's configuration; nothing else is fetched. Raises ModelError."""
     if not source.is_uri:
-        directory = (
-            hub_snapshot(source, only=CONFIG_FILE) if source.is_on_hub else Path(source.name)
-        )
+        directory = hub_snapshot(source, CONFIG_FILE) if source.is_on_hub else Path(source.name)
         return read_config(directory, called=source.name)
     with tempfile.TemporaryDirectory() as directory:
         copy_file(source.name, CONFIG_FILE, Path(directory))
@@ -94,18 +92,16 @@ def local_copy(source: Source, cache: str) -> Path:
     return directory
 
 
-def hub_snapshot(source: Source, only: str | None = None) -> Path:
-    """The snapshot's directory in the hub's cache, which bears the commit's name.
-
-    Raises ModelError.
-    """
+def hub_snapshot(source: Source, *only: str) -> Path:
+    """The snapshot's directory in the hub's cache, which bears the commit's name; a file that the
+    model does not have is not there. Raises ModelError."""
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
         snapshot = huggingface_hub.snapshot_download(
             source.name,
             revision=source.revision,
-            allow_patterns=only or [f"*{suffix}" for suffix in WANTED],
+            allow_patterns=list(only) or [f"*{suffix}" for suffix in WANTED],
         )
     except (OSError, ValueError) as error:
         raise missing(source.name, source.revision, error) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import serve
 
-from mars_ray.config.decode import BlockCachedMode, VerifiedMode
+from mars_ray.config.decode import BlockCachedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
@@ -271,11 +271,12 @@ def _checked_adapter(job: ServeJob, base: Source) -> tuple[str, DraftCard]:
 
 
 def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
-    """`verified` is for any model: it is `exact` as long as nothing drafts. Raises ConfigError."""
+    """One that nobody has named is `verified`, and `exact` as long as nothing drafts: replicas know
+    (`serve/text_engine.py`), and an adapter may come later. Raises ConfigError."""
+    if job.default_mode is None:
+        return
     if isinstance(job.default_mode, BlockCachedMode):
         raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
-    if isinstance(job.default_mode, VerifiedMode) and card.block_size == 0:
-        return
     try:
         window_of(job.default_mode, card)
     except RequestError as error:

@@ -57,7 +57,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
     call = Call(
         id=request_id,
         prompts=_prompts(body),
-        mode=_mode(body, job.default_mode),
+        mode=_mode(body, job.mode),
         sampling=_sampling(body, seed),
         max_new_tokens=_max_new_tokens(body, job.limits),
         new_tokens_limit=_new_tokens_limit(body, job.limits),
@@ -207,7 +207,7 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
             _refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
         return Elastic(job.qualities[body.quality])
     is_open = _quality_class(body, job) is not None
-    if is_open and isinstance(job.default_mode, VerifiedMode | SpeculativeMode):
+    if is_open and isinstance(job.mode, VerifiedMode | SpeculativeMode):
         return Elastic(job.qualities[job.default_quality])
     return None
 

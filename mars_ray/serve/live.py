@@ -51,7 +51,7 @@ class Live:
     def status(self, job: ServeJob, seen: EngineSeen, now: float) -> ReplicaStatus:
         """With the last minute's counts, and the threshold of a request that pins none."""
         self._forget(now)
-        mode = job.default_mode
+        mode = job.mode
         if needs_drafts(mode) and not seen.can_draft:
             mode = ExactMode()
         return ReplicaStatus(
@@ -65,6 +65,7 @@ class Live:
             tokens=sum(bucket.tokens for bucket in self._buckets),
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
+            engine=seen.info,
         )
 
     def _forget(self, now: float) -> None:

@@ -180,7 +180,7 @@ Message = Piece | Refusal
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a replica says of a draft adapter that it was to get ready: its name, or what is wrong."""
+    """What a replica says of a draft adapter that it gets ready: its name, or what is wrong."""
 
     name: str | None = None
     error: str | None = None

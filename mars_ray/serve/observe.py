@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.info import EngineInfo
 
 Ending = Literal["stop", "length", "tool_calls", "abort", "error", "deadline", "refused"]
 
@@ -44,6 +45,7 @@ class EngineSeen:
     checked: dict[str, int]
     tokens_per_forward_at: dict[str, dict[float, float]]
     accepted_at: dict[str, list[int]]  # by place beyond the first
+    info: EngineInfo
 
 
 class Observer(Protocol):
@@ -73,4 +75,5 @@ def engine_seen(engine: Engine) -> EngineSeen:
             mode: measures.tokens_per_forward() for mode, measures in by_mode.items()
         },
         accepted_at=engine.measures.accepted_at,
+        info=engine.info,
     )

@@ -46,9 +46,12 @@ class Replica:
         place = job.engine.draft_adapter
         if place and engine_config.draft_adapter:
             engine.adapter_name = adapter_name(place, Path(engine_config.draft_adapter))
+        # Of what runs here, before anything else is said in this process's log.
+        print(f"{job.name}: {engine.info}", flush=True)
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
-        self._adapters = Adapters(self._engine, checkpoint, job.model_cache, engine.model.dtype)
+        drafting, dtype = self._engine.drafting, engine.model.dtype
+        self._adapters = Adapters(drafting, checkpoint, job.model_cache, dtype)
         self._built_s = setting.at_s
         self._engine.start()
         self._looking = asyncio.create_task(self._look())

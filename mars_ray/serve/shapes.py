@@ -258,6 +258,18 @@ class PolicyNow(Said):
     reason: str
 
 
+class EngineNow(Said):
+    """What a replica runs as: dtype and device, form of attention, size of the KV cache."""
+
+    engine: str
+    dtype: str
+    device: str
+    attention: str
+    threads: int
+    cache_bytes: int
+    cache_tokens: int
+
+
 class ModelNow(Said):
     """What a model is doing; null where nothing is known, as no replica or nothing lately."""
 
@@ -272,6 +284,7 @@ class ModelNow(Said):
     mode: str | None
     threshold: float | None
     adapter: str | None
+    engine: EngineNow | None
     policy: PolicyNow | None
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mars_ray.decode.info import EngineInfo
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
@@ -19,6 +21,7 @@ class ReplicaStatus:
     tokens: int
     forwards: int
     disagreed: int
+    engine: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +59,7 @@ def model_status(
         "adapter": ", ".join(dict.fromkeys(filter(None, adapters))) or None,
         # While a new one spreads, the lower one is what a client may get.
         "threshold": min(thresholds, default=None),
+        # They have one job, but not always one kind of node.
+        "engine": asdict(replicas[0].engine) if replicas else None,
         "policy": asdict(decided) if decided else None,
     }

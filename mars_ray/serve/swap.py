@@ -93,8 +93,8 @@ def _prepared(ingress: Any, model: ServeJob) -> str | None:
     names = {each.name for each in said}
     if len(names) > 1:
         raise ModelError(
-            f"the replicas of {model.name!r} find different files at {place}: put the draft adapter "
-            "on storage that all nodes share; the service goes on as it was"
+            f"the replicas of {model.name!r} find different files at {place}: put the draft "
+            "adapter on storage that all nodes share; the service goes on as it was"
         )
     return next(iter(names), None)
 
@@ -105,7 +105,8 @@ def _is_in_force(ingress: Any, model: ServeJob, running: Running, name: str | No
     if said:
         return {each.adapter for each in said} == {name}
     setting = Setting(running.built_s, model.set_point, model.replicas == "auto")
-    swap = ray.get(control_of(model.name, setting).swapped.remote(running.built_s))
+    asked: Any = control_of(model.name, setting).swapped.remote(running.built_s)
+    swap: Any = ray.get(asked)
     job = running.job.each()[model.name]
     place = swap.adapter if swap else job.engine.draft_adapter
     return place == model.engine.draft_adapter
@@ -120,7 +121,7 @@ def _wait_until_taken(ingress: Any, model: ServeJob, name: str | None) -> None:
             return
         if time.monotonic() > deadline:
             raise EngineError(
-                f"not every replica of {model.name!r} has taken {name or 'the adapter away'} within "
-                f"{_TAKE_S:g} s: its log says why; say the same again"
+                f"not every replica of {model.name!r} has gone over to {name or 'no adapter'} "
+                f"within {_TAKE_S:g} s: its log says why; say the same again"
             )
         time.sleep(_LOOK_S)

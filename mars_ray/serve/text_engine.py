@@ -5,14 +5,12 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.config.decode import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import Message as ChatTurn
@@ -20,21 +18,20 @@ from mars_ray.data.chat import encode_prompt, writes_tool_calls
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.grammar import CompiledGrammar, Grammars
 from mars_ray.decode.quality import Elastic
-from mars_ray.decode.request import Request, TokenEvent, needs_drafts
+from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.thread import EngineThread
 from mars_ray.errors import (
     DataError,
     DeadlineError,
     EngineError,
-    ModelError,
     PoisonError,
     PromptTooLongError,
     RequestError,
 )
-from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.stop import stop_ids
 from mars_ray.scaling.ladder import Rung
 from mars_ray.scaling.local import LocalLoop
+from mars_ray.serve.adapters import Drafting
 from mars_ray.serve.admission import Admission
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.live import Live
@@ -95,8 +92,7 @@ class TextEngine:
         self._tally = Tally()
         self._local = LocalLoop(job.scaling, job.set_point)
         self._threshold = engine.thresholds.set_point
-        self._can_draft = engine.card.block_size > 0
-        self._drafts_itself = engine.drafts_itself
+        self.drafting = Drafting(self._thread, engine)
         places = engine.config.max_batch + job.limits.waiting_requests
         self._admission = Admission(places)
 
@@ -160,27 +156,6 @@ class TextEngine:
         if threshold != self._threshold:
             self._threshold = threshold
             await self._thread.ask(change)
-
-    async def check_adapter(self, adapter: DraftAdapter) -> None:
-        """Raises ModelError if it does not fit the model, EngineError if the engine is dead."""
-        await self._thread.ask(lambda engine: engine.check_adapter(adapter))
-
-    async def set_adapter(self, adapter: DraftAdapter | None, name: str | None) -> None:
-        """Who makes drafts from the next step on. Raises as `check_adapter`, and then nothing has
-        changed."""
-
-        def change(engine: Engine) -> bool:
-            engine.set_adapter(adapter, name)
-            return engine.card.block_size > 0
-
-        # Before the engine is asked, with nothing in between: what is submitted until then comes to
-        # it first, with drafts, and what is submitted later comes as the next step can decode it.
-        before, self._can_draft = self._can_draft, adapter is not None or self._drafts_itself
-        try:
-            self._can_draft = await self._thread.ask(change)
-        except ModelError:
-            self._can_draft = before
-            raise
 
     @property
     def open_answers(self) -> int:
@@ -299,7 +274,7 @@ class TextEngine:
     async def _pieces(
         self, call: Call, request: Request, choice: int
     ) -> AsyncGenerator[Piece, None]:
-        request = self._decodable(call, request)
+        request = self.drafting.decodable(call, request)
         seen = AnswerSeen(request.mode.type, len(request.prompt))
         started = last = time.monotonic()
         held: Piece | None = None
@@ -325,12 +300,6 @@ class TextEngine:
                 self._tally.ended(seen)
             if self._observer:
                 self._observer.answer(seen)
-
-    def _decodable(self, call: Call, request: Request) -> Request:
-        """The request; without drafts, one that leaves the mode open takes a forward a token."""
-        if self._can_draft or not call.is_mode_open or not needs_drafts(request.mode):
-            return request
-        return replace(request, mode=ExactMode(), quality=None)
 
     def _is_degraded(self, call: Call, event: TokenEvent) -> bool:
         lowest = event.threshold

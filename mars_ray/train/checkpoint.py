@@ -1,7 +1,8 @@
 """A checkpoint directory, complete if and only if its manifest is there.
 
-    model/              a Hugging Face model directory, ready to load anywhere
-    adapters.safetensors   with LoRA: what was trained; in model/ it is merged
+    model/              a Hugging Face model directory, ready to load anywhere; or a draft adapter
+    adapters.safetensors   with LoRA: what was trained; in model/ it is merged. Of a draft adapter
+                        the float32 weights; in model/ they are bfloat16
     trainer/rank_N.pt   what rank N needs to go on: optimizer, random state, running means
     state.json          step, loader position, job identity, last metrics
     manifest.json       every other file with its size; written last
@@ -44,6 +45,7 @@ class TrainState:
     loader: LoaderState
     metrics: dict[str, float]  # the last known
     data: str = ""  # StagePlan.data; empty in checkpoints of versions before
+    mask_tokens: int = 0  # mask rows with a target that were trained on so far
 
 
 def directory_of(run_dir: Path, step: int) -> Path:

@@ -18,10 +18,11 @@ from torch import Tensor
 from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
+from mars_ray.train.engine import Step
 from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import OwnTime
-from mars_ray.train.step import TrainStep, layout_tensors
+from mars_ray.train.step import layout_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master"
@@ -33,7 +34,7 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        step: TrainStep,
+        step: Step,
         config: OptimizerConfig,
         ranks: Ranks,
         *,
@@ -84,7 +85,7 @@ class DeepSpeedEngine:
         return self._engine(**layout_tensors(layout, self._ranks.device))
 
     def weights(self) -> dict[str, Tensor] | None:
-        model = self._engine.module.model
+        model = self._engine.module.stored
         if self._zero_stage < 3:
             return model.state_dict() if self._ranks.is_main else None
         # Parameter by parameter: rank 0 alone ever holds the whole model.

@@ -15,17 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
+from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import OwnTime
 from mars_ray.train.step import TrainStep, layout_tensors
+
+Step = TrainStep | DraftStep
 
 
 class Engine(Protocol):
     """One optimizer step is `accumulate` for each micro-batch, then `step`."""
 
     def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
-        """Forward and backward; this rank's (loss, clean sum, noisy sum), float64 (3,), detached.
+        """Forward and backward; this rank's (loss, its two sums), float64 (3,), detached.
 
         `last` marks the step's last micro-batch, whose backward reduces gradients over ranks.
         """
@@ -39,11 +42,13 @@ class Engine(Protocol):
         ...
 
     def predict(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Evaluation: this rank's stream sums, float64 (2,), and predictions, int64 (B, R)."""
+        """Evaluation: this rank's two sums, float64 (2,), and predictions, int64 (B, R), or (2, B,
+        R) where mask rows get two."""
         ...
 
     def weights(self) -> dict[str, Tensor] | None:
-        """The whole model's state dict on rank 0, None elsewhere; collective."""
+        """What is stored of the step, whole, as a state dict on rank 0, None elsewhere;
+        collective."""
         ...
 
     def optimizer_state(self) -> OptimizerShare:
@@ -63,7 +68,7 @@ class PlainEngine:
 
     def __init__(
         self,
-        step: TrainStep,
+        step: Step,
         config: OptimizerConfig,
         ranks: Ranks,
         *,
@@ -109,7 +114,7 @@ class PlainEngine:
             return self._step(**layout_tensors(layout, self._ranks.device))
 
     def weights(self) -> dict[str, Tensor] | None:
-        return self._step.model.state_dict() if self._ranks.is_main else None
+        return self._step.stored.state_dict() if self._ranks.is_main else None
 
     def optimizer_state(self) -> OptimizerShare:
         # Replicas are equal, so rank 0's copy is everybody's.
@@ -141,7 +146,7 @@ class PlainEngine:
             yield
 
 
-def _data_parallel(step: TrainStep) -> DistributedDataParallel:
+def _data_parallel(step: Step) -> DistributedDataParallel:
     with warnings.catch_warnings():
         # The argument is renamed in torch 2.13 and has no other name before.
         warnings.simplefilter("ignore", FutureWarning)

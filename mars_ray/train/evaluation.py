@@ -27,24 +27,32 @@ def evaluate(
     """
     # All held-out conversations are data, whatever their index.
     objective = replace(objective, own_from=None)
-    depths = objective.depths
-    # Clean CE, noisy CE, clean rows, noisy weight, then blocks reached and agreed by depth.
-    totals = torch.zeros(4 + 2 * depths, dtype=torch.float64)
+    depths, predictors = objective.depths, objective.predictors
+    totals = torch.zeros(4, dtype=torch.float64)  # two sums, then what they are divided by
+    # By predictor: blocks reached and agreed by depth.
+    counts = torch.zeros(len(predictors), 2, depths, dtype=torch.float64)
     for batch in batches:
         layout = objective.layout(batch, _EVAL_PROGRESS)
-        sums, predicted_BR = engine.predict(layout)
+        sums, predicted = engine.predict(layout)
         totals[:2] += sums.cpu()
-        totals[2:4] += loss_counts(layout)
+        totals[2:] += loss_counts(layout)
         if depths:
-            totals[4:] += acceptance_counts(layout, predicted_BR.cpu(), depths).flatten()
-    totals = ranks.sum(totals)
-    clean_ce, noisy_ce = (totals[:2] / totals[2:4].clamp_min(1e-9)).tolist()
-    if not depths:
-        return {"loss": clean_ce, "clean_ce": clean_ce}
-    counts = totals[4:].view(2, depths)
-    weight = objective.ar_weight(_EVAL_PROGRESS)
-    metrics = {"loss": noisy_ce + weight * clean_ce, "clean_ce": clean_ce, "noisy_ce": noisy_ce}
-    for depth, share in enumerate(survival(counts), start=1):
-        metrics[f"acceptance_{depth}"] = share
-    metrics["tokens_per_forward"] = expected_tokens_per_forward(counts)
+            by_predictor = predicted.cpu().view(-1, *layout.target_BR.shape)
+            for index, predicted_BR in enumerate(by_predictor[: len(predictors)]):
+                counts[index] += acceptance_counts(layout, predicted_BR, depths)
+    totals, counts = ranks.sum(totals), ranks.sum(counts)
+    means = {
+        stream.name: (totals[stream.sum] / totals[2 + stream.count].clamp_min(1e-9)).item()
+        for stream in objective.streams
+    }
+    metrics = {"loss": objective.loss(means, _EVAL_PROGRESS)} | means
+    if depths:
+        for prefix, count in zip(predictors, counts, strict=True):
+            metrics |= _acceptance(prefix, count)
     return metrics
+
+
+def _acceptance(prefix: str, counts: torch.Tensor) -> dict[str, float]:
+    shares = survival(counts)
+    metrics = {f"{prefix}acceptance_{depth}": share for depth, share in enumerate(shares, start=1)}
+    return metrics | {f"{prefix}tokens_per_forward": expected_tokens_per_forward(counts)}

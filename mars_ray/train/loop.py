@@ -25,9 +25,14 @@ from mars_ray.train.objective import StageObjective
 from mars_ray.train.optim import learning_rate
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import ModelFlops, OwnTime
-from mars_ray.train.step import step_counts
+from mars_ray.train.speed import Flops, OwnTime
+from mars_ray.train.step import COUNTS, step_counts
 from mars_ray.train.watchdog import Watchdog
+
+_MASKS = COUNTS.index("masks")
+# Of a stage that is told how many minutes it has, the steps after which its length is set. The
+# first is not counted: whatever is used for the first time makes it longer.
+_TIMED_STEPS = 10
 
 # Called on every rank after a checkpoint is complete.
 Report = Callable[[Path, dict[str, float]], None]
@@ -68,10 +73,10 @@ class StageParts:
     loader: Batches
     total_steps: int
     eval_batches: Callable[[], Iterable[TokenBatch]] | None
-    write_model: Callable[[Path], None]  # collective; writes on rank 0
+    write_model: Callable[[Path, TrainState], None]  # collective; writes on rank 0
     report: Report
     keeper: Keeper | None  # on rank 0
-    flops: ModelFlops
+    flops: Flops
     peak_flops: float  # of all ranks, a second
     own_time: OwnTime  # the engine's
     watchdog: Watchdog
@@ -90,11 +95,17 @@ class TrainLoop:
         self._started = time.monotonic()
         self._stop_wanted = False
         self._cannot_write = False
-        self.meter = Meter(parts.ranks.device, parts.flops, parts.peak_flops)
+        self._mask_tokens = restored.mask_tokens if restored else 0
+        self._total_steps = max(parts.total_steps, _TIMED_STEPS if self._is_timed else 1)
+        self._first_step_s = 0.0
+        if restored and self._is_timed and restored.step >= _TIMED_STEPS:
+            self._total_steps = restored.total_steps
+        streams = parts.objective.streams
+        self.meter = Meter(parts.ranks.device, parts.flops, parts.peak_flops, streams)
         self._writer: MetricsWriter | None = None
         if parts.ranks.is_main:
             self._writer = MetricsWriter(
-                parts.plan.metrics_file, self._step, parts.total_steps, parts.ranks.world_size
+                parts.plan.metrics_file, self._step, self._total_steps, parts.ranks.world_size
             )
 
     def run(self) -> StageOutcome:
@@ -109,7 +120,7 @@ class TrainLoop:
                 self._writer.close()
         return StageOutcome(
             step=self._step,
-            total_steps=self._parts.total_steps,
+            total_steps=self._total_steps,
             checkpoint=checkpoint.directory_of(self._parts.plan.run_dir, self._step),
             metrics=self._metrics,
             seconds=self._seconds(),
@@ -118,12 +129,17 @@ class TrainLoop:
     def _train(self) -> None:
         plan = self._parts.plan
         batches = iter(self._parts.loader)
-        while self._step < self._parts.total_steps and not self._stop_wanted:
+        if self._step == 0 and plan.config.adapter is not None:
+            self._evaluate()  # what the adapter starts from
+        started = time.monotonic()
+        while self._step < self._total_steps and not self._stop_wanted:
             self._parts.watchdog.feed(f"step {self._step + 1}")
             with self._parts.own_time.measure():
                 batch = next(batches)
             norm, rate = self._train_step(batch)
             self._step += 1
+            if self._is_timed and self._step in (1, _TIMED_STEPS):
+                self._set_length(time.monotonic() - started)
             if self._is_due(plan.job.log_every_steps):
                 self._log(norm, rate)
             if self._is_due(plan.config.eval_every_steps):
@@ -137,16 +153,36 @@ class TrainLoop:
     def _train_step(self, batches: list[TokenBatch]) -> tuple[Tensor, float]:
         """One optimizer step; the gradient norm and the learning rate used."""
         parts = self._parts
-        progress = self._step / parts.total_steps
+        progress = self._step / self._total_steps
         layouts = [parts.objective.layout(batch, progress) for batch in batches]
         counts = self._agree(step_counts(layouts))
         local = self._accumulate(layouts, counts, parts.objective.ar_weight(progress))
-        rate = learning_rate(parts.plan.config.optimizer, self._step, parts.total_steps)
+        rate = learning_rate(parts.plan.config.optimizer, self._step, self._total_steps)
         norm = parts.engine.step(rate)
         if not math.isfinite(norm):
             self._raise_non_finite(batches, local)
         self.meter.add(local, counts)
+        self._mask_tokens += int(counts[_MASKS])
         return norm, rate
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._parts.plan.config.minutes is not None
+
+    def _set_length(self, elapsed_s: float) -> None:
+        """As many steps as the minutes have room for, by what the first ones took on rank 0."""
+        if self._step == 1:
+            self._first_step_s = elapsed_s
+            return
+        minutes = self._parts.plan.config.minutes
+        assert minutes is not None
+        step_s = (elapsed_s - self._first_step_s) / (self._step - 1)
+        left_s = 60 * minutes - self._seconds()
+        wanted = self._step + max(0, int(left_s / step_s))
+        own = torch.tensor([float(wanted if self._parts.ranks.is_main else 0)])
+        self._total_steps = int(self._parts.ranks.sum(own).item())
+        if self._writer is not None:
+            self._writer.set_length(self._step, self._total_steps)
 
     def _accumulate(self, layouts: list[Layout], counts: Tensor, ar_weight: float) -> Tensor:
         local = torch.zeros(3, dtype=torch.float64, device=self._parts.ranks.device)
@@ -166,11 +202,13 @@ class TrainLoop:
         return agreed[:-1]
 
     def _is_due(self, every_steps: int | None) -> bool:
-        last = self._step == self._parts.total_steps
+        last = self._step == self._total_steps
         return last or (every_steps is not None and self._step % every_steps == 0)
 
     def _log(self, norm: Tensor, rate: float) -> None:
-        metrics = self.meter.flush(self._parts.ranks, has_noisy=self._parts.objective.depths > 0)
+        metrics = self.meter.flush(self._parts.ranks)
+        if self._mask_tokens:
+            metrics["mask_tokens"] = self._mask_tokens
         metrics |= {"lr": rate, "grad_norm": float(norm), "seconds": self._seconds()}
         metrics |= self._parts.own_time.slowest()
         self._publish("train", "", metrics)
@@ -204,15 +242,22 @@ class TrainLoop:
         parts.watchdog.feed(f"the checkpoint of step {self._step}")
         state = TrainState(
             step=self._step,
-            total_steps=parts.total_steps,
+            total_steps=self._total_steps,
             seconds=self._seconds(),
             world_size=parts.ranks.world_size,
             identity=identity_hash(parts.plan.job),
             loader=parts.loader.state(),
             metrics=self._metrics,
             data=parts.plan.data,
+            mask_tokens=self._mask_tokens,
         )
-        checkpoint.write(directory, parts.ranks, state, self._rank_state(), parts.write_model)
+        checkpoint.write(
+            directory,
+            parts.ranks,
+            state,
+            self._rank_state(),
+            lambda model: parts.write_model(model, state),
+        )
         self._saved_step = self._step
         if parts.keeper is not None:
             parts.keeper.saved()

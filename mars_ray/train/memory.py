@@ -16,6 +16,11 @@ show; with gradient checkpointing one hidden size, and one layer in full, with i
 dense attention mask (CPU) costs 4 bytes a pair of rows and layer. The head works in chunks: three
 times a chunk's float32 logits, and the gradient of its weight. A starting model that answers are
 held to (anchor_weight) is a whole copy eP on each worker, with its own chunk's logits.
+
+A draft adapter's model is frozen and whole on every worker, eP; T are the adapter's. Its clean
+rows keep keys and values of each layer, its mask rows what goes backward: in each layer 2 hidden
+sizes in float32 and 2 in the forward's type, 2 query, 2 key and 4 intermediate sizes, and the
+weights of their attention.
 """
 
 import math
@@ -25,8 +30,8 @@ from dataclasses import dataclass
 import torch
 
 from mars_ray.config.data import DataConfig
-from mars_ray.config.train import ArObjective, StageConfig, TrainJob
 from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
+from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import MemoryShortError
 from mars_ray.memory import free_on_node
@@ -105,10 +110,12 @@ def estimate(
     on_cuda: bool,
 ) -> MemoryEstimate:
     """What one of so many workers needs for a stage."""
-    trained = shape.adapter_parameters(stage.lora.rank) if stage.lora else shape.parameters
-    states = _states(shape, trained, job, world_size)
     share = math.ceil(stage.global_batch_size / world_size)
     batch = min(stage.micro_batch_size or share, share)
+    if isinstance(stage.objective, DraftObjective):
+        return _draft_estimate(shape, job, stage, row, world_size, batch)
+    trained = shape.adapter_parameters(stage.lora.rank) if stage.lora else shape.parameters
+    states = _states(shape.parameters, trained, job, world_size)
     masks, targets = _noisy(stage, row)
     return MemoryEstimate(
         **states,
@@ -153,6 +160,9 @@ def advice(job: TrainJob, stage: StageConfig) -> str:
     ways = ["lower micro_batch_size" if stage.micro_batch_size != 1 else "lower data.max_length"]
     if not job.gradient_checkpointing:
         ways.append("set gradient_checkpointing=true")
+    if isinstance(stage.objective, DraftObjective):
+        ways += ["lower objective.grids"] * (stage.objective.grids > 1)
+        return f"To need less: {', '.join(ways)}"
     if not isinstance(job.engine, ZeroConfig):
         ways.append("use engine.type=deepspeed with zero_stage=3 on more workers")
     elif job.engine.zero_stage < 3:
@@ -164,11 +174,45 @@ def advice(job: TrainJob, stage: StageConfig) -> str:
     return f"To need less: {', '.join(ways)}"
 
 
-def _states(shape: ModelShape, trained: int, job: TrainJob, workers: int) -> dict[str, float]:
+def _draft_estimate(
+    shape: ModelShape, job: TrainJob, stage: StageConfig, row: RowSize, workers: int, batch: int
+) -> MemoryEstimate:
+    objective = stage.objective
+    assert isinstance(objective, DraftObjective), "a draft stage"
+    size = 2 if job.precision == "bfloat16" else 4
+    trained = _adapter_weights(shape, stage, objective)
+    states = _states(trained, trained, job, workers)
+    states["weights"] += size * shape.parameters
+    depth = objective.max_block_size
+    masks = batch * math.ceil(row.responses * objective.grids * objective.noisy_share)
+    sizes = 2 * (shape.hidden + shape.query_size + shape.key_size) + 4 * shape.intermediate
+    attention = shape.query_heads * (row.tokens + depth)
+    layer = masks * (8 * shape.hidden + size * (sizes + attention))
+    kept = 2 * size * shape.key_size * batch * row.tokens * shape.layers
+    if job.gradient_checkpointing:
+        kept += 4 * shape.hidden * masks * shape.layers + 2 * layer
+    else:
+        kept += shape.layers * layer
+    logits = 4 * shape.vocabulary * min(masks, chunk_rows(shape.vocabulary))
+    return MemoryEstimate(
+        **states, activations=kept, head=_LOGITS_COPIES * float(logits), anchor=0.0
+    )
+
+
+def _adapter_weights(shape: ModelShape, stage: StageConfig, objective: DraftObjective) -> int:
+    config = stage.adapter
+    assert config is not None, "the config demands an adapter"
+    head = 2 * shape.hidden if config.head_size is None else config.head_size
+    embeddings = objective.max_block_size * (shape.hidden + head)
+    return embeddings + 3 * shape.hidden * head + shape.adapter_parameters(config.rank)
+
+
+def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, float]:
+    """`held` parameters are the engine's, `trained` ones of them get a gradient."""
     size = 2 if job.precision == "bfloat16" else 4
     if not isinstance(job.engine, ZeroConfig):
-        copies = 2 * shape.parameters if size == 2 else 0
-        weights = 4.0 * shape.parameters + copies
+        copies = 2 * held if size == 2 else 0
+        weights = 4.0 * held + copies
         return {
             "weights": weights,
             "gradients": 4.0 * trained,
@@ -176,7 +220,7 @@ def _states(shape: ModelShape, trained: int, job: TrainJob, workers: int) -> dic
             "offloaded": 0.0,
         }
     zero = job.engine
-    weights = float(size * shape.parameters)
+    weights = float(size * held)
     gradients: float = size * trained / (workers if zero.zero_stage >= 2 else 1)
     optimizer: float = 16 * trained / workers
     offloaded = 0.0
@@ -199,7 +243,7 @@ def _states(shape: ModelShape, trained: int, job: TrainJob, workers: int) -> dic
 def _noisy(stage: StageConfig, row: RowSize) -> tuple[int, int]:
     """Rows beside the clean ones, and rows with a target, of one row of a batch."""
     objective = stage.objective
-    if isinstance(objective, ArObjective):
+    if not isinstance(objective, MarsObjective):
         return 0, row.responses
     noisy = math.ceil(row.responses * objective.noisy_share)
     masks = row.tokens if objective.layout == "paper" else noisy
@@ -228,7 +272,7 @@ def _head(shape: ModelShape, job: TrainJob, targets: int, *, frozen: bool) -> fl
 
 
 def _anchor(shape: ModelShape, job: TrainJob, stage: StageConfig, rows: int) -> float:
-    if isinstance(stage.objective, ArObjective) or not stage.objective.anchor_weight:
+    if not isinstance(stage.objective, MarsObjective) or not stage.objective.anchor_weight:
         return 0.0
     size = 2 if job.precision == "bfloat16" else 4
     logits = 4 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))

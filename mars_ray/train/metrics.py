@@ -12,40 +12,49 @@ import torch
 from torch import Tensor
 
 from mars_ray.train.board import Board
+from mars_ray.train.objective import Stream
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import ModelFlops
+from mars_ray.train.speed import Flops
 from mars_ray.train.step import COUNTS
 
 
 class Meter:
     """Means over the steps since the last `flush`, kept on the device, reduced only then."""
 
-    def __init__(self, device: torch.device, flops: ModelFlops, peak_flops: float) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        flops: Flops,
+        peak_flops: float,
+        streams: tuple[Stream, ...],
+    ) -> None:
         """`peak_flops` is a second's, of all ranks."""
         self._flops, self._peak_flops = flops, peak_flops
+        self._streams = streams
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.float64)
         self._steps = 0
         self._started = time.monotonic()
 
     def add(self, local: Tensor, counts: Tensor) -> None:
-        """A step: this rank's (loss, clean sum, noisy sum) and the global `step_counts`."""
-        clean, noisy = counts[:2].tolist()
-        divisor = torch.tensor([1.0, max(clean, 1e-9), max(noisy, 1e-9)], dtype=torch.float64)
+        """A step: this rank's (loss, its two sums) and the global `step_counts`."""
+        divisor = torch.ones(3, dtype=torch.float64)
+        for stream in self._streams:
+            divisor[1 + stream.sum] = counts[stream.count].clamp_min(1e-9)
         self._sums += local / divisor.to(local.device)
         self._counts += counts
         self._steps += 1
 
-    def flush(self, ranks: Ranks, *, has_noisy: bool) -> dict[str, float]:
+    def flush(self, ranks: Ranks) -> dict[str, float]:
         """Global means since the last flush, the same on every rank; collective."""
-        loss, clean, noisy = (ranks.sum(self._sums) / max(1, self._steps)).tolist()
+        loss, *sums = (ranks.sum(self._sums) / max(1, self._steps)).tolist()
         elapsed = time.monotonic() - self._started
-        metrics = {"loss": loss, "clean_ce": clean}
-        if has_noisy:
-            metrics["noisy_ce"] = noisy
+        metrics = {"loss": loss} | {stream.name: sums[stream.sum] for stream in self._streams}
         done = dict(zip(COUNTS, self._counts.tolist(), strict=True))
-        flops = self._flops.step(done["filled"], done["targets"], done["pairs"])
+        flops = self._flops.counted(done)
         metrics["tokens_per_s"] = done["tokens"] / elapsed
+        if done["masks"]:
+            metrics["mask_tokens_per_s"] = done["masks"] / elapsed
         metrics["flops_utilisation"] = flops / elapsed / self._peak_flops
         metrics["padding_share"] = 1 - done["filled"] / max(1.0, done["rows"])
         self._sums.zero_()
@@ -90,6 +99,10 @@ class MetricsWriter:
         """One line; `kind` is "train" or "eval"."""
         self._append({"kind": kind, "step": step, **metrics})
         self._board.write(step, {f"{kind}/{name}": value for name, value in metrics.items()})
+
+    def set_length(self, step: int, total_steps: int) -> None:
+        """A line of kind "length": the stage will have so many steps."""
+        self._append({"kind": "length", "step": step, "total_steps": total_steps})
 
     def close(self) -> None:
         """Close the files."""

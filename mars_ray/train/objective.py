@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from mars_ray.config.train import ArObjective, MarsObjective, StageConfig
+from mars_ray.config.train import ArObjective, DraftObjective, MarsObjective, StageConfig
 from mars_ray.core.batch import TokenBatch
+from mars_ray.core.draft_layout import draft_layout
 from mars_ray.core.layout import (
     Layout,
     clean_layout,
@@ -11,9 +12,19 @@ from mars_ray.core.layout import (
     paper_layout,
     with_own_answers,
 )
-from mars_ray.core.schedule import ar_weight, block_starts, depth_weights
+from mars_ray.core.schedule import ar_weight, block_starts, depth_weights, draft_blocks
 
 _LAYOUTS = {"compact": compact_layout, "paper": paper_layout}
+_CLEAN, _NOISY = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A mean that is logged: which of a step's two sums, over which of `loss_counts`."""
+
+    name: str
+    sum: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +34,27 @@ class StageObjective:
     `progress` is the share of the stage that is done, in [0, 1).
     """
 
-    config: ArObjective | MarsObjective
+    config: ArObjective | MarsObjective | DraftObjective
     seed: int
     mask_token_id: int | None  # None: of a plain model, whose masks are an adapter's
     own_from: int | None = None  # the first conversation whose answer is the model's own
+    has_head: bool = False  # a draft adapter's sequential head
 
     @classmethod
     def of(
         cls, stage: StageConfig, seed: int, mask_token_id: int | None, own_from: int | None = None
     ) -> "StageObjective":
         """The objective of a stage."""
-        return cls(stage.objective, seed, mask_token_id, own_from)
+        has_head = stage.adapter is not None and stage.adapter.head_size != 0
+        return cls(stage.objective, seed, mask_token_id, own_from, has_head)
 
     def layout(self, batch: TokenBatch, progress: float) -> Layout:
         """The rows of one forward, on the batch's device."""
         if isinstance(self.config, ArObjective):
             return clean_layout(batch)
+        if isinstance(self.config, DraftObjective):
+            sizes_BL = draft_blocks(batch, self.config, self.config.grids, progress, self.seed)
+            return draft_layout(batch, sizes_BL, depth_weights(self.config))
         assert self.mask_token_id is not None, "a plain model has no mask token"
         starts_BL = block_starts(batch, self.config, progress, self.seed)
         if self.own_from is not None and self.config.noisy_on != "all":
@@ -51,21 +67,46 @@ class StageObjective:
 
     def ar_weight(self, progress: float) -> float:
         """Weight of the clean stream's mean loss."""
-        if isinstance(self.config, ArObjective):
-            return 1.0
-        return ar_weight(self.config, progress)
+        return ar_weight(self.config, progress) if isinstance(self.config, MarsObjective) else 1.0
+
+    def loss(self, means: dict[str, float], progress: float) -> float:
+        """The loss from the means of its streams."""
+        match self.config:
+            case ArObjective():
+                return means["clean_ce"]
+            case MarsObjective():
+                return means["noisy_ce"] + self.ar_weight(progress) * means["clean_ce"]
+            case DraftObjective(row_loss_weight=row, head_loss_weight=head):
+                of_head = head * means["head_loss"] if self.has_head else 0.0
+                return row * means["row_loss"] + of_head
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The means that the loss is made of."""
+        if isinstance(self.config, DraftObjective):
+            head = Stream("head_loss", 0, _NOISY)
+            row = Stream("row_loss", 1, _NOISY)
+            return (head, row) if self.has_head else (row,)
+        clean, noisy = Stream("clean_ce", 0, _CLEAN), Stream("noisy_ce", 1, _NOISY)
+        return (clean,) if isinstance(self.config, ArObjective) else (clean, noisy)
+
+    @property
+    def predictors(self) -> tuple[str, ...]:
+        """Prefixes of what is said of each prediction that a mask row gets; the main one has
+        none."""
+        return ("row_", "") if self.has_head else ("",)
 
     @property
     def needs_anchor(self) -> bool:
         """Whether some rows are held to the starting model."""
-        if isinstance(self.config, ArObjective) or self.own_from is None:
+        if not isinstance(self.config, MarsObjective) or self.own_from is None:
             return False
         return bool(self.config.anchor_weight)
 
     @property
     def acceptance_weight(self) -> float:
         """How much noisy rows are weighted by what they add to the expected T/F."""
-        return 0.0 if isinstance(self.config, ArObjective) else self.config.acceptance_weight
+        return self.config.acceptance_weight if isinstance(self.config, MarsObjective) else 0.0
 
     @property
     def depths(self) -> int:

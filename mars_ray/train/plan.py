@@ -45,6 +45,7 @@ class StagePlan:
     train: Conversations  # travels as the path of its cache
     eval: Conversations | None
     own_from: int | None = None  # the first conversation whose answer is the model's own
+    start_adapter: Path | None = None  # the draft adapter that the stage goes on from
 
     @property
     def config(self) -> StageConfig:
@@ -85,12 +86,22 @@ class StagePlan:
         """Length of the stage in optimizer steps, at least 1."""
         if self.config.steps is not None:
             return self.config.steps
-        assert self.config.epochs is not None, "the config demands steps or epochs"
+        if self.config.epochs is None:
+            # Of a stage that has so many minutes; until it is known how many steps that are.
+            return steps_per_epoch
         return max(1, round(self.config.epochs * steps_per_epoch))
 
 
-def stage_plan(job: TrainJob, stage: str, start_model: Path) -> StagePlan:
-    """A stage of a job with absolute paths; its data is tokenised now if it is not in the cache."""
+def stage_plan(
+    job: TrainJob, stage: str, start_model: Path, start_adapter: Path | None = None
+) -> StagePlan:
+    """A stage of a job with absolute paths; its data is tokenised now if it is not in the cache.
+
+    `start_adapter` is what an earlier stage left; the stage's own `start_from` goes before it.
+    """
+    given = job.stages[stage].adapter
+    if given is not None and given.start_from is not None:
+        start_adapter = Path(given.start_from)
     output_dir, data = Path(job.output_dir), job.data
     cache_dir = Path(data.cache_dir) if data.cache_dir else output_dir / "cache"
     tokenizer = load_tokenizer(start_model)
@@ -107,6 +118,7 @@ def stage_plan(job: TrainJob, stage: str, start_model: Path) -> StagePlan:
         train=train,
         eval=tokenize(data.eval, tokenizer, data, cache_dir) if data.eval else None,
         own_from=own_from,
+        start_adapter=start_adapter,
     )
 
 
@@ -137,8 +149,21 @@ def with_absolute_paths(job: TrainJob) -> TrainJob:
     model = job.model
     if isinstance(model, PretrainedModel) and Path(model.path).is_dir():
         model = model.model_copy(update={"path": absolute_path(model.path)})
-    update = {"data": data, "model": model, "output_dir": absolute_path(job.output_dir)}
+    update = {
+        "data": data,
+        "model": model,
+        "output_dir": absolute_path(job.output_dir),
+        "stages": {name: _with_absolute_start(stage) for name, stage in job.stages.items()},
+    }
     return job.model_copy(update=update)
+
+
+def _with_absolute_start(stage: StageConfig) -> StageConfig:
+    adapter = stage.adapter
+    if adapter is None or adapter.start_from is None:
+        return stage
+    update = {"start_from": absolute_path(adapter.start_from)}
+    return stage.model_copy(update={"adapter": adapter.model_copy(update=update)})
 
 
 def identity(job: TrainJob) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class StageProgress:
 
     def _show(self, record: dict[str, Any]) -> None:
         step, kind = record["step"], record["kind"]
+        self._total_steps = record.get("total_steps", self._total_steps)
         if kind == "start":
-            self._total_steps = record["total_steps"]
             self._bars.update(self._task, description=self._stage)
             if step:
                 self.say(

@@ -2,10 +2,11 @@
 
     output_dir/
       job.json              the resolved job, and what ran it
-      initial/              the model before training
+      initial/              the model before training; not of a draft adapter, whose is untouched
       cache/                tokenised sources
       stages/<stage>/       checkpoints, metrics.jsonl, tensorboard/
-      models/<stage>/       the trained model, with training.json; there only when complete
+      models/<stage>/       the trained model or draft adapter, with training.json; there only when
+                            complete
 
 Running the same job again skips what is done and resumes what is not.
 """
@@ -58,7 +59,7 @@ def run_training(job: TrainJob) -> TrainResult:
 
 
 def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
-    model = initial_model(job)
+    model, adapter = initial_model(job), None
     result = TrainResult({}, {}, {}, {})
     stopped = False
     for stage in job.stages:
@@ -68,12 +69,16 @@ def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
                 raise TrainingError(
                     f"stopped before stage {stage!r}; run the same command again to resume"
                 )
-            plan = stage_plan(job, stage, model)
+            plan = stage_plan(job, stage, model, adapter)
             _export(plan, fit_stage(plan), exported)
             # Asked for when the stage had no step left to stop at.
             stopped = plan.stop_file.exists()
         summary = json.loads((exported / _SUMMARY).read_text())
-        result.models[stage] = model = exported
+        if job.stages[stage].adapter is None:
+            model = exported
+        else:
+            adapter = exported
+        result.models[stage] = exported
         result.steps[stage] = summary["steps"]
         result.metrics[stage] = summary["metrics"]
         result.seconds[stage] = summary["seconds"]

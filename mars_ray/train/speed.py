@@ -7,9 +7,10 @@ that passes it, forward and backward (2 and 4); 12 for each query-key pair and a
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +44,42 @@ class ModelFlops:
             config.num_hidden_layers * config.num_attention_heads * size,
         )
 
+    def counted(self, counts: Mapping[Any, float]) -> float:
+        """Of a step with these `step_counts`."""
+        return self.step(counts["filled"], counts["targets"], counts["pairs"])
+
     def step(self, rows: float, target_rows: float, pairs: float) -> float:
         """Of rows that are no padding, of them those with a target, and query-key pairs."""
         per_weight = self.body_weights * rows + self.head_weights * target_rows
         return 6 * per_weight + 12 * self.attention_width * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFlops:
+    """What decides the FLOPs of a draft adapter's step: the model is frozen.
+
+    Clean rows pass it forward (2 for each weight), mask rows forward and back (4); the adapter's
+    own weights are trained (6). Keys and values of clean rows get no gradient: 8 for each pair of a
+    mask row, 4 of a clean one. Where grids overlap a clean row's distribution serves each of them.
+    """
+
+    model: ModelFlops
+    adapter_weights: int  # that every mask row passes
+    grids: int
+
+    def counted(self, counts: Mapping[Any, float]) -> float:
+        """Of a step with these `step_counts`."""
+        clean, masks = counts["tokens"], counts["masks"]
+        mask_pairs = counts["pairs"] - counts["clean_pairs"]
+        return (
+            self.model.body_weights * (2 * clean + 4 * masks)
+            + self.model.head_weights * (4 * masks + 2 * masks / self.grids)
+            + 6 * self.adapter_weights * masks
+            + self.model.attention_width * (4 * counts["clean_pairs"] + 8 * mask_pairs)
+        )
+
+
+Flops = ModelFlops | DraftFlops
 
 
 def peak_flops(ranks: Ranks, stated_tflops: float | None, *, bfloat16: bool) -> float:

@@ -30,7 +30,17 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 # The names of `step_counts`, in their order.
-COUNTS = ("clean", "noisy", "tokens", "filled", "rows", "targets", "pairs")
+COUNTS = (
+    "clean",
+    "noisy",
+    "tokens",
+    "filled",
+    "rows",
+    "targets",
+    "pairs",
+    "masks",
+    "clean_pairs",
+)
 
 
 class TrainStep(nn.Module):
@@ -49,6 +59,11 @@ class TrainStep(nn.Module):
         self.model.set_output_embeddings(_LossHead(output_head(model)))
         self.chunk_rows = chunk_rows(model.config.vocab_size)
         self._acceptance_weight = acceptance_weight
+
+    @property
+    def stored(self) -> nn.Module:
+        """What of it a checkpoint holds."""
+        return self.model
 
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
@@ -161,20 +176,25 @@ def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def step_counts(layouts: list[Layout]) -> Tensor:
-    """What is counted before a step's forwards, float64 (7,); additive over ranks.
+    """What is counted before a step's forwards, float64 (9,); additive over ranks.
 
     Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
-    rows, rows with a target, and keys seen by rows that are no padding.
+    rows, rows with a target, keys seen by rows that are no padding, mask rows with a target, and
+    keys seen by clean ones.
     """
     total = torch.zeros(len(COUNTS), dtype=torch.float64)
     for layout in layouts:
         filled_BR = layout.document_BR >= 0
+        clean_BR = filled_BR & ~layout.is_noisy_BR
+        has_target_BR = layout.target_BR != NO_TARGET
         total[:2] += loss_counts(layout)
-        total[2] += (filled_BR & ~layout.is_noisy_BR).sum()
+        total[2] += clean_BR.sum()
         total[3] += filled_BR.sum()
         total[4] += filled_BR.numel()
-        total[5] += (layout.target_BR != NO_TARGET).sum()
+        total[5] += has_target_BR.sum()
         total[6] += ((layout.position_BR + 1) * filled_BR).sum()
+        total[7] += (has_target_BR & layout.is_noisy_BR).sum()
+        total[8] += ((layout.position_BR + 1) * clean_BR).sum()
     return total
 
 

@@ -159,7 +159,7 @@ def test_other_errors_name_the_key():
     with pytest.raises(ConfigError, match="missing key 'name'"):
         parse_job(table, source="job.toml")
     assert "stages.mars.steps: " in refusal("stages.mars.steps=0")
-    assert "exactly one of steps and epochs" in refusal("stages.mars.epochs=1")
+    assert "exactly one of steps, epochs and minutes" in refusal("stages.mars.epochs=1")
     assert "4 does not divide by 3 workers" in refusal("cluster.workers=3")
     assert "'nonsense'" in refusal(kind="nonsense")
     assert "not ['train']" in refusal("kind=['train']")

@@ -6,6 +6,8 @@ from core.rows import MASK, batch_of
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -33,7 +35,7 @@ SHAPE = {
 ROWS = ("pprrrrrrrpprrrr prrrrr", "ppprrrrrrrrrr")
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])
 def model(request):
     torch.manual_seed(0)
     match request.param:
@@ -41,6 +43,8 @@ def model(request):
             return Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
+        case "mistral":
+            return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
         case _:
             return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
 

@@ -85,8 +85,10 @@ def test_whatever_changes_the_tokens_changes_the_place(tokenizer, tmp_path, buil
         run(tokenizer=grown),
         run(source),
         run(files(tmp_path, {"prompt": "q", "response": "b"})),
+        run(source.model_copy(update={"limit": 1})),
+        run(source.model_copy(update={"limit": 1, "shuffle_seed": 0})),
     }
-    assert len(places) == len(builds) == 9
+    assert len(places) == len(builds) == 11
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "response.bin", "starts.bin", "meta.json"])

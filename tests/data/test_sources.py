@@ -1,23 +1,24 @@
 import logging
 
 import pytest
+from pydantic import ValidationError
 
 from mars_ray.config.data import CorpusSource, FilesSource
 from mars_ray.data import sources
 from mars_ray.data.chat import Message
-from mars_ray.data.sources import BadRows, read
+from mars_ray.data.sources import BadRows, read, read_prompts
 from mars_ray.errors import DataError
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
-def read_rows(monkeypatch, rows, columns=None, limit=None):
+def read_rows(monkeypatch, rows, columns=None, reader=read, **settings):
     """The rows as if they stood in a file, through the public function."""
     numbered = [(f"f.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
     monkeypatch.setattr(sources.files, "rows", lambda _: iter(numbered))
     report = BadRows()
-    source = FilesSource(paths=("f.jsonl",), columns=columns or {}, limit=limit)
-    return list(read(source, report)), report
+    source = FilesSource(paths=("f.jsonl",), columns=columns or {}, **settings)
+    return list(reader(source, report)), report
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,10 @@ def test_forms(monkeypatch, row, columns, expected):
     [
         (ValueError("Expecting value"), "not JSON: Expecting value"),
         (["a"], "not an object but list"),
-        ({}, "has no fields; expected messages or prompt + response or instruction + output"),
+        (
+            {},
+            "has no fields; expected prompt_ids + answer_ids or messages or prompt + response or ",
+        ),
         ({"prompt": "q", "answer": "a"}, "has prompt, answer; expected"),
         ({"prompt": "q", "response": 3}, "response is not text but int"),
         ({"prompt": None, "response": "a"}, "prompt is not text"),
@@ -118,3 +122,81 @@ def test_the_corpus_is_a_source():
     assert "####" in records[0].messages[1].content
     assert records[0].messages[0] == Message("user", records[0].messages[0].content)
     assert report.seen == 3
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        ({"prompt": "q"}, {}, ["q"]),
+        ({"prompt": "q", "response": "a"}, {}, ["q"]),
+        ({"question": "q", "answer": "a"}, {"prompt": "question"}, ["q"]),
+        ({"instruction": "q", "input": "i"}, {}, ["q\n\ni"]),
+        ({"instruction": "q"}, {}, ["q"]),
+        ({"messages": TURNS[:1]}, {}, ["q"]),
+        ({"messages": [SYSTEM, *TURNS]}, {}, ["s", "q"]),
+        # What waits for an answer gets it, and what went before stays.
+        ({"messages": [*TURNS, TURNS[0]]}, {}, ["q", "a", "q"]),
+        ({"messages": TURNS, "prompt_ids": [1], "answer_ids": [2]}, {}, ["q"]),
+        ({"turns": ["q", "more"]}, {"prompt": "turns.0"}, ["q"]),
+        (
+            {"task": "q", "cases": [{"given": "i"}]},
+            {"instruction": "task", "input": "cases.0.given"},
+            ["q\n\ni"],
+        ),
+        ({"a.b": "q"}, {"prompt": "a.b"}, ["q"]),
+    ],
+)
+def test_prompts_need_no_answer(monkeypatch, row, columns, expected):
+    """Guards files of prompts that nobody could use, as none of their rows had an answer."""
+    (record,), report = read_rows(monkeypatch, [row], columns, read_prompts)
+    assert [message.content for message in record.messages] == expected
+    assert report.bad == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "q"}, "has text; expected messages or prompt or instruction"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"messages": []}, "no message is by the user"),
+        ({"messages": [SYSTEM]}, "no message is by the user"),
+        ({"messages": TURNS[1:]}, "no message is by the user"),
+    ],
+)
+def test_bad_prompts_say_why(monkeypatch, row, reason):
+    records, report = read_rows(monkeypatch, [row], reader=read_prompts)
+    assert records == []
+    with pytest.raises(DataError, match=f"f.jsonl:1: .*{reason}"):
+        report.check(0)
+
+
+def test_prompts_of_the_corpus():
+    """The questions alone."""
+    records = list(read_prompts(CorpusSource(count=3), BadRows()))
+    assert [[message.role for message in record.messages] for record in records] == [["user"]] * 3
+
+
+def test_a_random_sample_of_a_file(monkeypatch):
+    """Guards files that are sorted by kind, whose first rows are all of one. The same seed draws
+    the same rows, in the file's order, from all of it."""
+    rows = [{"prompt": str(number), "response": "a"} for number in range(100)]
+
+    def drawn(**settings):
+        records, _ = read_rows(monkeypatch, rows, **settings)
+        return [int(record.messages[0].content) for record in records]
+
+    sample = drawn(limit=20, shuffle_seed=0)
+    assert len(set(sample)) == 20
+    assert sample == sorted(sample) != list(range(20))
+    assert max(sample) > 50
+    assert drawn(limit=20, shuffle_seed=0) == sample != drawn(limit=20, shuffle_seed=1)
+    assert drawn(limit=200, shuffle_seed=0) == list(range(100))
+
+
+def test_a_seed_without_a_limit_is_refused():
+    """It would do nothing."""
+    with pytest.raises(ValidationError, match="shuffle_seed has no effect without limit"):
+        FilesSource(paths=("f.jsonl",), shuffle_seed=1)

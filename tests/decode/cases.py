@@ -5,6 +5,8 @@ from decode.models import SHAPE, STOP
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -77,5 +79,7 @@ def untrained(kind: str):
             return Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+        case "mistral":
+            return MistralForCausalLM(MistralConfig(**shape, sliding_window=None)).eval()
         case _:
             return LlamaForCausalLM(LlamaConfig(**shape)).eval()

@@ -143,9 +143,9 @@ def test_the_shortest_and_the_longest_prompt(model, mode):
     assert done == [reference.generate(model, CARD, item) for item in requests]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
 def test_verified_and_exact_are_transformers_greedy_decoding(kind):
-    """Three architectures with random weights: hardly any draft is right, all must be corrected."""
+    """All architectures with random weights: hardly any draft is right, all must be corrected."""
     model = untrained(kind)
     prompts = [pattern(j, 3, 4 + j) for j in range(4)]
     for mode in (ExactMode(), VerifiedMode()):

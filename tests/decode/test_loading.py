@@ -1,5 +1,6 @@
 """From a model directory to an engine."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,10 @@ from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.draft_adapter import write_draft_adapter
 from mars_ray.model.fingerprint import fingerprint
-from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
 from mars_ray.model.save import save_model
+
+SIZE = EngineConfig(max_batch=2, max_context=600, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +35,64 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def test_bfloat16_is_the_same_whoever_chooses_it(checkpoint, monkeypatch):
-    """Guards rotary frequencies that are rounded along with the weights: after some hundred tokens
-    a large model lost its way, and a small one never shows it."""
-    monkeypatch.setattr(loading, "_prefers_bfloat16", lambda model: True)
-    size = {"max_batch": 2, "max_context": 600, "device": "cpu"}
-    chosen, named = (
-        load_engine(checkpoint, EngineConfig.model_validate(size | {"dtype": dtype}))[0]
-        for dtype in ("auto", "bfloat16")
+@pytest.mark.parametrize(
+    ("stored", "multiplies", "expected"),
+    [
+        (torch.float32, True, torch.float32),
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.float16, True, torch.bfloat16),
+        (torch.bfloat16, False, torch.float32),
+        (torch.float16, False, torch.float32),
+        (torch.float64, True, torch.float32),
+    ],
+    ids=str,
+)
+def test_the_dtype_is_the_checkpoints(
+    checkpoint, tmp_path, monkeypatch, stored, multiplies, expected
+):
+    """As far as the processor goes, whatever the model's size. Guards rotary frequencies that are
+    rounded along with the weights: after some hundred tokens a large model loses its way, and a
+    small one never shows it."""
+    monkeypatch.setattr(loading, "_multiplies_bfloat16", lambda: multiplies)
+    model, tokenizer = load_model(checkpoint, dtype=stored), load_tokenizer(checkpoint)
+    save_model(tmp_path / "model", model, tokenizer, read_card(checkpoint))
+    engine, _ = load_engine(tmp_path / "model", SIZE)
+    assert engine.model.dtype == expected
+    assert engine.info.dtype == str(expected).removeprefix("torch.")
+    named = SIZE.model_copy(update={"dtype": str(expected).removeprefix("torch.")})
+    other, _ = load_engine(checkpoint, named)
+    turned, wanted = (each._backend.runner._cos_sin for each in (engine, other))
+    assert torch.equal(turned, wanted)
+
+
+@pytest.mark.parametrize("said", [None, "float32"])
+def test_a_configuration_without_a_dtype_leaves_it_to_the_weights(checkpoint, tmp_path, said):
+    """As of old checkpoints; what it says counts, as for transformers."""
+    model, tokenizer = load_model(checkpoint, dtype=torch.bfloat16), load_tokenizer(checkpoint)
+    save_model(tmp_path / "model", model, tokenizer, read_card(checkpoint))
+    path = tmp_path / "model" / "config.json"
+    table = json.loads(path.read_text())
+    del table["dtype"]
+    path.write_text(json.dumps(table | ({"torch_dtype": said} if said else {})))
+    expected = torch.float32 if said else torch.bfloat16
+    assert stored_dtype(tmp_path / "model") == expected
+    assert load_model(tmp_path / "model", dtype=None).dtype == expected
+
+
+def test_what_an_engine_is_can_be_said(checkpoint):
+    """The first line of a replica's log."""
+    engine, _ = load_engine(checkpoint, SIZE.model_copy(update={"threads": 1}))
+    info = engine.info
+    assert (info.engine, info.device, info.attention, info.threads) == (
+        "mars-ray",
+        "cpu",
+        "dense",
+        1,
     )
-    assert chosen.model.dtype == torch.bfloat16
-    for name, weight in named.model.named_parameters():
-        assert chosen.model.get_parameter(name).dtype == weight.dtype
-    turned, expected = (each._backend.runner._cos_sin for each in (chosen, named))
-    assert torch.equal(turned, expected)
+    assert info.cache_tokens >= 2 * 600
+    # Four layers have keys and values of 2 heads of 32 numbers, 4 bytes each.
+    assert info.cache_bytes == info.cache_tokens * 4 * 2 * 2 * 32 * 4
+    assert str(info).startswith("mars-ray engine, float32 on cpu, dense attention, 1 CPU threads, ")
 
 
 def test_an_engine_is_loaded_with_its_adapter(tmp_path):

@@ -6,19 +6,25 @@ import pytest
 import torch
 from decode.models import SHAPE
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
+from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.attention.dense import DenseAttention, Group
+from mars_ray.decode.engine import Engine
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.linear import Linear
 from mars_ray.decode.runner import Runner
-from mars_ray.errors import ModelError
+from mars_ray.errors import ConfigError, ModelError
+from mars_ray.model.card import PLAIN
 
 LARGE = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LLAMA3 = {
@@ -45,6 +51,11 @@ KINDS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "llama-biased-llama3": lambda: LlamaForCausalLM(
         LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    # All that is asked of it lies within the window.
+    "mistral-sliding": lambda: MistralForCausalLM(
+        MistralConfig(**SHAPE, head_dim=16, sliding_window=50)
     ),
 }
 
@@ -129,6 +140,14 @@ def test_unsupported_models_are_refused():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ModelError, match="rope_type 'dynamic' is not supported"):
         Runner(LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=dynamic)), 64)
-    sliding = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8)
-    with pytest.raises(ModelError, match="sliding-window"):
-        Runner(Qwen2ForCausalLM(sliding), 64)
+
+
+@pytest.mark.parametrize("kind", [MistralConfig, Qwen2Config])
+def test_a_context_beyond_a_sliding_window_is_refused(kind):
+    """Guards text that goes astray once the first tokens are out of sight."""
+    windows = {"sliding_window": 40, "use_sliding_window": True}
+    config = kind(**SHAPE, **(windows if kind is Qwen2Config else {"sliding_window": 40}))
+    model = AutoModelForCausalLM.from_config(config)
+    Engine(model, PLAIN, EngineConfig(max_batch=1, max_context=40, device="cpu"))
+    with pytest.raises(ConfigError, match="set max_context=40 at most"):
+        Engine(model, PLAIN, EngineConfig(max_batch=1, max_context=41, device="cpu"))

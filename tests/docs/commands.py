@@ -34,7 +34,6 @@ EXECUTED_BY = {
     "curl --location $": _PLAIN + "data",
     "git clone --depth 1 ": _PLAIN + "data",
     "python tools/servegen.py ": _PLAIN + "data",
-    "mars-ray generate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray evaluate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray simulate ": _PLAIN + "test_what_needs_no_cluster",
     # With a cluster of their own.
@@ -47,6 +46,7 @@ EXECUTED_BY = {
     "mars-ray serve CHECKPOINT": _FIRST + "test_lm_eval",
     "lm-eval run ": _FIRST + "test_lm_eval",
     "mars-ray train ": _FIRST + "test_training",
+    "mars-ray generate ": _FIRST + "test_own_answers",
     "mars-ray tune ": _FIRST + "test_a_sweep",
     # On a cluster of three nodes.
     "mars-ray cluster ": _CLUSTER,
@@ -60,6 +60,7 @@ EXECUTED_BY = {
     _SUBMIT + "-- python -m mars_ray train jobs/train-qwen2.5-": _JOBS + "test_training_for_gpus",
     _SUBMIT + "-- python -m mars_ray serve ": _JOBS + "test_a_service_is_a_job",
     _SUBMIT + "-- python -m mars_ray tune ": _JOBS + "test_the_other_jobs_run_to_their_ends",
+    _SUBMIT + "-- python -m mars_ray generate ": _JOBS + "test_the_other_jobs_run_to_their_ends",
     _SUBMIT + "--entrypoint-num-cpus ": _JOBS + "test_the_other_jobs_run_to_their_ends",
 }
 # What no test can execute, and why; test_commands.py looks at what can be seen of them.

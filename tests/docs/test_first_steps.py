@@ -125,6 +125,16 @@ def test_training(checkout: Checkout, command: str):
     assert all((checkout.directory / path / "mars.json").exists() for path in models.values())
 
 
+def test_own_answers(demo: Checkout):
+    """Of the demo's first stage, as token ids."""
+    (command,) = runs("test_own_answers")
+    done = demo.run(small(command))
+    output = demo.directory / json.loads(done.stdout.splitlines()[-1])["output"]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(lines) == 8
+    assert all(line["prompt_ids"] and line["answer_ids"] for line in lines)
+
+
 def test_a_sweep(demo: Checkout):
     """From the demo's first stage to a job for the best trial."""
     (command,) = runs("test_a_sweep")

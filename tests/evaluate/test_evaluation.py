@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from mars_ray import demo
+from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import (
     ConfidenceMode,
     EngineConfig,
@@ -18,7 +19,7 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.config.demo import DemoJob
-from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask
+from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
 from mars_ray.config.load import load_job
 from mars_ray.config.model import PresetModel
 from mars_ray.core.frontier import read_frontier
@@ -83,6 +84,36 @@ def test_a_sweep_writes_what_it_found(checkpoint, tmp_path):
     answers = (tmp_path / "answers.jsonl").read_text().splitlines()
     assert len(answers) == 4 * 6
     assert json.loads(json.dumps(summary(evaluation)))["points"]["exact"]["accuracy"] == 0
+    print_table(evaluation, Console(quiet=True))
+
+
+def test_prompts_without_references_are_compared_with_exact(checkpoint, tmp_path):
+    """Real prompts have no number to end with: what counts is whether the text is the model's own,
+    by kind of prompt; a lossless mode is exact's, and its own tokens are as likely."""
+    (tmp_path / "a.jsonl").write_text('{"turns": ["Tom has 3 apples.", "x"]}\n{"turns": ["Ann"]}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "How many are 4 + 4?"}\n')
+    kinds = {
+        "first": FilesSource(paths=(str(tmp_path / "a.jsonl"),), columns={"prompt": "turns.0"}),
+        "second": FilesSource(paths=(str(tmp_path / "b.jsonl"),)),
+    }
+    modes = (VerifiedMode(), VerifiedMode(threshold=0.0), ConfidenceMode(threshold=0.0))
+    asked = job(checkpoint, task=PromptsTask(kinds=kinds), modes=modes, output_dir=str(tmp_path))
+    evaluation = run_evaluation(asked, Console(quiet=True))
+    assert read_frontier(tmp_path) == evaluation.frontier
+    exact, verified, relaxed, confidence = evaluation.frontier.points
+    assert exact.by_kind is not None
+    assert {kind: part.answers for kind, part in exact.by_kind.items()} == {"first": 2, "second": 1}
+    assert (verified.identical, verified.accuracy, verified.agreement) == (1, 1, 1)
+    assert verified.nll == pytest.approx(exact.nll, abs=1e-5)
+    # Whatever masks said is committed: random, but for the causal rows' own token.
+    assert relaxed.agreement is not None
+    assert relaxed.agreement < 0.9
+    assert relaxed.nll is not None
+    assert exact.nll is not None
+    assert relaxed.nll > exact.nll + 0.1
+    assert confidence.nll is None
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in answers[:3]] == ["first", "first", "second"]
     print_table(evaluation, Console(quiet=True))
 
 

@@ -2,105 +2,178 @@
 
 import io
 import json
+import random
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from generate.engines import QUIET, InProcess, make_job, run
 from pydantic import ValidationError
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from train.small_jobs import make_model
 
-from mars_ray import generate, progress
-from mars_ray.config.data import CorpusSource, FilesSource
-from mars_ray.config.decode import EngineConfig, Sampling
-from mars_ray.config.generate import GenerateJob
-from mars_ray.config.model import PretrainedModel
-from mars_ray.data.sources import BadRows, read
+from mars_ray import progress
+from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
+from mars_ray.config.decode import Sampling
+from mars_ray.config.generate import GenerateJob, OwnPrompts
+from mars_ray.data.chat import encode_prompt
+from mars_ray.data.rows import tokenize
+from mars_ray.data.sources import BadRows, read, read_prompts
+from mars_ray.decode.engine import generate_all
+from mars_ray.decode.loading import load_engine
+from mars_ray.decode.request import Request
 from mars_ray.errors import ConfigError, DataError
-from mars_ray.generate import run_generation
-from mars_ray.model.create import create_model
-
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("generate")
-    plain = PretrainedModel(path=str(make_model(directory / "plain")))
-    # As a training job starts from it: with the token that ends an answer.
-    create_model(plain, lambda: (), directory / "model", 0)
-    return directory / "model"
+from mars_ray.generate import run as generation
+from mars_ray.generate.part import Part
+from mars_ray.model.load import load_tokenizer
+from mars_ray.model.stop import stop_ids
 
 
-def make_job(model: Path, output: Path, **changes: Any) -> GenerateJob:
-    job = {
-        "checkpoint": str(model),
-        "prompts": CorpusSource(count=6),
-        "output": str(output),
-        # A random model ends its answers now and then if every token is about as likely.
-        "sampling": Sampling(temperature=2.0, seed=1),
-        "max_new_tokens": 40,
-        "save_every": 2,
-        "engine": EngineConfig(max_batch=2, max_context=160, threads=1),
-    }
-    return GenerateJob.model_validate(job | changes)
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_an_interrupted_generation_goes_on_to_the_same_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Guards answers that are lost or doubled; a line cut in the middle is written anew."""
+    """Guards answers that are lost or doubled. Answers come in any order; a line cut in the middle
+    is written anew, and nothing else is."""
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    result = run_generation(make_job(model, whole), QUIET)
+    result = run(make_job(model, whole), QUIET)
     assert result.conversations + result.left_out == 6
     # The end of a run is where its lines become the output: stopped there, all are in the part.
-    part = tmp_path / "cut.jsonl.part"
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "_write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run_generation(make_job(model, cut), QUIET)
-    lines = part.read_text().splitlines(keepends=True)
-    assert len(lines) == 7
-    part.write_text("".join(lines[:4]) + lines[4][:7])
-    assert run_generation(make_job(model, cut), QUIET).conversations == result.conversations
+    part = stop_at_the_end(make_job(model, cut), monkeypatch, 6)
+    header, *lines = part.read_text().splitlines(keepends=True)
+    assert len(lines) == 6
+    random.Random(0).shuffle(lines)
+    part.write_text(header + "".join(lines[:3]) + lines[3][:7])
+    monkeypatch.setattr(InProcess, "asked", 0)
+    assert run(make_job(model, cut), QUIET).conversations == result.conversations
+    assert InProcess.asked == 3
     assert cut.read_text() == whole.read_text()
     assert not part.exists()
+
+
+def test_a_killed_generation_keeps_what_had_come(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Guards answers that are written only at the end."""
+    job = make_job(model, tmp_path / "own.jsonl")
+    add, calls = Part.add_answers, []
+
+    def third_time(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        add(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "add_answers", third_time)
+        with pytest.raises(KeyboardInterrupt):
+            run(job, QUIET)
+    had = len(Path(f"{job.output}.part").read_text().splitlines()) - 1
+    assert 0 < had < 6
+    monkeypatch.setattr(InProcess, "asked", 0)
+    run(job, QUIET)
+    assert InProcess.asked == 6 - had
 
 
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_the_output_is_a_source_with_the_prompts_of_the_data(model: Path, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["model", "talker"])
+def test_the_output_has_the_tokens_that_the_model_wrote(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    """With a mask token and without a card. What was read and written is what a data source reads,
+    with the prompts of the data; the text is for people."""
+    directory = request.getfixturevalue(kind)
     output = tmp_path / "own.jsonl"
-    run_generation(make_job(model, output), QUIET)
-    asked = {record.messages[0].content for record in read(CorpusSource(count=6), BadRows())}
-    report = BadRows()
-    records = list(read(FilesSource(paths=(str(output),)), report))
-    assert report.bad == 0
-    assert {record.messages[0].content for record in records} <= asked
-    assert all(record.messages[-1].role == "assistant" for record in records)
+    job = make_job(directory, output, sampling=Sampling())
+    run(job, QUIET)
+    engine, tokenizer = load_engine(directory, job.engine)
+    asked = [record.messages for record in read_prompts(CorpusSource(count=6), BadRows())]
+    prompts = [tuple(encode_prompt(messages, tokenizer)) for messages in asked]
+    stops = stop_ids(engine.model)
+    requests = [
+        Request(str(i), ids, job.mode, job.sampling, 40, stops) for i, ids in enumerate(prompts)
+    ]
+    expected = generate_all(engine, requests)
+    lines = lines_of(output)
+    assert [line["prompt_ids"] for line in lines] == [list(ids) for ids in prompts]
+    for line, completion in zip(lines, expected, strict=True):
+        assert line["answer_ids"] == list(completion.tokens)
+        assert line["finish_reason"] == completion.finish_reason
+        assert line["forwards"] == completion.forwards
+    source = FilesSource(paths=(str(output),))
+    rows = tokenize(
+        source, tokenizer, DataConfig(train=source, max_bad_share=0), tmp_path / "cache"
+    )
+    for index, line in enumerate(lines):
+        assert rows[index].input_ids.tolist() == line["prompt_ids"] + line["answer_ids"]
+        assert rows[index].response.sum() == len(line["answer_ids"])
+    records = list(read(source, BadRows()))
+    assert [record.messages[:-1] for record in records] == asked
+    assert [line["origin"] for line in lines] == [f"corpus:{i}" for i in range(1, 7)]
 
 
-def test_answers_without_an_end_are_counted_and_left_out(model: Path, tmp_path: Path):
-    """Guards training on answers that never stop."""
-    job = make_job(model, tmp_path / "own.jsonl", max_new_tokens=1, sampling=Sampling())
-    result = run_generation(job, QUIET)
-    assert (result.conversations, result.left_out) == (0, 6)
+def test_cut_answers_have_no_end(model: Path, tmp_path: Path):
+    """They are kept unless the job says otherwise; guards training on an end that was not said."""
+    output, end = tmp_path / "own.jsonl", load_tokenizer(model).eos_token_id
+    result = run(make_job(model, output), QUIET)
+    reasons = [line["finish_reason"] for line in lines_of(output)]
+    assert set(reasons) == {"stop", "length"}
+    assert result.finish_reasons == {key: reasons.count(key) for key in result.finish_reasons}
+    for line in lines_of(output):
+        assert (end in line["answer_ids"]) == (line["finish_reason"] == "stop")
+    uncut = tmp_path / "uncut.jsonl"
+    result = run(make_job(model, uncut, keep_cut=False), QUIET)
+    assert result.conversations == reasons.count("stop")
+    assert result.left_out == reasons.count("length")
+    assert {line["finish_reason"] for line in lines_of(uncut)} == {"stop"}
+
+
+def test_every_answer_has_noise_of_its_own(model: Path, tmp_path: Path):
+    """Guards a sample of which all members favour the same tokens at the same places: the same
+    prompt twice is not the same answer twice."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "How many?"}) + "\n")
+    twice = [{"type": "files", "paths": [str(path)]}] * 2
+    output = tmp_path / "own.jsonl"
+    run(make_job(model, output, prompts=twice), QUIET)
+    first, second = lines_of(output)
+    assert first["prompt_ids"] == second["prompt_ids"]
+    assert first["answer_ids"] != second["answer_ids"]
+
+
+def test_loops_are_counted_apart(model: Path, tmp_path: Path):
+    """A greedy model at random says one thing for ever, and that drafts easily."""
+    result = run(make_job(model, tmp_path / "own.jsonl", sampling=Sampling()), QUIET)
+    assert 0 < result.looping <= 6
+    assert result.looping_tokens == 40 * result.looping == result.looping_forwards
 
 
 def test_another_jobs_output_is_not_touched(model: Path, tmp_path: Path):
     output = tmp_path / "own.jsonl"
-    run_generation(make_job(model, output), QUIET)
+    run(make_job(model, output), QUIET)
     before = output.read_text()
     with pytest.raises(DataError, match="another job, with another max_new_tokens"):
-        run_generation(make_job(model, output, max_new_tokens=8), QUIET)
+        run(make_job(model, output, max_new_tokens=8), QUIET)
     assert output.read_text() == before
     assert json.loads(output.with_suffix(".json").read_text())["generated"]["output"] == str(output)
+
+
+def test_a_job_may_go_on_with_other_engines(model: Path, tmp_path: Path):
+    """On a smaller cluster, after a larger one was lost."""
+    output = tmp_path / "own.jsonl"
+    result = run(make_job(model, output), QUIET)
+    again = make_job(model, output, workers=3, cpus_per_worker=2, gpus_per_worker=0)
+    assert run(again, QUIET) == result
 
 
 ROWS = [{"prompt": f"How many are {i} and 1?", "response": "some"} for i in range(6)]
@@ -109,9 +182,9 @@ ROWS = [{"prompt": f"How many are {i} and 1?", "response": "some"} for i in rang
 def stop_at_the_end(job: GenerateJob, monkeypatch: pytest.MonkeyPatch, kept: int) -> Path:
     """A generation that was stopped with some of its answers written."""
     with monkeypatch.context() as patch:
-        patch.setattr(generate, "_write", interrupt)
+        patch.setattr(generation, "write_answers", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_generation(job, QUIET)
+            run(job, QUIET)
     part = Path(f"{job.output}.part")
     part.write_text("".join(part.read_text().splitlines(keepends=True)[: kept + 1]))
     return part
@@ -125,7 +198,7 @@ def test_the_prompts_are_not_replaced(model: Path, tmp_path: Path, prompts: str,
     before = path.read_text()
     job = make_job(model, tmp_path / output, prompts=FilesSource(paths=(str(path),)))
     with pytest.raises(DataError, match=f"{prompts} is there and is not of mars-ray generate"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -136,7 +209,7 @@ def test_another_table_beside_an_output_is_one_line(model: Path, tmp_path: Path,
     (tmp_path / "own.jsonl").write_text("")
     (tmp_path / "own.json").write_text(foreign)
     with pytest.raises(DataError, match="is not of mars-ray generate"):
-        run_generation(make_job(model, tmp_path / "own.jsonl"), QUIET)
+        run(make_job(model, tmp_path / "own.jsonl"), QUIET)
     assert (tmp_path / "own.json").read_text() == foreign
 
 
@@ -147,15 +220,15 @@ def test_a_generation_stopped_before_its_last_file_goes_on(
     written anew."""
     output = tmp_path / "own.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(generate, "provenance", interrupt)
+        patch.setattr(generation, "provenance", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_generation(make_job(model, output), QUIET)
+            run(make_job(model, output), QUIET)
     assert output.exists()
     assert not output.with_suffix(".json").exists()
-    result = run_generation(make_job(model, output), QUIET)
+    result = run(make_job(model, output), QUIET)
     written = output.read_text()
     output.unlink()
-    assert run_generation(make_job(model, output), QUIET) == result
+    assert run(make_job(model, output), QUIET) == result
     assert output.read_text() == written
 
 
@@ -169,12 +242,12 @@ def test_other_prompts_under_the_same_name_are_refused(
     stop_at_the_end(job, monkeypatch, 3)
     path.write_text(json.dumps(ROWS[::-1]))
     with pytest.raises(DataError, match="with another content of prompts:"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
     path.write_text(json.dumps(ROWS))
-    run_generation(job, QUIET)
+    run(job, QUIET)
     path.write_text(json.dumps(ROWS[1:]))
     with pytest.raises(DataError, match="with another content of prompts:"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
 
 
 def test_another_model_under_the_same_name_is_refused(
@@ -186,20 +259,20 @@ def test_another_model_under_the_same_name_is_refused(
     stop_at_the_end(job, monkeypatch, 3)
     shutil.rmtree(mine)
     shutil.copytree(model, mine, copy_function=shutil.copyfile)
-    run_generation(job, QUIET)
+    run(job, QUIET)
     weights = load_file(mine / "model.safetensors")
     torch.manual_seed(1)
     changed = {name: torch.rand_like(value) for name, value in weights.items()}
     save_file(changed, mine / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match="with another content of checkpoint:"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
 
 
 def test_answers_beside_their_model_are_no_part_of_it(model: Path, tmp_path: Path):
     """Guards a finished output that is refused because it is there."""
     mine = shutil.copytree(model, tmp_path / "model")
     job = make_job(mine, mine / "own.jsonl")
-    assert run_generation(job, QUIET) == run_generation(job, QUIET)
+    assert run(job, QUIET) == run(job, QUIET)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
@@ -214,10 +287,10 @@ def test_a_model_that_is_asked_otherwise_is_another(
     before = (mine / name).read_text()
     (mine / name).write_text(f"{before} ")
     with pytest.raises(DataError, match="with another content of checkpoint:"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
     (mine / name).write_text(before)
     (mine / "frontier.json").write_text("{}")
-    run_generation(job, QUIET)
+    run(job, QUIET)
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
@@ -228,7 +301,7 @@ def test_rows_that_cannot_be_used_are_told(model: Path, tmp_path: Path, share: f
     prompts = FilesSource(paths=(str(path),))
     job = make_job(model, tmp_path / "own.jsonl", prompts=prompts, max_bad_share=share)
     with pytest.raises(DataError, match="4 of 4 rows are bad"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -241,9 +314,9 @@ def test_a_prompt_that_the_template_refuses_is_a_bad_row(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = FilesSource(paths=(str(path),))
     with pytest.raises(DataError, match=r"1 of 7 rows are bad(.|\n)*prompts\.jsonl:3: a message"):
-        run_generation(make_job(model, tmp_path / "own.jsonl", prompts=prompts), QUIET)
+        run(make_job(model, tmp_path / "own.jsonl", prompts=prompts), QUIET)
     job = make_job(model, tmp_path / "own.jsonl", prompts=prompts, max_bad_share=0.2)
-    result = run_generation(job, QUIET)
+    result = run(job, QUIET)
     assert result.conversations + result.left_out == 6
     assert "prompts.jsonl:3" in caplog.text
 
@@ -252,7 +325,7 @@ def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pyte
     """Guards a submitted job that looks stuck for as long as the model answers."""
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
     log = Console(file=io.StringIO(), width=120)
-    run_generation(make_job(model, tmp_path / "own.jsonl"), log)
+    run(make_job(model, tmp_path / "own.jsonl"), log)
     assert isinstance(log.file, io.StringIO)
     assert re.search(r"^answers: \d of 6, \d+ s$", log.file.getvalue(), re.MULTILINE)
 
@@ -260,22 +333,23 @@ def test_a_log_says_how_far_it_is(model: Path, tmp_path: Path, monkeypatch: pyte
 def test_an_output_has_one_writer_at_a_time(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Guards answers that stand twice beside prompts without one, as two processes wrote them: a
-    line's prompt was told by its place alone. Another output in the directory is free."""
+    """Guards answers that stand twice, as two processes wrote them. Another output in the directory
+    is free."""
     job, others = make_job(model, tmp_path / "own.jsonl"), make_job(model, tmp_path / "b.jsonl")
-    append, seen = generate._append, []
+    add, seen = Part.add_answers, []
 
     def twice(*arguments: Any) -> None:
-        append(*arguments)
+        add(*arguments)
         if not seen:
             seen.append(1)
+            before = Path(f"{job.output}.part").read_text()
             with pytest.raises(ConfigError, match=r"another process is writing .*own\.jsonl:"):
-                run_generation(job, QUIET)
-            assert len(Path(f"{job.output}.part").read_text().splitlines()) == 1 + 2
-            run_generation(others, QUIET)
+                run(job, QUIET)
+            assert Path(f"{job.output}.part").read_text() == before
+            run(others, QUIET)
 
-    monkeypatch.setattr(generate, "_append", twice)
-    result = run_generation(job, QUIET)
+    monkeypatch.setattr(Part, "add_answers", twice)
+    result = run(job, QUIET)
     assert result.conversations + result.left_out == 6
     names = {"own.jsonl", "own.json", "b.jsonl", "b.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -290,14 +364,14 @@ def test_a_part_with_answers_twice_is_refused(
     lines = part.read_text().splitlines(keepends=True)
     part.write_text("".join([*lines[:3], *lines[1:3]]))
     with pytest.raises(DataError, match="answers twice"):
-        run_generation(job, QUIET)
+        run(job, QUIET)
 
 
 def test_a_home_directory_is_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Guards answers in a directory that is named `~`."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    run_generation(make_job(model, Path("~/own.jsonl")), QUIET)
+    run(make_job(model, Path("~/own.jsonl")), QUIET)
     assert (tmp_path / "home" / "own.jsonl").exists()
     assert not (tmp_path / "~").exists()
 
@@ -305,9 +379,9 @@ def test_a_home_directory_is_one(model: Path, tmp_path: Path, monkeypatch: pytes
 def test_two_outputs_beside_their_model_are_no_part_of_it(model: Path, tmp_path: Path):
     """Guards a finished output that is refused because there is another one."""
     mine = shutil.copytree(model, tmp_path / "model")
-    first = run_generation(make_job(mine, mine / "a.jsonl"), QUIET)
-    run_generation(make_job(mine, mine / "b.jsonl"), QUIET)
-    assert run_generation(make_job(mine, mine / "a.jsonl"), QUIET) == first
+    first = run(make_job(mine, mine / "a.jsonl"), QUIET)
+    run(make_job(mine, mine / "b.jsonl"), QUIET)
+    assert run(make_job(mine, mine / "a.jsonl"), QUIET) == first
 
 
 def test_a_job_without_room_for_an_answer_is_refused(model: Path, tmp_path: Path):
@@ -318,6 +392,31 @@ def test_a_job_without_room_for_an_answer_is_refused(model: Path, tmp_path: Path
     with pytest.raises(ValidationError, match=r"speculative needs engine\.draft_model"):
         make_job(model, output, mode={"type": "speculative"})
     with pytest.raises(DataError, match="no prompt has room for 159 tokens"):
-        run_generation(make_job(model, output, max_new_tokens=159), QUIET)
+        run(make_job(model, output, max_new_tokens=159), QUIET)
     assert not list(tmp_path.iterdir())
-    run_generation(make_job(model, output), QUIET)
+    run(make_job(model, output), QUIET)
+
+
+def test_minutes_end_a_generation_and_what_has_no_answer_is_left_out(model: Path, tmp_path: Path):
+    """Guards a budget that nobody keeps, and one that begins anew whenever a job goes on."""
+    prompts = (CorpusSource(count=4000), OwnPrompts(count=2000))
+    job = make_job(model, tmp_path / "a.jsonl", prompts=prompts, minutes=0.05)
+    result = run(job, QUIET)
+    assert 0 < result.conversations < 6000
+    assert 3 <= result.seconds < 30
+    assert result.left_out == result.source_prompts + result.own_prompts - result.conversations
+    kinds = {line["origin"].partition(":")[0] for line in lines_of(tmp_path / "a.jsonl")}
+    assert "corpus" in kinds
+    assert run(job, QUIET) == result
+
+
+def test_minutes_count_over_all_runs(model: Path, tmp_path: Path):
+    """Killed near its end, a job has little time left."""
+    part = Part(tmp_path / "b.part", {"job": {}, "content": {}})
+    part.add_seconds(50)
+    part.add_seconds(9.5)
+    again = Part(tmp_path / "b.part", {"job": {}, "content": {}})
+    assert again.seconds == 59.5
+    clock = generation._Clock(1.0, again)
+    assert 0 < clock.until(1.0) - time.monotonic() <= 0.5
+    assert clock.until(0.5) < time.monotonic()

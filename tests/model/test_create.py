@@ -67,7 +67,7 @@ def test_preset_sizes(name, vocabulary, rows, millions):
     assert model.config.dtype == SHAPES[name].dtype
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
 def test_a_pretrained_model_gets_a_mask_and_a_stop(tmp_path, architecture):
     """Its weights stay; base models end turns with another token than texts."""
     source = write(tmp_path / "source", architecture, 320)
@@ -80,7 +80,7 @@ def test_a_pretrained_model_gets_a_mask_and_a_stop(tmp_path, architecture):
     tokenizer = load_tokenizer(tmp_path / "initial")
     assert card == ModelCard(tokenizer.mask_token, tokenizer.mask_token_id, 0)
     turn_end = tokenizer.convert_tokens_to_ids(
-        "<|eot_id|>" if architecture == "llama" else "<|im_end|>"
+        "<|im_end|>" if architecture.startswith("qwen") else "<|eot_id|>"
     )
     assert after.generation_config.eos_token_id == turn_end
 

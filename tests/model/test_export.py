@@ -10,11 +10,11 @@ from model.small_s3 import bucket
 from mars_ray.config.model import PresetModel
 from mars_ray.errors import ModelError
 from mars_ray.model import export
-from mars_ray.model.card import read_card
+from mars_ray.model.card import PLAIN, read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.export import export_model
 from mars_ray.model.object_store import shown
-from mars_ray.model.source import Source, local_copy, pinned
+from mars_ray.model.source import Source, config_of, local_copy, pinned
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
 
@@ -62,7 +62,7 @@ def test_a_place_that_is_taken_is_left_alone(made, tmp_path):
 
 
 def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
-    """The card is what a service looks at first, and it comes last."""
+    """Card and configuration are what a service looks at first, and they come last."""
     copy = export._copy
 
     def fails_at_weights(path, filesystem, target):
@@ -78,18 +78,34 @@ def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
 
 
 def cut_short(made: Path, destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export whose last file before the card does not arrive."""
+    """An export whose last file does not arrive."""
     copy = export._copy
 
-    def fails_at_the_card(path, filesystem, target):
-        if path.name == "mars.json":
+    def fails_at_the_last(path, filesystem, target):
+        if path.name == "config.json":
             raise OSError("the network is gone")
         copy(path, filesystem, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_copy", fails_at_the_card)
+        patch.setattr(export, "_copy", fails_at_the_last)
         with pytest.raises(ModelError, match="the network is gone"):
             export_model(Source(str(made)), destination, cache="")
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_was_cut_short_at_the_end_is_no_model(made, tmp_path, monkeypatch, is_trained):
+    """Guards a trained model that is served as a plain one until its card is there, and a plain one
+    whose weights are not."""
+    source = Path(shutil.copytree(made, tmp_path / "source"))
+    if not is_trained:
+        (source / "mars.json").unlink()
+    cut_short(source, str(tmp_path / "mars"), monkeypatch)
+    place = Source(f"file://{tmp_path}/mars")
+    with pytest.raises(ModelError, match=r"no config\.json|neither mars\.json nor config\.json"):
+        config_of(pinned(place)[0])
+    export_model(Source(str(source)), str(tmp_path / "mars"), cache="")
+    assert config_of(place).model_type == "qwen2"
+    assert pinned(place)[1] == (read_card(made) if is_trained else PLAIN)
 
 
 @pytest.mark.parametrize("store", ["file", "s3"])
@@ -107,9 +123,9 @@ def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch,
     assert written.files == len(names)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "mars.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "mars.json", "config.json"])
 def test_a_file_that_arrives_short_can_be_exported_again(made, tmp_path, monkeypatch, name):
-    """Guards a place that is taken by a card without its end, though no service can load it."""
+    """Guards a place that is taken by a file without its end, though no service can load it."""
 
     def shorter(ours, theirs, _):
         data = ours.read()

@@ -20,7 +20,7 @@ def logits(model, tokens=(5, 6, 7)):
         return model(torch.tensor([tokens])).logits
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
 def test_a_saved_model_is_an_ordinary_one(tmp_path, architecture):
     """Plain transformers reads it with no code of ours and computes the same."""
     model, tokenizer = build(architecture, 320)

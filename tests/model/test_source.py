@@ -17,10 +17,10 @@ from mars_ray.config.model import PresetModel
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ModelError
 from mars_ray.model import object_store
-from mars_ray.model.card import read_card
+from mars_ray.model.card import PLAIN, read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model
-from mars_ray.model.source import Source, local_copy, pinned
+from mars_ray.model.source import Source, config_of, local_copy, pinned
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
 
@@ -54,7 +54,7 @@ def test_a_store_gives_a_model_that_decodes(s3, tmp_path, made):
     uri, reads = s3
     source, card = pinned(Source(uri))
     assert card == read_card(made)
-    assert reads == ["mars.json"]
+    assert reads == ["mars.json", "config.json"]
     directory = local_copy(source, str(tmp_path / "cache"))
     wanted = {path.name for path in made.iterdir()} - {"pytorch_model.bin"}
     assert {path.name for path in directory.iterdir()} == wanted
@@ -145,6 +145,28 @@ def test_a_revision_without_a_hub_is_refused(made):
     """Guards a revision that has no effect."""
     with pytest.raises(ModelError, match="only names of the hub"):
         pinned(Source(str(made), "v2"))
+
+
+@pytest.mark.parametrize("place", ["directory", "store", "hub"])
+def test_a_model_without_a_card_is_a_plain_one_wherever_it_is(
+    made, stored, tmp_path, monkeypatch, place
+):
+    """Guards a card that is looked for alone, and a model that is none for want of it."""
+    (stored / "mars.json").unlink()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with hub(stored) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        names = {"directory": str(stored), "store": f"file://{stored}", "hub": NAME}
+        source, card = pinned(Source(names[place]))
+        assert card == PLAIN
+        assert config_of(source).model_type == "qwen2"
+        directory = local_copy(source, str(tmp_path / "cache"))
+    assert (directory / "model.safetensors").read_bytes() == (
+        made / "model.safetensors"
+    ).read_bytes()
 
 
 def test_the_hub_gives_one_commit(made, tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -83,6 +85,9 @@ def build(architecture: str, rows: int) -> tuple[PreTrainedModel, PreTrainedToke
     if architecture == "llama":
         model = LlamaForCausalLM(LlamaConfig(vocab_size=rows, eos_token_id=3, **SHAPE))
         return model, llama_tokenizer()
+    if architecture == "mistral":
+        config = MistralConfig(vocab_size=rows, eos_token_id=3, sliding_window=None, **SHAPE)
+        return MistralForCausalLM(config), llama_tokenizer()
     if architecture == "qwen3":
         config = Qwen3Config(vocab_size=rows, head_dim=16, tie_word_embeddings=True, **SHAPE)
         return Qwen3ForCausalLM(config), qwen_tokenizer()
@@ -90,9 +95,12 @@ def build(architecture: str, rows: int) -> tuple[PreTrainedModel, PreTrainedToke
     return Qwen2ForCausalLM(config), qwen_tokenizer()
 
 
-def write(directory: Path, architecture: str, rows: int) -> Path:
+def write(
+    directory: Path, architecture: str, rows: int, dtype: torch.dtype = torch.float32
+) -> Path:
     """A directory as it is downloaded: written by transformers, without a card."""
     model, tokenizer = build(architecture, rows)
+    torch.nn.Module.to(model, dtype)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -158,8 +158,8 @@ def test_the_newest_job_says_the_set_point():
 
 
 def test_a_swap_is_for_the_replicas_of_its_application():
-    """Guards an adapter for another checkpoint in replicas of an older or a newer job; the set-point
-    changes beside it and neither takes the other back."""
+    """Guards an adapter for another checkpoint in replicas of an older or a newer job; the
+    set-point changes beside it and neither takes the other back."""
     one, two = Swap(1.0, 5.0, "/a", "a@1"), Swap(1.0, 6.0, None, None)
 
     async def scenario() -> None:

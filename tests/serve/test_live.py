@@ -6,12 +6,14 @@ import pytest
 
 from mars_ray.config.decode import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.decode.info import EngineInfo
 from mars_ray.serve.live import Live
 from mars_ray.serve.observe import EngineSeen
 from mars_ray.serve.recent import Recent
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")
+INFO = EngineInfo("mars-ray", "float32", "cpu", "dense", 1, 4096, 64)
 
 
 def seen(set_point: float = 1.0) -> EngineSeen:
@@ -29,6 +31,7 @@ def seen(set_point: float = 1.0) -> EngineSeen:
         checked={},
         tokens_per_forward_at={},
         accepted_at={},
+        info=INFO,
     )
 
 
@@ -76,9 +79,11 @@ def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set
 def test_replicas_add_up():
     """Shares are of all tokens, not means of shares."""
     one = ReplicaStatus(
-        "verified", 0.5, "a@1", 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9
+        "verified", 0.5, "a@1", 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9, engine=INFO
     )
-    two = ReplicaStatus("verified", 0.4, "b@2", 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1)
+    two = ReplicaStatus(
+        "verified", 0.4, "b@2", 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1, engine=INFO
+    )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
     assert model_status("m", [one, two], decided) == {
         "id": "m",
@@ -92,6 +97,15 @@ def test_replicas_add_up():
         "mode": "verified",
         "threshold": 0.4,
         "adapter": "a@1, b@2",
+        "engine": {
+            "engine": "mars-ray",
+            "dtype": "float32",
+            "device": "cpu",
+            "attention": "dense",
+            "threads": 1,
+            "cache_bytes": 4096,
+            "cache_tokens": 64,
+        },
         "policy": {
             "at_s": 9.0,
             "replicas": 2,

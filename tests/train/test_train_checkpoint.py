@@ -10,11 +10,13 @@ import torch
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
+from mars_ray.config.train import MarsObjective
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
+from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import ModelFlops
 from mars_ray.train.store import CheckpointStore
@@ -218,16 +220,18 @@ def test_the_reader_survives_a_cut_that_has_grown_again(tmp_path):
 def test_means_by_hand_and_across_a_checkpoint():
     """Guards a logged mean that starts anew where a checkpoint fell between two log lines."""
     # 10 weights of the body, 5 of the head, attention 2 wide; a million FLOPs a second at best.
-    flops = ModelFlops(10, 5, 2)
-    meter, resumed = Meter(RANKS.device, flops, 1e6), Meter(RANKS.device, flops, 1e6)
-    counts = torch.tensor([4.0, 2.0, 10.0, 15.0, 20.0, 6.0, 40.0], dtype=torch.float64)
+    flops, streams = ModelFlops(10, 5, 2), StageObjective(MarsObjective(), 0, 0).streams
+    meter, resumed = (Meter(RANKS.device, flops, 1e6, streams) for _ in range(2))
+    counts = [4.0, 2.0, 10.0, 15.0, 20.0, 6.0, 40.0, 2.0, 30.0]
+    counts = torch.tensor(counts, dtype=torch.float64)
     meter.add(torch.tensor([1.0, 8.0, 3.0], dtype=torch.float64), counts)
     resumed.load(meter.state())
     resumed.add(torch.tensor([3.0, 16.0, 5.0], dtype=torch.float64), counts)
-    metrics = resumed.flush(RANKS, has_noisy=True)
+    metrics = resumed.flush(RANKS)
     assert (metrics["loss"], metrics["clean_ce"], metrics["noisy_ce"]) == (2.0, 3.0, 2.0)
     assert metrics["padding_share"] == 0.25
     # Over the same seconds: 2 steps of 10 tokens, and of 6 * (10 * 15 + 5 * 6) + 12 * 2 * 40 FLOPs.
     elapsed = 20 / metrics["tokens_per_s"]
     assert metrics["flops_utilisation"] * elapsed == pytest.approx(2 * (1080 + 960) / 1e6)
-    assert resumed.flush(RANKS, has_noisy=False)["loss"] == 0
+    assert metrics["mask_tokens_per_s"] == pytest.approx(metrics["tokens_per_s"] / 5)
+    assert resumed.flush(RANKS)["loss"] == 0

@@ -269,3 +269,21 @@ def test_packed_rows_train(model, tmp_path):
     plan = make_plan(changed(job, global_batch_size=2), model)
     assert run_alone(plan).finished
     assert losses(plan)[-1] < losses(plan)[0]
+
+
+def test_a_stage_of_minutes_sets_its_length_by_its_first_steps(model, tmp_path):
+    """Guards a budget that nobody keeps: the rate has to come down within it, and a run that goes
+    on keeps the length that was set. 0.05 minutes are some dozens of these steps."""
+    job = make_job(model, tmp_path)
+    job = changed(job, steps=None, minutes=0.05)
+    outcome = run_alone(make_plan(job, model))
+    assert outcome.finished
+    assert outcome.total_steps >= 10
+    assert outcome.seconds < 60
+    (length,) = records(make_plan(job, model), "length")
+    assert (length["step"], length["total_steps"]) == (10, outcome.total_steps)
+    last = records(make_plan(job, model))[-1]
+    assert last["step"] == outcome.total_steps
+    assert last["lr"] < 5e-3 / 2
+    again = run_alone(make_plan(job, model), outcome.checkpoint)
+    assert (again.step, again.total_steps) == (outcome.step, outcome.total_steps)

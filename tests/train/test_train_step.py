@@ -74,10 +74,12 @@ def test_counts_by_hand():
     """Guards the divisor of the loss and the tokens that speed is counted in."""
     layout = MARS.layout(batch_of("pprrrr", "pprr"), 0.0)
     # Block size 2 on a grid from 0: masks for r0 r1 | r2 r3 predict r1, r2 | r3 and r1.
-    clean, noisy, tokens, filled, rows, targets, pairs = step_counts([layout]).tolist()
+    counts = step_counts([layout]).tolist()
+    clean, noisy, tokens, filled, rows, targets, pairs, masks, clean_pairs = counts
     assert (clean, noisy, tokens) == (6, 4, 10)
     assert (filled, rows, targets) == (14, 2 * (6 + 3), 10)
     # Keys seen: 1 + ... + 6 and 1 + ... + 4 by clean rows, as many as their position + 1 by masks.
+    assert (masks, clean_pairs) == (4, 21 + 10)
     assert pairs == 21 + 10 + (3 + 4 + 5) + 3
     assert pairs == dense_mask(layout)[(layout.document_BR >= 0).unsqueeze(1)].sum()
 

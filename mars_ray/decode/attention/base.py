@@ -17,6 +17,7 @@ from mars_ray.decode.runner import Runner
 class Backend(Protocol):
     """Runs a forward's rows through the model."""
 
+    name: str  # as `attention_backend` has it
     runner: Runner
     cache: PagedCache
 

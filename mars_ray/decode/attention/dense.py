@@ -25,6 +25,8 @@ _NARROW = 32
 class DenseBackend:
     """Each group of sequences is padded to a rectangle, with a bias for who sees whom."""
 
+    name = "dense"
+
     def __init__(self, runner: Runner, cache: PagedCache) -> None:
         self.runner = runner
         self.cache = cache

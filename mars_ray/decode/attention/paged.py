@@ -41,6 +41,8 @@ class PagedBackend:
     """Not thread-safe. Memory: a graph holds what a forward of its number of rows needs, and all
     graphs share that of the largest."""
 
+    name = "triton"
+
     def __init__(
         self,
         runner: Runner,

@@ -3,19 +3,32 @@
 import re
 from dataclasses import dataclass
 
+from mars_ray.data.chat import Message
+
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A user's message and the number that the answer has to end with."""
+    """A user's message and the number that the answer has to end with.
+
+    Without such a number (`answer` is None) an answer is right if it is that of `exact`.
+    """
 
     question: str
-    answer: str
+    answer: str | None
+    kind: str | None = None  # of the prompt, where a task has several
+    turns: tuple[Message, ...] = ()  # the conversation so far, where it is not the question alone
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the model is asked."""
+        return list(self.turns) or [Message("user", self.question)]
 
 
 def is_correct(problem: Problem, text: str) -> bool:
     """Whether the last `#### number` of the text is the answer, as a number: 7.0 is 7."""
+    assert problem.answer is not None, "a prompt without a reference answer"
     found = FINAL_ANSWER.findall(text)
     return bool(found) and _number(found[-1]) == _number(problem.answer)
 

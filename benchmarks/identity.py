@@ -1,0 +1,255 @@
+"""Are the original model's answers untouched? Ours beside `transformers.generate`, token by token.
+
+    python benchmarks/identity.py jobs/evaluate-smollm2.toml OUTPUT.json [KEY=VALUE ...]
+
+Every prompt of the job is answered greedily by transformers in batches of 16 (and the first 100
+alone), and by this engine in `exact` and in every mode of the job at threshold 1, with the job's
+draft adapter and without. Float32: where two answers differ, the first difference is listed with
+the margin between the two likeliest tokens, as transformers alone computes it. bfloat16: our modes
+against our own `exact`, and `exact` against itself in batches of another size as the floor. Answers
+lie in OUTPUT.answers/ as they come, so a run that was stopped goes on.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.load import load_job
+from mars_ray.core.frontier import mode_label
+from mars_ray.core.loops import is_looping
+from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.loading import load_engine
+from mars_ray.decode.request import Completion, Request
+from mars_ray.evaluate.run import problems_of, prompts_of
+from mars_ray.model.complete import weight_files
+from mars_ray.model.load import load_tokenizer
+from mars_ray.model.stop import stop_ids
+from mars_ray.progress import Bars
+from mars_ray.provenance import provenance
+
+BATCH, ALONE = 16, 100
+Tokens = list[int]
+Answers = list[dict[str, Any]]  # tokens and forwards of each prompt
+
+
+class Comparison:
+    """One run: prompts, and answers by who gave them."""
+
+    def __init__(self, job: EvaluateJob, folder: Path, console: Console) -> None:
+        self.job, self.folder, self.console = job, folder, console
+        self.problems = problems_of(job.task)
+        self.prompts = prompts_of(self.problems, load_tokenizer(job.checkpoint))
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def answers(self, name: str, give: Callable[[], Answers]) -> Answers:
+        """What lies in the folder, or what is given now."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            self.console.print(name, markup=False)
+            draft = path.with_suffix(".draft")
+            draft.write_text(json.dumps(give()))
+            draft.replace(path)
+        return json.loads(path.read_text())
+
+    def engine(self, **changes: Any) -> Engine:
+        """Of the job, changed."""
+        config = self.job.engine.model_copy(update={"prefix_cache": False} | changes)
+        return load_engine(self.job.checkpoint, EngineConfig(**config.model_dump()))[0]
+
+    def ours(
+        self, name: str, engine: Engine, mode: Mode, prompts: Sequence[tuple[int, ...]]
+    ) -> Answers:
+        """By this engine, in batches of its own size."""
+        return self.answers(name, lambda: self._generated(engine, mode, prompts))
+
+    def _generated(self, engine: Engine, mode: Mode, prompts: Sequence[tuple[int, ...]]) -> Answers:
+        stops = stop_ids(engine.model)
+        requests = [
+            Request(str(index), prompt, mode, Sampling(), self.job.max_new_tokens, stops)
+            for index, prompt in enumerate(prompts)
+        ]
+        with Bars(self.console) as bars:
+            task = bars.add_task(mode_label(mode.model_dump()), total=len(requests))
+            done = generate_all(engine, requests, lambda _: bars.advance(task))
+        return [_answer(completion) for completion in done]
+
+
+def _answer(completion: Completion) -> dict[str, Any]:
+    return {"tokens": list(completion.tokens), "forwards": completion.forwards}
+
+
+def theirs(
+    model: Any, prompts: Sequence[tuple[int, ...]], stops: list[int], limit: int, batch: int
+) -> Answers:
+    """By transformers, padded on the left."""
+    config = GenerationConfig(
+        max_new_tokens=limit, do_sample=False, eos_token_id=stops, pad_token_id=stops[0]
+    )
+    answers = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        longest = max(map(len, part))
+        padded = torch.tensor([[stops[0]] * (longest - len(ids)) + list(ids) for ids in part])
+        seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in part])
+        with torch.inference_mode():
+            output = model.generate(padded, attention_mask=seen, generation_config=config)
+        for row in output:
+            tokens = row[longest:].tolist()
+            end = next((i + 1 for i, t in enumerate(tokens) if t in stops), len(tokens))
+            answers.append({"tokens": tokens[:end], "forwards": end})
+    return answers
+
+
+def compared(name: str, reference: Answers, answers: Answers) -> dict[str, Any]:
+    """How many are the same, and where the others leave."""
+    pairs = [(a["tokens"], b["tokens"]) for a, b in zip(reference, answers, strict=True)]
+    differ = [
+        {"prompt": index, "at": _first_difference(*pair)}
+        for index, pair in enumerate(pairs)
+        if pair[0] != pair[1]
+    ]
+    return {
+        "name": name,
+        "answers": len(pairs),
+        "identical": 1 - len(differ) / len(pairs),
+        "differences": differ,
+    }
+
+
+def _first_difference(a: Tokens, b: Tokens) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(min(a, b, key=len))
+    )
+
+
+@torch.inference_mode()
+def add_margins(result: dict[str, Any], model: Any, prompts: Any, reference: Answers) -> None:
+    """To each first difference, the margin between the two likeliest logits there."""
+    for difference in result["differences"]:
+        index = difference["prompt"]
+        text = [*prompts[index], *reference[index]["tokens"][: difference["at"]]]
+        top = model(torch.tensor([text])).logits[0, -1].float().topk(2).values
+        difference["margin"] = float(top[0] - top[1])
+
+
+def tokens_per_forward(answers: Answers, kinds: list[str]) -> dict[str, Any]:
+    """T/F over all answers, over those that end in no loop, and by kind of prompt without loops."""
+    loops = [is_looping(answer["tokens"]) for answer in answers]
+    straight = [a for a, loop in zip(answers, loops, strict=True) if not loop]
+    by_kind = {
+        kind: _ratio(
+            [a for a, k, loop in zip(answers, kinds, loops, strict=True) if k == kind and not loop]
+        )
+        for kind in dict.fromkeys(kinds)
+    }
+    return {
+        "all": _ratio(answers),
+        "without_loops": _ratio(straight),
+        "looping": sum(loops),
+        "by_kind": by_kind,
+    }
+
+
+def _ratio(answers: Answers) -> float | None:
+    forwards = sum(answer["forwards"] for answer in answers)
+    return sum(len(a["tokens"]) for a in answers) / forwards if forwards else None
+
+
+def tensor_hashes(directory: str) -> str:
+    """Of every tensor of the base, in one."""
+    digest = hashlib.sha256()
+    for name in weight_files(Path(directory)):
+        for key, value in sorted(load_file(Path(directory) / name).items()):
+            digest.update(key.encode() + value.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Both precisions, one after the other."""
+    job = load_job(sys.argv[1], sys.argv[3:])
+    assert isinstance(job, EvaluateJob), "a job of kind evaluate"
+    output = Path(sys.argv[2])
+    run = Comparison(job, output.with_suffix(".answers"), Console(stderr=True))
+    before = tensor_hashes(job.checkpoint)
+    lossless = [m for m in job.modes if isinstance(m, VerifiedMode) and m.threshold == 1]
+    result = {
+        "job": job.model_dump(mode="json"),
+        "prompts": len(run.prompts),
+        "float32": float32(run, lossless),
+        "bfloat16": bfloat16(run, lossless),
+        "base_sha256": {"before": before, "after": tensor_hashes(job.checkpoint)},
+        "provenance": provenance(),
+    }
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: result[k] for k in ("prompts", "base_sha256")}))
+
+
+def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
+    """Everything against transformers."""
+    job = run.job
+    model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.float32).eval()
+    engine = run.engine(dtype="float32", max_batch=BATCH)
+    stops, limit = sorted(stop_ids(engine.model)), job.max_new_tokens
+    few = run.prompts[:ALONE]
+    together = run.answers(
+        "transformers_16", lambda: theirs(model, run.prompts, stops, limit, BATCH)
+    )
+    alone = run.answers("transformers_1", lambda: theirs(model, few, stops, limit, 1))
+    kinds = [problem.kind or "" for problem in run.problems]
+    rows = []
+
+    def add(name: str, reference: Answers, answers: Answers, mode: Mode) -> None:
+        row = compared(name, reference, answers) | {"mode": mode.model_dump()}
+        add_margins(row, model, run.prompts, reference)
+        row["tokens_per_forward"] = tokens_per_forward(answers, kinds[: len(answers)])
+        rows.append(row)
+
+    add("transformers, batch 1 against 16", together[: len(few)], alone, ExactMode())
+    for with_adapter in (True, False):
+        if not with_adapter:
+            engine = run.engine(dtype="float32", max_batch=BATCH, draft_adapter=None)
+        kind = "with adapter" if with_adapter else "without adapter"
+        for mode in [ExactMode(), *(modes if with_adapter else [])]:
+            label = mode_label(mode.model_dump())
+            own = run.ours(f"float32 {label} {kind} 16", engine, mode, run.prompts)
+            add(f"{label}, {kind}, batch 16", together, own, mode)
+    engine = run.engine(dtype="float32", max_batch=1)
+    for mode in [ExactMode(), *modes]:
+        label = mode_label(mode.model_dump())
+        own = run.ours(f"float32 {label} 1", engine, mode, few)
+        add(f"{label}, with adapter, batch 1", alone, own, mode)
+    return {"against": "transformers.generate, float32", "rows": rows}
+
+
+def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
+    """Against our own `exact`; the floor is `exact` against itself in another batch."""
+    engine = run.engine(dtype="bfloat16", max_batch=BATCH)
+    kinds = [problem.kind or "" for problem in run.problems]
+    exact = run.ours("bfloat16 exact 16", engine, ExactMode(), run.prompts)
+    rows = []
+    for mode in modes:
+        label = mode_label(mode.model_dump())
+        own = run.ours(f"bfloat16 {label} 16", engine, mode, run.prompts)
+        row = compared(f"{label}, batch 16", exact, own) | {"mode": mode.model_dump()}
+        rows.append(row | {"tokens_per_forward": tokens_per_forward(own, kinds)})
+    other = run.engine(dtype="bfloat16", max_batch=BATCH // 2 - 1)
+    again = run.ours("bfloat16 exact 7", other, ExactMode(), run.prompts)
+    floor = compared(f"exact, batch {BATCH // 2 - 1}", exact, again)
+    model: Any = AutoModelForCausalLM.from_pretrained(run.job.checkpoint, dtype=torch.bfloat16)
+    for row in (*rows, floor):
+        add_margins(row, model.eval(), run.prompts, exact)
+    return {"against": "our exact, bfloat16, batch 16", "rows": rows, "floor": floor}
+
+
+if __name__ == "__main__":
+    main()

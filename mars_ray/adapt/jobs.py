@@ -1,0 +1,149 @@
+"""The jobs that an adaptation consists of, made from its own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mars_ray.adapt.devices import Devices
+from mars_ray.adapt.split import Split
+from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.data import DataConfig, FilesSource
+from mars_ray.config.decode import ExactMode
+from mars_ray.config.evaluate import EvaluateJob, PromptsTask
+from mars_ray.config.generate import GenerateJob
+from mars_ray.config.model import PretrainedModel
+from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
+
+STAGE = "draft"
+# Of the time that a job has, what prompts and answers take at most; the rest is training's.
+_ANSWERS_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where everything of an adaptation lies."""
+
+    root: Path
+
+    @property
+    def base(self) -> Path:
+        """The model, if it had to be brought into another form."""
+        return self.root / "base"
+
+    @property
+    def answers(self) -> Path:
+        """What the model said."""
+        return self.root / "answers.jsonl"
+
+    @property
+    def training(self) -> Path:
+        """The training job's own directory."""
+        return self.root / "training"
+
+    @property
+    def adapter(self) -> Path:
+        """The draft adapter, with its frontier."""
+        return self.root / "adapter"
+
+    @property
+    def measured(self) -> Path:
+        """Speeds, there once all is measured."""
+        return self.root / "speeds.json"
+
+    @property
+    def service(self) -> Path:
+        """The serve job."""
+        return self.root / "serve.toml"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.root / "report.html"
+
+
+def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) -> GenerateJob:
+    """Prompts and answers, none of which is measured later."""
+    answers = job.answers
+    measured = [path for source in job.measure.kinds.values() for path in source.paths]
+    return GenerateJob(
+        checkpoint=str(base),
+        prompts=answers.prompts,
+        exclude=tuple(dict.fromkeys([*answers.exclude, *measured])),
+        output=str(places.answers),
+        keep_cut=True,
+        mode=ExactMode(),
+        sampling=answers.sampling,
+        max_new_tokens=answers.max_new_tokens,
+        minutes=None if job.minutes is None else _ANSWERS_SHARE * job.minutes,
+        workers=devices.engines,
+        cpus_per_worker=devices.cpus_per_engine,
+        gpus_per_worker=devices.gpus_per_worker or None,
+        engine=answers.engine,
+    )
+
+
+def train_job(
+    job: AdaptJob, base: Path, places: Places, split: Split, devices: Devices, minutes: float | None
+) -> TrainJob:
+    """The adapter's training, for so many minutes, or for the recipe's epochs."""
+    recipe = job.recipe
+    epochs = recipe.epochs or (None if minutes else 1.0)
+    workers = recipe.workers or devices.workers
+    stage = StageConfig(
+        objective=recipe.objective,
+        adapter=recipe.adapter,
+        optimizer=recipe.optimizer,
+        epochs=epochs,
+        minutes=minutes,
+        global_batch_size=workers * recipe.conversations_per_worker,
+        micro_batch_size=1,
+        eval_every_steps=recipe.eval_every_steps,
+        eval_rows=split.held_out_rows,
+    )
+    return TrainJob(
+        name=job.name,
+        output_dir=str(places.training),
+        model=PretrainedModel(path=str(base)),
+        data=DataConfig(
+            train=FilesSource(paths=(str(split.train),)),
+            eval=FilesSource(paths=(str(split.held_out),)),
+            max_length=recipe.max_length,
+            packing=False,
+        ),
+        stages={STAGE: stage},
+        precision=recipe.precision,
+        cluster=ClusterConfig(
+            workers=workers,
+            cpus_per_worker=devices.cpus_per_worker,
+            gpus_per_worker=devices.gpus_per_worker,
+        ),
+        checkpoint=recipe.checkpoint,
+    )
+
+
+def evaluate_job(job: AdaptJob, base: Path, places: Places, split: Split) -> EvaluateJob:
+    """All modes on the prompts to measure: those of the job, or those held out."""
+    measure = job.measure
+    kinds = measure.kinds or {"held_out": FilesSource(paths=(str(split.held_out),))}
+    return EvaluateJob(
+        checkpoint=str(base),
+        output_dir=str(places.adapter),
+        task=PromptsTask(kinds=kinds),
+        modes=measure.modes,
+        max_new_tokens=measure.max_new_tokens,
+        engine=measure.engine.model_copy(update={"draft_adapter": str(places.adapter)}),
+    )
+
+
+def service_table(job: AdaptJob, base: Path, places: Places) -> dict[str, Any]:
+    """The serve job, as its file has it: what is the default stays unsaid."""
+    service = job.service
+    engine = service.engine.model_dump(exclude_defaults=True)
+    return {
+        "kind": "serve",
+        "checkpoint": str(base),
+        "model_name": service.model_name or job.name,
+        "port": service.port,
+        "cpus_per_replica": service.cpus_per_replica,
+        "engine": engine | {"draft_adapter": str(places.adapter)},
+    }

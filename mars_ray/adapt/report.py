@@ -1,0 +1,185 @@
+"""What an adaptation brought, as one page that needs nothing else."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+_BLUE, _GREY = "#0072B2", "#888888"
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color: light-dark(#222, #ddd); background: light-dark(#fff, #181818) }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
+table { border-collapse: collapse; font-size: 14px; margin: .8rem 0 }
+th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #8884 }
+th { border-bottom: 1px solid #888 } th:first-child, td:first-child { text-align: left }
+.wide { overflow-x: auto } svg { max-width: 100%; height: auto; background: #fff; margin: .5rem 0 }
+.facts { color: light-dark(#555, #aaa); font-size: 13px }
+pre { background: #8882; padding: .6rem .8rem; overflow-x: auto; font-size: 13px }
+.numbers { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; margin: 1rem 0 }
+.numbers b { display: block; font-size: 1.7rem; font-weight: 600 }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One mode on the held-out prompts."""
+
+    label: str
+    tokens_per_forward: float
+    without_loops: float | None  # the same over answers that end in no loop
+    identical: float  # share of answers with the tokens of `exact`
+    agreement: float  # share of tokens that the model itself would have chosen
+    by_kind: dict[str, float | None]  # tokens per forward, without loops
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens a second at one batch size, `exact` and with drafts in turn."""
+
+    batch: int
+    exact: float
+    drafts: float
+    ratio: float  # median of the rounds'
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """Everything that the page shows."""
+
+    name: str
+    base: str
+    adapter: str  # its directory
+    adapter_bytes: int
+    prompts: int  # held out
+    trained_on: dict[str, Any]
+    curve: Sequence[tuple[float, float]]  # mask tokens, teacher-forced tokens per forward
+    modes: Sequence[Mode]
+    speeds: Sequence[Speed]
+    next_commands: Sequence[str]
+    provenance: dict[str, Any]
+
+
+def write_report(result: Adaptation, path: Path) -> None:
+    """The page as a file."""
+    path.write_text(page(result), encoding="utf-8")
+
+
+def page(result: Adaptation) -> str:
+    """The whole page."""
+    title = escape(f"{result.name}: a draft adapter for {result.base}")
+    parts = [f"<h1>{title}</h1>", _head(result), _numbers(result)]
+    parts += ["<h2>Tokens per forward, by kind of prompt</h2>", _modes(result.modes)]
+    if result.speeds:
+        parts += ["<h2>Tokens a second beside exact</h2>", _speeds(result.speeds)]
+    if result.curve:
+        parts += ["<h2>Training</h2>", _curve(result.curve)]
+    commands = "\n".join(result.next_commands)
+    parts += [f"<h2>What to type next</h2><pre>{escape(commands)}</pre>", _foot(result)]
+    viewport = "<meta name=viewport content='width=device-width, initial-scale=1'>"
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8>{viewport}<title>{title}</title>"
+        f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _head(result: Adaptation) -> str:
+    return (
+        f"<p>The weights of {escape(result.base)} are untouched. The adapter "
+        f"<code>{escape(result.adapter)}</code> ({result.adapter_bytes / 1e6:.1f} MB) adds rows "
+        "that draft the tokens to come; every draft is checked by the model itself. Measured "
+        f"on {result.prompts} prompts on which nothing was trained, greedy.</p>"
+    )
+
+
+def _numbers(result: Adaptation) -> str:
+    best = max(
+        (mode for mode in result.modes if mode.identical == 1 and mode.tokens_per_forward > 1),
+        key=lambda mode: mode.tokens_per_forward,
+        default=None,
+    )
+    shown = []
+    if best:
+        shown.append((f"{best.tokens_per_forward:.2f}", "tokens per forward, text unchanged"))
+    shown += [
+        (f"{speed.ratio:.2f}x", f"tokens a second of exact, batch {speed.batch}")
+        for speed in result.speeds[:1]
+    ]
+    if best:
+        shown.append((f"{best.identical:.0%}", f"of {result.prompts} answers identical"))
+    cells = "".join(f"<div><b>{number}</b>{escape(text)}</div>" for number, text in shown)
+    return f"<div class=numbers>{cells}</div>"
+
+
+def _modes(modes: Sequence[Mode]) -> str:
+    kinds = list(modes[0].by_kind) if modes else []
+    head = "".join(f"<th>{escape(kind)}" for kind in kinds)
+    rows = "".join(
+        f"<tr><td>{escape(mode.label)}<td>{mode.tokens_per_forward:.2f}"
+        f"<td>{_number(mode.without_loops)}<td>{mode.identical:.1%}<td>{mode.agreement:.2%}"
+        + "".join(f"<td>{_number(mode.by_kind[kind])}" for kind in kinds)
+        for mode in modes
+    )
+    return (
+        "<div class=wide><table><tr><th>mode<th>all<th>without loops<th>answers identical"
+        f"<th>tokens the model's own{head}{rows}</table></div>"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _speeds(speeds: Sequence[Speed]) -> str:
+    rows = "".join(
+        f"<tr><td>{speed.batch}<td>{speed.exact:.0f}<td>{speed.drafts:.0f}<td>{speed.ratio:.2f}"
+        for speed in speeds
+    )
+    return f"<table><tr><th>batch<th>exact<th>with drafts<th>ratio{rows}</table>"
+
+
+def _curve(curve: Sequence[tuple[float, float]]) -> str:
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    tokens, values = zip(*curve, strict=True)
+    axes.plot([count / 1000 for count in tokens], values, color=_BLUE, marker="o", ms=4)
+    axes.axhline(1, color=_GREY, lw=0.8, ls=":")
+    axes.set_xlabel("mask tokens trained on, thousands")
+    axes.set_ylabel("tokens per forward,\nteacher-forced")
+    _plain(axes)
+    return _svg(figure)
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _svg(figure: Figure) -> str:
+    # The same page for the same numbers.
+    with rc_context({"svg.hashsalt": "mars-ray"}):
+        buffer = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _foot(result: Adaptation) -> str:
+    facts = result.provenance
+    trained = escape(json.dumps(result.trained_on, indent=1))
+    return (
+        f"<p class=facts>mars-ray {facts['mars_ray']}, commit {facts['commit']}, "
+        f"{escape(str(facts['cpu']))}, {facts['cores']} cores"
+        f"{', ' + escape(facts['gpu']) if facts['gpu'] else ''}. Answers that end in a loop draft "
+        "easily: the second column leaves them out.</p>"
+        f"<details class=facts><summary>How it was trained</summary><pre>{trained}</pre></details>"
+    )

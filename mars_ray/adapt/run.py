@@ -1,0 +1,217 @@
+"""An adaptation from end to end; run again, it goes on where it was.
+
+output_dir/
+  adapt.json                 the resolved job
+  base/                      the model, if it was a GGUF file or a package
+  answers.jsonl              what it said, to its own prompts or to given ones
+  train.jsonl, held_out.jsonl
+  training/                  the training job
+  adapter/                   the draft adapter, with frontier.json and frontier.png
+  speeds.json, serve.toml, report.html
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+
+from mars_ray.adapt.devices import Devices, devices
+from mars_ray.adapt.jobs import (
+    STAGE,
+    Places,
+    evaluate_job,
+    generate_job,
+    service_table,
+    train_job,
+)
+from mars_ray.adapt.report import Adaptation, Mode, Speed, write_report
+from mars_ray.adapt.speed import measure_speeds
+from mars_ray.adapt.split import Split, split
+from mars_ray.config.adapt import AdaptJob
+from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier
+from mars_ray.errors import ConfigError, ModelError
+from mars_ray.evaluate.report import print_table
+from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
+from mars_ray.generate.run import run_generation
+from mars_ray.importing import import_model
+from mars_ray.model.complete import CONFIG_FILE
+from mars_ray.model.draft_adapter import adapter_bytes, read_draft_card
+from mars_ray.model.load import read_config
+from mars_ray.provenance import provenance
+from mars_ray.train.plan import absolute_path
+from mars_ray.train.run import run_training
+from mars_ray.writer import replaced, sole_writer
+
+_JOB_FILE = "adapt.json"
+
+
+def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
+    """Everything that is not done yet, on the cluster that `ray.init` has connected to.
+
+    Returns the line that the command prints last. Raises MarsError.
+    """
+    places = Places(Path(absolute_path(job.directory)))
+    with sole_writer(places.root, places.root / ".lock", "output_dir"):
+        _claim(job, places)
+        return _adapted(job, places, console)
+
+
+def _claim(job: AdaptJob, places: Places) -> None:
+    """Make the directory this job's. Raises ConfigError if another one has begun here."""
+    path = places.root / _JOB_FILE
+    now = job.model_dump(mode="json")
+    if path.exists():
+        before = json.loads(path.read_text("utf-8"))
+        changed = sorted(key for key in now | before if now.get(key) != before.get(key))
+        if changed:
+            raise ConfigError(
+                f"{places.root} holds an adaptation by another job, with another "
+                f"{', '.join(changed)}: choose another output_dir, or delete this one"
+            )
+        return
+    with replaced(path) as draft:
+        draft.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+
+
+def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
+    console.rule("the model")
+    base = base_model(job, places)
+    found = devices()
+    console.rule("its answers")
+    generated = run_generation(generate_job(job, base, places, found), console)
+    parts = split(places.answers, places.root, job.recipe.held_out)
+    console.print(
+        f"{generated.conversations} answers; {parts.train_rows} train, {parts.held_out_rows} are "
+        f"held out, {parts.cut} loops were cut"
+    )
+    console.rule("training")
+    metrics = _train(job, base, places, parts, found)
+    console.rule("measuring")
+    frontier = _measure(job, base, places, parts, console)
+    speeds = _speeds(job, base, places, parts, console)
+    places.service.write_bytes(tomli_w.dumps(service_table(job, base, places)).encode())
+    commands = [f"mars-ray serve {_short(places.service)}", "mars-ray chat"]
+    write_report(_report(job, base, places, frontier, speeds, commands), places.report)
+    console.print(f"report: {_short(places.report)}\nserve it: {commands[0]}", soft_wrap=True)
+    return {
+        "adapter": _short(places.adapter),
+        "serve": _short(places.service),
+        "report": _short(places.report),
+        "points": {
+            point.label: {
+                "tokens_per_forward": round(point.tokens_per_forward, 3),
+                "identical": point.identical,
+            }
+            for point in frontier.points
+        },
+        "speed_over_exact": {speed.batch: round(speed.ratio, 3) for speed in speeds},
+        "training": metrics,
+    }
+
+
+def base_model(job: AdaptJob, places: Places) -> Path:
+    """The model directory: the job's own, or one that is made of what the job names."""
+    given = Path(job.model).expanduser()
+    if (given / CONFIG_FILE).is_file():
+        read_config(given)
+        return given.absolute()
+    return import_model(job.model, places.base, revision=job.revision)
+
+
+def _train(
+    job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices
+) -> dict[str, float]:
+    """The adapter in its place; the last metrics of its training."""
+    minutes = job.minutes and job.minutes - _minutes_of_answers(places)
+    trained = run_training(train_job(job, base, places, parts, found, minutes))
+    if not places.adapter.exists():
+        draft = places.adapter.with_name(".adapter")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(trained.models[STAGE], draft)
+        draft.replace(places.adapter)
+    return trained.metrics[STAGE] | {"seconds": trained.seconds[STAGE]}
+
+
+def _minutes_of_answers(places: Places) -> float:
+    """What prompts and answers took."""
+    table = json.loads(places.answers.with_suffix(".json").read_text("utf-8"))
+    return table["generated"]["seconds"] / 60
+
+
+def _measure(job: AdaptJob, base: Path, places: Places, parts: Split, console: Console) -> Frontier:
+    asked = evaluate_job(job, base, places, parts)
+    try:
+        known = read_frontier(places.adapter)
+    except ModelError:
+        known = None
+    if known is None or not is_whole(known):
+        known = run_evaluation(asked, console).frontier
+    print_table(Evaluation(known, places.adapter), console)
+    return known
+
+
+def _speeds(
+    job: AdaptJob, base: Path, places: Places, parts: Split, console: Console
+) -> list[Speed]:
+    if not places.measured.exists():
+        problems = problems_of(evaluate_job(job, base, places, parts).task)
+        speeds = measure_speeds(
+            base, places.adapter, problems, job.measure, lambda text: console.print(text)
+        )
+        with replaced(places.measured) as draft:
+            draft.write_text(json.dumps([asdict(speed) for speed in speeds]), encoding="utf-8")
+    return [Speed(**row) for row in json.loads(places.measured.read_text("utf-8"))]
+
+
+def _report(
+    job: AdaptJob,
+    base: Path,
+    places: Places,
+    frontier: Frontier,
+    speeds: list[Speed],
+    commands: list[str],
+) -> Adaptation:
+    card = read_draft_card(places.adapter)
+    return Adaptation(
+        name=job.name,
+        base=job.model,
+        adapter=_short(places.adapter),
+        adapter_bytes=adapter_bytes(places.adapter),
+        prompts=frontier.points[0].problems,
+        trained_on=card.training,
+        curve=_curve(places.training / "stages" / STAGE / "metrics.jsonl"),
+        modes=[_mode(point) for point in frontier.points],
+        speeds=speeds,
+        next_commands=commands,
+        provenance=provenance(),
+    )
+
+
+def _mode(point: FrontierPoint) -> Mode:
+    assert point.agreement is not None
+    assert point.by_kind is not None
+    return Mode(
+        label=point.label,
+        tokens_per_forward=point.tokens_per_forward,
+        without_loops=point.without_loops,
+        identical=point.identical,
+        agreement=point.agreement,
+        by_kind={kind: part.tokens_per_forward for kind, part in point.by_kind.items()},
+    )
+
+
+def _curve(metrics_file: Path) -> list[tuple[float, float]]:
+    """Mask tokens seen and teacher-forced T/F of each evaluation."""
+    rows = [json.loads(line) for line in metrics_file.read_text("utf-8").splitlines()]
+    return [
+        (row["mask_tokens"], row["tokens_per_forward"]) for row in rows if row["kind"] == "eval"
+    ]
+
+
+def _short(path: Path) -> str:
+    """Relative to where the command runs, if it lies below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,114 @@
+"""An adaptation: from a model to a draft adapter that is measured and ready to be served."""
+
+import re
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.data import FilesSource
+from mars_ray.config.decode import EngineConfig, Mode, Sampling, VerifiedMode
+from mars_ray.config.generate import OwnPrompts, PromptSource
+from mars_ray.config.train import (
+    CheckpointConfig,
+    DraftAdapterConfig,
+    DraftObjective,
+    OptimizerConfig,
+)
+
+
+def name_of(model: str) -> str:
+    """A job's name for a model by its own: the last part, without version and ending."""
+    last = PurePath(model.removeprefix("package:").split("==")[0]).name
+    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
+    return plain.strip("-._") or "model"
+
+
+class AnswersConfig(Config):
+    """The model's answers, on which the adapter is trained."""
+
+    prompts: tuple[PromptSource, ...] = Field(
+        default=(OwnPrompts(count=1000),), min_length=1, description="default: its own"
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(), description="files whose texts must not be among them, besides `measure.kinds`"
+    )
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = Field(default=128, ge=8)
+    engine: EngineConfig = EngineConfig(max_batch=48, max_context=640)
+
+
+class RecipeConfig(Config):
+    """How the adapter is trained; workers and their devices are what the cluster has."""
+
+    objective: DraftObjective = DraftObjective()
+    adapter: DraftAdapterConfig = DraftAdapterConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-3, betas=(0.9, 0.99))
+    epochs: float | None = Field(default=None, gt=0, description="default: 1, or `minutes`")
+    conversations_per_worker: int = Field(default=1, ge=1, description="in an optimizer step")
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    max_length: int = Field(default=512, ge=8, description="tokens of prompt and answer")
+    held_out: int = Field(default=96, ge=1, description="answers that do not train, at most")
+    eval_every_steps: int | None = Field(default=None, ge=1)
+    workers: int | None = Field(default=None, ge=1, description="default: as the cluster allows")
+    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=200, keep=1)
+
+
+class MeasureConfig(Config):
+    """What is measured when the adapter is there."""
+
+    kinds: dict[str, FilesSource] = Field(
+        default={}, description="prompts by kind; default: those held out from training"
+    )
+    modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
+        default=(VerifiedMode(groups=1), VerifiedMode(), VerifiedMode(threshold=0.3)), min_length=1
+    )
+    max_new_tokens: int = Field(default=128, ge=1)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
+    speed_prompts: int = Field(default=16, ge=1, description="a round of the speeds")
+    rounds: int = Field(default=3, ge=1)
+    engine: EngineConfig = EngineConfig(max_batch=16, max_context=1024)
+
+
+class ServiceConfig(Config):
+    """Of the serve job that is written at the end."""
+
+    model_name: str | None = None
+    port: int = Field(default=8000, ge=0, le=65535)
+    cpus_per_replica: float = Field(default=1, ge=0)
+    engine: EngineConfig = EngineConfig(max_batch=16, max_context=2048)
+
+
+class AdaptJob(Config):
+    """Import, prompts and answers, training, measurement, serve job and report, in one run.
+
+    Run again, it goes on where it was.
+    """
+
+    kind: Literal["adapt"] = "adapt"
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    model: str = Field(
+        min_length=1,
+        description="Hugging Face directory or hub name, GGUF file, or package:NAME==VERSION",
+    )
+    revision: str | None = Field(default=None, description="of a hub name")
+    output_dir: str | None = Field(default=None, description="default: runs/adapt-NAME")
+    minutes: float | None = Field(
+        default=None, gt=0, description="of prompts, answers and training together"
+    )
+    answers: AnswersConfig = AnswersConfig()
+    recipe: RecipeConfig = RecipeConfig()
+    measure: MeasureConfig = MeasureConfig()
+    service: ServiceConfig = ServiceConfig()
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.minutes is not None and self.recipe.epochs is not None:
+            raise ValueError("minutes and recipe.epochs both say how long; leave one of them out")
+        return self
+
+    @property
+    def directory(self) -> str:
+        """Where everything goes."""
+        return self.output_dir or f"runs/adapt-{self.name}"

@@ -1,0 +1,120 @@
+"""What is left of a generation: conversations as token ids and as text, and a summary."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mars_ray.core.loops import is_looping
+from mars_ray.data.chat import ChatEncoder, Message
+from mars_ray.generate.part import Answer
+from mars_ray.generate.prompts import Prompt
+from mars_ray.writer import replaced
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What a generation wrote.
+
+    Looping answers are among the conversations. They draft easily, so their tokens and forwards are
+    told apart too.
+    """
+
+    output: str
+    conversations: int
+    left_out: int  # prompts without room for an answer, empty answers, cut ones if not kept
+    tokens: int
+    tokens_per_forward: float
+    finish_reasons: dict[str, int]  # of all answers: "stop", "length"
+    looping: int
+    looping_tokens: int
+    looping_forwards: int
+    source_prompts: int
+    own_prompts: int
+    excluded: int
+    own_tries: int
+    own_faults: dict[str, int]  # why tries were no prompts
+    # Of engines at work; two runs that wrote the same need not have taken the same time.
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How the prompts came about: counts of the whole job."""
+
+    excluded: int
+    own_tries: int
+    own_faults: Mapping[str, int]
+
+
+def write_answers(
+    output: Path,
+    prompts: Sequence[Prompt],
+    answers: Mapping[int, Answer],
+    encoder: ChatEncoder,
+    keep_cut: bool,
+) -> int:
+    """Writes the conversations in the order of their prompts; returns how many there are."""
+    count = 0
+    with replaced(output) as draft, draft.open("w", encoding="utf-8") as file:
+        for line in _lines(prompts, answers, encoder, keep_cut):
+            file.write(json.dumps(line) + "\n")
+            count += 1
+    return count
+
+
+def _lines(
+    prompts: Sequence[Prompt], answers: Mapping[int, Answer], encoder: ChatEncoder, keep_cut: bool
+) -> Iterator[Line]:
+    for number, prompt in enumerate(prompts):
+        answer = answers.get(number)
+        if answer is None or not (keep_cut or answer.finish_reason == "stop"):
+            continue
+        text = encoder.decode(answer.tokens)
+        if not text.strip():
+            continue
+        turns = [*prompt.messages, Message("assistant", text)]
+        yield {
+            "messages": [{"role": turn.role, "content": turn.content} for turn in turns],
+            "prompt_ids": prompt.ids.tolist(),
+            "answer_ids": answer.tokens.tolist(),
+            "finish_reason": answer.finish_reason,
+            "forwards": answer.forwards,
+            "origin": prompt.origin,
+        }
+
+
+def summary(
+    output: Path,
+    conversations: int,
+    prompts: Sequence[Prompt],
+    answers: Mapping[int, Answer],
+    found: Found,
+    seconds: float,
+) -> Generated:
+    """Of all that the part holds."""
+    tokens = sum(len(answer.tokens) for answer in answers.values())
+    forwards = sum(answer.forwards for answer in answers.values())
+    looping = [answer for answer in answers.values() if is_looping(answer.tokens)]
+    own = sum(prompt.is_own for prompt in prompts)
+    return Generated(
+        output=str(output),
+        conversations=conversations,
+        left_out=len(prompts) - conversations,
+        tokens=tokens,
+        tokens_per_forward=tokens / max(1, forwards),
+        finish_reasons=dict(Counter(answer.finish_reason for answer in answers.values())),
+        looping=len(looping),
+        looping_tokens=sum(len(answer.tokens) for answer in looping),
+        looping_forwards=sum(answer.forwards for answer in looping),
+        source_prompts=len(prompts) - own,
+        own_prompts=own,
+        excluded=found.excluded,
+        own_tries=found.own_tries,
+        own_faults=dict(found.own_faults),
+        seconds=seconds,
+    )

@@ -1,0 +1,211 @@
+"""Engines as actors on a Ray cluster: the one file of this package that knows Ray.
+
+An actor has a batch to decode and as much again to go on with, so that it never waits for the
+driver. One that dies is replaced, and what it had is done again.
+"""
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from mars_ray.config.generate import GenerateJob
+from mars_ray.decode.request import Completion, Request
+from mars_ray.errors import EngineError, MarsError
+from mars_ray.generate.worker import Worker
+from mars_ray.model.complete import weight_files
+
+# From the first engine that is ready, others get so long: otherwise it would take the work that
+# they could do at the same time.
+_GRACE_S = 5.0
+_LOOK_S = 0.5
+# An engine that starts, or a request, takes at most so many actors with it.
+_MOST_DEATHS = 3
+# Of a process with torch; and weights are stored in 2 bytes and may be computed with in 4.
+_PROCESS_BYTES, _WEIGHTS_FACTOR = 1 << 30, 2
+
+
+@dataclass(slots=True, eq=False)
+class _Actor:
+    handle: Any
+    died_before: int = 0  # others in its place, before they were ready
+    ready: bool = False
+    held: dict[str, Request] = field(default_factory=dict)
+
+
+class RayEngines:
+    """A worker in an actor each, from the first request on until the end of the context."""
+
+    def __init__(self, job: GenerateJob, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._say = say
+        self._actors: list[_Actor] = []
+        self._pending: dict[Any, _Actor] = {}
+        self._deaths: Counter[str] = Counter()
+        self._ready_since: float | None = None
+        self._gpus = 0.0
+
+    def __enter__(self) -> "RayEngines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for actor in self._actors:
+            ray.kill(actor.handle)
+
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
+        """All requests, as they finish; their ids must differ. None is handed out after `until`.
+
+        Raises EngineError if engines do not start or die again and again, and whatever MarsError
+        one of them raises.
+        """
+        waiting = deque(requests)
+        self._deaths.clear()
+        self._start(len(waiting))
+        while waiting or any(actor.held for actor in self._actors):
+            if time.monotonic() > until:
+                waiting.clear()
+            self._hand_out(waiting)
+            done, _ = ray.wait(list(self._pending), timeout=_LOOK_S)
+            for ref in done:
+                if completions := self._result(ref, waiting):
+                    yield completions
+
+    def _start(self, requests: int) -> None:
+        """As many engines as are of use, beside those that are there."""
+        job, nodes = self._job, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._gpus = _gpus(job, nodes)
+        needed = {"CPU": job.cpus_per_worker, "GPU": self._gpus}
+        most = room(nodes, needed)
+        if not self._gpus:
+            needed |= {"memory": _memory_bytes(job)}
+        count = min(job.workers or max(1, room(nodes, needed)), requests)
+        if count <= len(self._actors):
+            return
+        each = ", ".join(f"{n:g} {kind}" for kind, n in needed.items() if n and kind != "memory")
+        self._say(f"{count} engine{'s' * (count > 1)}, each with {each}")
+        if count > most:
+            self._say(f"the cluster has room for {most} of them: the others wait until it grows")
+        self._actors += [self._new() for _ in range(len(self._actors), count)]
+
+    def _new(self, died_before: int = 0) -> _Actor:
+        job = self._job
+        engine = job.engine
+        changes: dict[str, Any] = {"threads": engine.threads or max(1, int(job.cpus_per_worker))}
+        if engine.draft_model:
+            changes["draft_model"] = _absolute(engine.draft_model)
+        remote = ray.remote(Worker).options(
+            num_cpus=job.cpus_per_worker,
+            num_gpus=self._gpus,
+            scheduling_strategy="SPREAD",
+        )
+        handle: Any = remote.remote(_absolute(job.checkpoint), engine.model_copy(update=changes))
+        actor = _Actor(handle, died_before)
+        self._pending[handle.load.remote()] = actor
+        return actor
+
+    def _hand_out(self, waiting: deque[Request]) -> None:
+        """Work for those that have nothing to do."""
+        ready = [actor for actor in self._actors if actor.ready]
+        if self._ready_since is None:
+            return
+        is_early = time.monotonic() < self._ready_since + _GRACE_S
+        if not ready or (is_early and len(ready) < len(self._actors)):
+            return
+        batch = self._job.engine.max_batch
+        share = math.ceil(len(waiting) / len(ready))
+        busy = list(self._pending.values())
+        for actor in ready:
+            if actor in busy:
+                continue
+            count = min(2 * batch - len(actor.held), share, len(waiting))
+            taken = [waiting.popleft() for _ in range(count)]
+            actor.held |= {request.id: request for request in taken}
+            if actor.held:
+                # As long as there is more, it comes back before its batch has gaps.
+                leave = min(batch, len(actor.held) // 2) if waiting else 0
+                self._pending[actor.handle.advance.remote(taken, leave)] = actor
+
+    def _result(self, ref: Any, waiting: deque[Request]) -> list[Completion]:
+        actor = self._pending.pop(ref)
+        try:
+            result = ray.get(ref)
+        except RayTaskError as error:
+            # Ray's own says it behind the whole traceback over there.
+            if isinstance(error.cause, MarsError):
+                raise error.cause from None
+            raise
+        except RayError as error:
+            self._replace(actor, error, waiting)
+            return []
+        if not actor.ready:
+            actor.ready = True
+            if self._ready_since is None:
+                self._ready_since = time.monotonic()
+                self._say(f"they compute in {result}")
+            return []
+        for completion in result:
+            del actor.held[completion.request_id]
+        return result
+
+    def _replace(self, actor: _Actor, error: RayError, waiting: deque[Request]) -> None:
+        """Another one in its place; what it had comes first. Raises EngineError if that has been
+        tried often enough."""
+        if isinstance(error, RayActorError) and error.actor_init_failed:
+            # As where this package is not installed: another one would fare no better.
+            raise EngineError(f"an engine cannot be made: {str(error).strip().splitlines()[-1]}")
+        why = " ".join(str(error).split())
+        if not actor.ready and actor.died_before + 1 >= _MOST_DEATHS:
+            raise EngineError(
+                f"an engine died {_MOST_DEATHS} times before it was ready, most likely for want of "
+                f"memory: lower workers, engine.max_batch or engine.max_context. Ray says: {why}"
+            )
+        self._deaths.update(actor.held.keys())
+        worst = max(actor.held, key=lambda name: self._deaths[name], default=None)
+        if worst is not None and self._deaths[worst] >= _MOST_DEATHS:
+            raise EngineError(
+                f"{_MOST_DEATHS} engines died over the same {len(actor.held)} requests, {worst} "
+                "among them: lower engine.max_batch or engine.max_context if memory is short; run "
+                f"the same command again to resume. Ray says: {why}"
+            )
+        self._say(f"an engine died and is replaced: {why}")
+        ray.kill(actor.handle)
+        waiting.extendleft(reversed(actor.held.values()))
+        died_before = 0 if actor.ready else actor.died_before + 1
+        self._actors[self._actors.index(actor)] = self._new(died_before)
+
+
+def room(nodes: Iterable[dict[str, float]], needed: dict[str, float]) -> int:
+    """How many of what needs these resources the nodes can hold at the same time."""
+    wanted = {name: amount for name, amount in needed.items() if amount}
+    return sum(
+        min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
+        for node in nodes
+    )
+
+
+def _gpus(job: GenerateJob, nodes: Iterable[dict[str, float]]) -> float:
+    """Of each engine."""
+    if job.gpus_per_worker is not None:
+        return job.gpus_per_worker
+    has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    return 1 if has_gpus and job.engine.device != "cpu" else 0
+
+
+def _memory_bytes(job: GenerateJob) -> float:
+    """Of an engine on CPUs, about."""
+    directory = Path(job.checkpoint)
+    stored = sum((directory / name).stat().st_size for name in weight_files(directory))
+    return stored * _WEIGHTS_FACTOR + _PROCESS_BYTES
+
+
+def _absolute(path: str) -> str:
+    """The same for workers, which run elsewhere."""
+    return str(Path(path).expanduser().absolute())

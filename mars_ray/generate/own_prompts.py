@@ -1,0 +1,114 @@
+"""Prompts that the model writes itself (Magpie, arXiv 2406.08464), for its own answers.
+
+An instruct model that is given its chat template up to where a user's message begins goes on with
+what users ask. Tries are numbered, and each has a seed of its own: which of them are taken depends
+neither on how many engines there are nor on interruptions.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from mars_ray.config.decode import Sampling
+from mars_ray.config.generate import GenerateJob, OwnPrompts
+from mars_ray.data.chat import ChatEncoder, Message, UserTurn
+from mars_ray.data.sources import Record
+from mars_ray.data.texts import beginning_key
+from mars_ray.decode.request import Completion, Request
+from mars_ray.errors import DataError
+from mars_ray.generate.prompts import OWN_ORIGIN, is_excluded
+
+# Of the prompts that are wanted: with fewer, what is there is far from what was asked for.
+_LEAST_SHARE = 0.5
+# Further tries are as many as the share of usable ones so far asks for, and a few more.
+_LEAST_RATE, _MARGIN = 0.1, 8
+# Where decoding finds half a character.
+_BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """What one sample gave: a text, or why it can be no prompt."""
+
+    text: str
+    fault: str = ""
+
+
+def requests_of(
+    source: OwnPrompts, job: GenerateJob, turn: UserTurn, numbers: Iterable[int]
+) -> Iterator[Request]:
+    """A request for each of these tries."""
+    for number in numbers:
+        # Far enough apart for the seeds of two sources never to meet.
+        seed = (source.seed << 32) + number
+        sampling = Sampling(temperature=source.temperature, top_p=source.top_p, seed=seed)
+        stops = frozenset({turn.end_id})
+        yield Request(str(number), turn.before, job.mode, sampling, source.max_new_tokens, stops)
+
+
+def tried(completion: Completion, turn: UserTurn, encoder: ChatEncoder) -> Try:
+    """What a completion is worth by itself."""
+    *tokens, last = completion.tokens
+    if completion.finish_reason != "stop":
+        return Try("", "not ended")
+    if last != turn.end_id:
+        return Try("", "ended by another token")
+    text = encoder.decode(tokens).strip()
+    if encoder.special_ids.intersection(tokens) or encoder.has_special(text):
+        return Try("", "special tokens")
+    if not text:
+        return Try("", "empty")
+    return Try("", "broken characters") if _BROKEN in text else Try(text)
+
+
+@dataclass(slots=True)
+class Choice:
+    """Takes tries in their order, until there are enough prompts."""
+
+    source: OwnPrompts
+    excluded: frozenset[bytes]
+    seen: set[bytes]  # beginnings of prompts that are there already
+    records: list[Record] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    tries: int = 0
+
+    @property
+    def more(self) -> int:
+        """How many tries to make now; 0 at the end."""
+        missing = self.source.count - len(self.records)
+        left = self.source.count * self.source.tries_per_prompt - self.tries
+        if missing <= 0 or not self.tries:
+            return max(0, min(missing, left))
+        rate = max(len(self.records) / self.tries, _LEAST_RATE)
+        return min(int(missing / rate) + _MARGIN, left)
+
+    def take(self, attempts: Iterable[Try]) -> None:
+        """The next ones; what is more than enough is not counted."""
+        for attempt in attempts:
+            if len(self.records) == self.source.count:
+                return
+            if fault := attempt.fault or self._fault(attempt.text):
+                self.faults[fault] += 1
+            else:
+                turns = (Message("user", attempt.text),)
+                self.records.append(Record(turns, f"{OWN_ORIGIN}{self.tries}"))
+            self.tries += 1
+
+    def check(self) -> None:
+        """Raises DataError if what is usable is far too little."""
+        if len(self.records) < self.source.count * _LEAST_SHARE:
+            why = ", ".join(f"{count} {fault}" for fault, count in self.faults.most_common())
+            raise DataError(
+                f"the model writes too few prompts: {len(self.records)} of {self.tries} tries are "
+                f"usable ({why}), and {self.source.count} are wanted. Give it prompts of a file, "
+                "or lower count or temperature, or raise max_new_tokens or tries_per_prompt"
+            )
+
+    def _fault(self, text: str) -> str:
+        if is_excluded([Message("user", text)], self.excluded):
+            return "excluded"
+        key = beginning_key(text)
+        if key in self.seen:
+            return "duplicate"
+        self.seen.add(key)
+        return ""

@@ -1,0 +1,115 @@
+"""What a generation has so far: a file that is only added to, and read when it goes on.
+
+first line   what it is made from
+other lines  an answer with its prompt's number, a try to write a prompt, or for how long engines
+             have been at work; as they came
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mars_ray.data.journal import read_journal
+from mars_ray.errors import DataError
+from mars_ray.generate.own_prompts import Try
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said to a prompt."""
+
+    tokens: "array[int]"  # as small as numbers get: there may be many
+    finish_reason: str
+    forwards: int
+
+
+class Part:
+    """The file and what it holds: answers by the number of their prompt, tries by the place of
+    their source in the job and their own number."""
+
+    def __init__(self, path: Path, made_from: Line) -> None:
+        """Raises DataError if the file is of another job, or was mixed up."""
+        self.path = path
+        self.answers: dict[int, Answer] = {}
+        self.tries: dict[int, dict[int, Try]] = {}
+        self.seconds = 0.0  # of engines at work, in all runs so far
+        lines = read_journal(path)
+        if not lines:
+            path.write_text(json.dumps(made_from) + "\n")
+        else:
+            check_same(lines[0], made_from, path)
+        for line in lines[1:]:
+            self._take(line)
+
+    def add_answers(self, answers: Mapping[int, Answer]) -> None:
+        """Writes them down."""
+        self._append(
+            {
+                "prompt": number,
+                "answer_ids": answer.tokens.tolist(),
+                "finish_reason": answer.finish_reason,
+                "forwards": answer.forwards,
+            }
+            for number, answer in answers.items()
+        )
+
+    def add_tries(self, place: int, tries: Mapping[int, Try]) -> None:
+        """Writes them down."""
+        self._append(
+            {"source": place, "try": number, "text": each.text, "fault": each.fault}
+            for number, each in tries.items()
+        )
+
+    def add_seconds(self, seconds: float) -> None:
+        """Writes down that the engines have been at work for so long."""
+        self._append([{"seconds": seconds}])
+
+    def _append(self, lines: Iterable[Line]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            for line in lines:
+                self._take(line)
+                file.write(json.dumps(line) + "\n")
+
+    def _take(self, line: Line) -> None:
+        if "seconds" in line:
+            self.seconds += line["seconds"]
+            return
+        if "try" in line:
+            number, content = line["try"], Try(line["text"], line["fault"])
+            known: dict[int, Any] = self.tries.setdefault(line["source"], {})
+        else:
+            tokens = array("i", line["answer_ids"])
+            content = Answer(tokens, line["finish_reason"], line["forwards"])
+            known, number = self.answers, line["prompt"]
+        if number in known:
+            raise DataError(
+                f"{self.path} has answers twice, as two processes leave them: delete it"
+            )
+        known[number] = content
+
+
+def check_same(before: Any, now: Line, place: Path) -> None:
+    """Raises DataError if what is there was made from something else."""
+    if not isinstance(before, dict) or not before.keys() >= now.keys():
+        raise not_ours(place)
+    changed = _changed(before["job"], now["job"])
+    changed += [f"content of {key}" for key in _changed(before["content"], now["content"])]
+    if changed:
+        raise DataError(
+            f"{place} was written by another job, with another {', '.join(changed)}: choose "
+            "another output, or delete it"
+        )
+
+
+def not_ours(place: Path) -> DataError:
+    """Somebody else's file is in the way."""
+    return DataError(f"{place} is there and is not of mars-ray generate: choose another output")
+
+
+def _changed(before: Line, now: Line) -> list[str]:
+    return sorted(key for key in before | now if before.get(key) != now.get(key))

@@ -1,0 +1,281 @@
+"""A model's own answers, written with engines all over the cluster; run again to resume.
+
+    answers.jsonl.part   while it runs: what it is made from, then answers as they came
+    answers.jsonl        the conversations, once all are there; a `files` source reads them
+    answers.json         what it is made from, and what was written
+
+It is made from a job, and from what prompts and checkpoint were at the first start. How many
+engines there are does not matter.
+"""
+
+import hashlib
+import json
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mars_ray.config.generate import GenerateJob, OwnPrompts
+from mars_ray.core.frontier import FRONTIER_FILE
+from mars_ray.data.chat import ChatEncoder, UserTurn, encoder_of
+from mars_ray.data.sources import BadRows
+from mars_ray.data.texts import beginning_key
+from mars_ray.decode.request import Completion, Request
+from mars_ray.errors import DataError
+from mars_ray.generate.answers import Found, Generated, summary, write_answers
+from mars_ray.generate.on_ray import RayEngines
+from mars_ray.generate.own_prompts import Choice, requests_of, tried
+from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
+from mars_ray.generate.prompts import Asked, Prompt, encoded, excluded_keys, read_sources
+from mars_ray.generate.worker import Engines
+from mars_ray.model.card import read_card
+from mars_ray.model.complete import check_complete
+from mars_ray.model.load import load_tokenizer
+from mars_ray.model.object_store import WANTED
+from mars_ray.progress import Bars
+from mars_ray.provenance import provenance
+from mars_ray.writer import replaced, sole_writer
+
+# Where and how fast it runs: the answers do not depend on it.
+_HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}
+Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[Engines]]
+
+
+def run_generation(job: GenerateJob, console: Console, start: Start = RayEngines) -> Generated:
+    """Write the output, or the rest of it, on the cluster that `ray.init` has connected to.
+
+    Raises DataError if the prompts cannot be read, if too many of them are bad, if the model writes
+    none where it should, if none has room for an answer, or if what is there is not of this job,
+    these prompts and this model; ConfigError if another process is writing it; EngineError if the
+    engines cannot be started or fail; and ModelError.
+    """
+    output = Path(job.output).expanduser()
+    read_card(job.checkpoint)
+    check_complete(Path(job.checkpoint))
+    generation = _Generation(job, encoder_of(load_tokenizer(job.checkpoint)), start)
+    # By file: several outputs may share a directory.
+    lock = output.with_name(f"{output.name}.part.lock")
+    with sole_writer(output, lock, "output"):
+        return generation.run(output, console)
+
+
+# Of the minutes that a job has, those for prompts that the model writes itself.
+_OWN_SHARE = 0.5
+
+
+class _Clock:
+    """How much of a job's minutes is left, over all runs."""
+
+    def __init__(self, minutes: float | None, part: Part) -> None:
+        self._limit_s = math.inf if minutes is None else 60 * minutes
+        self._part = part
+        self._noted = time.monotonic()
+
+    def until(self, share: float) -> float:
+        """When this share of the minutes is over, on the clock of `time.monotonic`."""
+        return self._noted + share * self._limit_s - self._part.seconds
+
+    def note(self) -> None:
+        """Take down what has passed; in the file, if it counts when the job goes on."""
+        now = time.monotonic()
+        passed_s, self._noted = now - self._noted, now
+        if self._limit_s < math.inf:
+            self._part.add_seconds(passed_s)
+        else:
+            self._part.seconds += passed_s
+
+
+class _Generation:
+    """A job with what it reads: all that can be refused without a model is refused at once."""
+
+    def __init__(self, job: GenerateJob, encoder: ChatEncoder, start: Start) -> None:
+        self._job = job
+        self._encoder = encoder
+        self._start = start
+        self._turns: dict[int, UserTurn] = {
+            place: encoder.user_turn(source.system)
+            for place, source in enumerate(job.prompts)
+            if isinstance(source, OwnPrompts)
+        }
+        self._excluded = excluded_keys(job.exclude)
+        self._asked = read_sources(job, encoder, self._excluded)
+        self._made_from = _made_from(job, self._asked, self._excluded)
+
+    def run(self, output: Path, console: Console) -> Generated:
+        """The rest of what is to be done."""
+        done = output.with_suffix(".json")
+        part_file = output.with_name(f"{output.name}.part")
+        # The part goes last: while it is there, the others are of this command.
+        if not part_file.exists() and (generated := _finished(output, done, self._made_from)):
+            return generated
+        part = Part(part_file, self._made_from)
+        clock = _Clock(self._job.minutes, part)
+        with Bars(console) as bars, self._start(self._job, bars.say) as engines:
+            prompts, found = self._all_prompts(part, clock, engines, bars)
+            self._answer(prompts, part, clock, engines, bars)
+        clock.note()
+        if not part.answers:
+            # Nothing to go on with: a job with other settings may begin.
+            part_file.unlink()
+            raise DataError(
+                f"no prompt has room for {self._job.max_new_tokens} tokens of an answer in "
+                f"engine.max_context {self._job.engine.max_context}: lower max_new_tokens, or "
+                "raise it"
+            )
+        count = write_answers(output, prompts, part.answers, self._encoder, self._job.keep_cut)
+        generated = summary(output, count, prompts, part.answers, found, part.seconds)
+        table = self._made_from | {"generated": asdict(generated), "provenance": provenance()}
+        with replaced(done) as draft:
+            draft.write_text(json.dumps(table, indent=1) + "\n")
+        part_file.unlink()
+        return generated
+
+    def _all_prompts(
+        self, part: Part, clock: _Clock, engines: Engines, bars: Bars
+    ) -> tuple[list[Prompt], Found]:
+        """Those of the sources, then the model's own."""
+        prompts = list(self._asked.prompts)
+        excluded, tries, faults = self._asked.excluded, 0, Counter()
+        for place in self._turns:
+            choice = self._own_prompts(place, prompts, part, clock, engines, bars)
+            prompts += encoded(choice.records, self._encoder, BadRows())
+            excluded += choice.faults["excluded"]
+            tries += choice.tries
+            faults += choice.faults
+        return prompts, Found(excluded, tries, dict(faults))
+
+    def _own_prompts(
+        self,
+        place: int,
+        prompts: list[Prompt],
+        part: Part,
+        clock: _Clock,
+        engines: Engines,
+        bars: Bars,
+    ) -> Choice:
+        source, turn = self._job.prompts[place], self._turns[place]
+        assert isinstance(source, OwnPrompts)
+        seen = {beginning_key(prompt.messages[-1].content) for prompt in prompts}
+        choice = Choice(source, self._excluded, seen)
+        task = bars.add_task("prompts of its own", total=source.count)
+        until = clock.until(_OWN_SHARE)
+        while (more := choice.more) and time.monotonic() < until:
+            numbers = range(choice.tries, choice.tries + more)
+            known = part.tries.setdefault(place, {})
+            requests = requests_of(source, self._job, turn, (n for n in numbers if n not in known))
+            for completions in engines.decode(requests, until):
+                clock.note()
+                tries = {int(c.request_id): tried(c, turn, self._encoder) for c in completions}
+                part.add_tries(place, tries)
+                # An estimate: which of them are new is told in their order, once all are there.
+                bars.advance(task, sum(not each.fault for each in tries.values()))
+            choice.take(known[number] for number in numbers if number in known)
+            bars.update(task, completed=len(choice.records))
+        bars.update(task, total=len(choice.records), completed=len(choice.records))
+        if not choice.records or time.monotonic() < until:
+            choice.check()
+        if len(choice.records) < source.count:
+            bars.say(f"{choice.tries} tries gave {len(choice.records)} of {source.count} prompts")
+        return choice
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        part: Part,
+        clock: _Clock,
+        engines: Engines,
+        bars: Bars,
+    ) -> None:
+        task = bars.add_task("answers", total=len(prompts))
+        requests = list(self._requests(prompts, part))
+        bars.update(task, completed=len(prompts) - len(requests))
+        until = clock.until(1.0)
+        if until < math.inf:
+            # Of all sources alike, however far it gets.
+            requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
+        for completions in engines.decode(requests, until):
+            clock.note()
+            part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
+            bars.advance(task, len(completions))
+            if time.monotonic() > until:
+                # What is under way is given up with the engines.
+                break
+
+    def _requests(self, prompts: Sequence[Prompt], part: Part) -> Iterator[Request]:
+        """Of those that have no answer yet and room for one."""
+        job = self._job
+        for number, prompt in enumerate(prompts):
+            fits = len(prompt.ids) + job.max_new_tokens <= job.engine.max_context
+            if number in part.answers or not fits:
+                continue
+            # The same noise for all would favour the same tokens at the same places.
+            seed = (job.sampling.seed + number + 2**63) % 2**64 - 2**63
+            sampling = job.sampling.model_copy(update={"seed": seed})
+            ids = tuple(prompt.ids.tolist())
+            yield Request(str(number), ids, job.mode, sampling, job.max_new_tokens, frozenset())
+
+
+def _answer_of(completion: Completion) -> Answer:
+    return Answer(array("i", completion.tokens), completion.finish_reason, completion.forwards)
+
+
+def _made_from(job: GenerateJob, asked: Asked, excluded: frozenset[bytes]) -> Line:
+    """The job and the content of what it names, which may change under the same name."""
+    prompts = hashlib.sha256()
+    for prompt in asked.prompts:
+        turns = [(turn.role, turn.content) for turn in prompt.messages]
+        prompts.update(json.dumps(turns).encode() + b"\n")
+    content = {
+        "prompts": prompts.hexdigest(),
+        "exclude": hashlib.sha256(b"".join(sorted(excluded))).hexdigest(),
+        "checkpoint": _model(job),
+    }
+    return {"job": job.model_dump(mode="json", exclude=_HARMLESS), "content": content}
+
+
+def _model(job: GenerateJob) -> str:
+    """A digest of all files that loading takes: a template or a token that ends answers matters as
+    weights do. One read of them, which loading takes too; their times differ between copies.
+    """
+    directory = Path(job.checkpoint).resolve()
+    output = Path(job.output).expanduser().resolve()
+    # An evaluation may come in between, and writes beside the model how good it is; outputs may
+    # lie there, this one and others, each with a table of the same name; and drafts of all these.
+    others = {directory / FRONTIER_FILE, output.with_suffix(".json")}
+    others |= {path.with_suffix(".json") for path in directory.glob("*.jsonl")}
+    others |= set(directory.glob(".*"))
+    digest = hashlib.sha256()
+    for path in sorted(set(directory.iterdir()) - others):
+        if path.name.endswith(WANTED) and path.is_file():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(json.dumps([path.name, content]).encode())
+    return digest.hexdigest()
+
+
+def _finished(output: Path, done: Path, made_from: Line) -> Generated | None:
+    """What an earlier run wrote to its end, or None if nothing is there.
+
+    Raises DataError rather than have a file replaced that is not of this job.
+    """
+    if done.exists():
+        table = _table(done)
+        check_same(table, made_from, done)
+        return Generated(**table["generated"]) if output.exists() else None
+    if output.exists():
+        raise not_ours(output)
+    return None
+
+
+def _table(done: Path) -> Any:
+    try:
+        return json.loads(done.read_text("utf-8"))
+    except ValueError:
+        raise not_ours(done) from None

@@ -1,0 +1,80 @@
+"""One decode engine that keeps its batch full while there is work. It knows nothing of Ray."""
+
+import math
+import platform
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.loading import load_engine
+from mars_ray.decode.request import Completion, Request
+from mars_ray.errors import EngineError
+from mars_ray.model.stop import stop_ids
+
+# What is finished goes back this often, however much is left: it is written down there.
+_RETURN_EVERY_S = 5.0
+
+
+class Engines(Protocol):
+    """Any number of engines, wherever they are."""
+
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
+        """All requests, in any order, as they finish; none is begun after `until`, on the clock of
+        `time.monotonic`. Raises MarsError."""
+        ...
+
+
+class Worker:
+    """Decodes what it is handed, a part at a time."""
+
+    def __init__(self, checkpoint: str, config: EngineConfig) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._engine: Engine | None = None
+        self._stops: frozenset[int] = frozenset()
+
+    def load(self) -> str:
+        """Makes the engine ready; says in which type it computes. Raises MarsError."""
+        with self._failing("loading the model"):
+            self._engine, _ = load_engine(self._checkpoint, self._config)
+            self._stops = stop_ids(self._engine.model)
+        return str(self._engine.model.dtype).removeprefix("torch.")
+
+    def advance(self, requests: Sequence[Request], leave: int) -> list[Completion]:
+        """Take requests in and decode, until so many are left of all that it has or some seconds
+        are over. Requests end at the model's own stop tokens as well as at theirs.
+
+        Raises MarsError; what it had is lost then.
+        """
+        engine = self._engine
+        assert engine is not None, "load first"
+        finished: list[Completion] = []
+        due = time.monotonic() + _RETURN_EVERY_S
+        with self._failing("decoding"):
+            for request in requests:
+                engine.submit(replace(request, stop_ids=request.stop_ids | self._stops))
+            while engine.running + engine.waiting > leave and time.monotonic() < due:
+                for event in engine.step():
+                    if event.failure:
+                        failure = f"request {event.request_id} failed: {event.failure}"
+                        raise EngineError(failure) from event.failure
+                    if event.completion:
+                        finished.append(event.completion)
+        return finished
+
+    @contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        """With what to do: what torch raises where memory is short is a RuntimeError."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            raise EngineError(
+                f"{doing} failed on {platform.node()}: {error}. If memory is short there, lower "
+                "workers, engine.max_batch or engine.max_context"
+            ) from error

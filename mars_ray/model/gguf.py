@@ -1,0 +1,231 @@
+"""GGUF, llama.cpp's files: a quantized model and its tokenizer, as Hugging Face ones.
+
+A file with anything that would be lost on the way is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from mars_ray.errors import ModelError
+from mars_ray.model.gguf_tokenizer import HOLDS, load_gguf_tokenizer
+from mars_ray.model.load import ARCHITECTURES, check_report, opened
+
+SUFFIX = ".gguf"
+
+# By llama.cpp's names. A Mistral is a llama there, and it is the same model as one.
+_KINDS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+_NUMBERS = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+# What a model is, below its architecture's name.
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+# Three names of one number, where heads are as ours are.
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_OTHERS = ("vocab_size", "rope.freq_base")
+_LOST = "has what would be lost on the way from GGUF,"
+_INSTEAD = "import the model that it was made from"
+_LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
+# What a reader says of a file that ends too early or is none.
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """All of a file but its weights and its vocabulary."""
+
+    path: Path
+    fields: dict[str, Any]  # of the vocabulary only the length
+    tensors: Mapping[str, ReaderTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.fields.get("general.architecture"))
+
+    def own(self, key: str) -> Any:
+        """A value of the architecture's."""
+        return self.fields.get(f"{self.architecture}.{key}")
+
+    def token(self, name: str) -> int | None:
+        """A special token."""
+        return self.fields.get(f"tokenizer.ggml.{name}_token_id")
+
+
+def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The file's model, dequantized into bfloat16, and its tokenizer.
+
+    Raises ModelError if it is damaged or has anything that would be lost on the way.
+    """
+    header = _read(path)
+    config = _config(header)
+    names = _names(header, config)
+    pre = header.fields.get("tokenizer.ggml.pre")
+    # First: it is quick, and the more likely one to be refused.
+    tokenizer = load_gguf_tokenizer(
+        path,
+        kind=str(header.fields.get("tokenizer.ggml.model")),
+        pre=None if pre is None else str(pre),
+        adds_bos=header.fields.get("tokenizer.ggml.add_bos_token"),
+    )
+    return _model(header, config, names), tokenizer
+
+
+def _read(path: Path) -> _Header:
+    try:
+        reader = GGUFReader(path)
+        fields = {
+            name: len(field.data) if name.startswith(_LONG) else field.contents()
+            for name, field in reader.fields.items()
+        }
+        return _Header(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+    except _DAMAGED as error:
+        raise ModelError(
+            f"{path} is no GGUF file, or is damaged or was cut short: {error}. Fetch it again"
+        ) from error
+
+
+def _config(header: _Header) -> Any:
+    """transformers' configuration. Raises ModelError for what it has no place for."""
+    if header.architecture not in _KINDS:
+        raise ModelError(
+            f"{header.path} is a model of type {header.architecture!r}; "
+            f"supported are {', '.join(ARCHITECTURES.values())}"
+        )
+    _check_keys(header)
+    given = {name: header.own(key) for key, name in _SIZES.items()}
+    # Lists are by layers that differ.
+    wrong = [key for key, name in _SIZES.items() if not isinstance(given[name], int | float)]
+    if wrong or not header.fields.get("tokenizer.ggml.tokens"):
+        raise ModelError(
+            f"{header.path} does not describe a model as it should: see {', '.join(wrong)}"
+        )
+    heads = header.own("attention.key_length") or header.own("rope.dimension_count")
+    make: Any = _KINDS[header.architecture][0]
+    config = make(
+        **given,
+        vocab_size=header.own("vocab_size") or header.fields["tokenizer.ggml.tokens"],
+        head_dim=heads or given["hidden_size"] // given["num_attention_heads"],
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": header.own("rope.freq_base") or 10_000.0,
+        },
+        # llama.cpp has no second copy of a tied head.
+        tie_word_embeddings="output.weight" not in header.tensors,
+        dtype=torch.bfloat16,
+    )
+    if header.architecture != "qwen2":
+        config.attention_bias = "blk.0.attn_q.bias" in header.tensors
+    for name in ("bos", "eos"):
+        setattr(config, f"{name}_token_id", header.token(name))
+    config.pad_token_id = header.token("padding")
+    return config
+
+
+def _check_keys(header: _Header) -> None:
+    """All that says how the model computes must be known: without its stretched rotary embedding,
+    its sliding window or its experts it is another model."""
+    prefix = f"{header.architecture}."
+    known = {*_SIZES, *_HEAD_SIZES, *_OTHERS}
+    strange = [
+        f"{name}={value}"
+        for name, value in header.fields.items()
+        if name.startswith(prefix)
+        and name.removeprefix(prefix) not in known
+        and value not in (0, "none")
+    ]
+    sizes = {size for key in _HEAD_SIZES if (size := header.own(key)) is not None}
+    if len(sizes) > 1:
+        strange.append("heads of several sizes")
+    if strange:
+        raise ModelError(f"{header.path} {_LOST} {', '.join(strange)}: {_INSTEAD}")
+
+
+def _names(header: _Header, config: Any) -> dict[str, str]:
+    """llama.cpp's name of each of our tensors. Raises ModelError unless the file has these, and no
+    others."""
+    with torch.device("meta"):
+        model = _KINDS[header.architecture][1](config)
+    own = get_tensor_name_map(_NUMBERS[header.architecture], config.num_hidden_layers)
+    names, wanted = {}, {}
+    for name, weight in model.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        if not (stem == "lm_head" and config.tie_word_embeddings):
+            names[name] = f"{own.get_name(stem)}.{kind}"
+            wanted[names[name]] = tuple(weight.shape)
+    # Their first dimension is the one that moves fastest.
+    there = {name: tuple(map(int, t.shape[::-1])) for name, t in header.tensors.items()}
+    for what, tensors in (
+        ("lacks", wanted.keys() - there.keys()),
+        (_LOST, there.keys() - wanted.keys()),
+        ("has other sizes than it says, of", {n for n in wanted if there.get(n) != wanted[n]}),
+    ):
+        if tensors:
+            shown = ", ".join(sorted(tensors)[:3])
+            raise ModelError(f"{header.path} {what} {shown}: {_INSTEAD}")
+    return names
+
+
+def _model(header: _Header, config: Any, names: dict[str, str]) -> PreTrainedModel:
+    weights = {name: _weight(header, config, own) for name, own in names.items()}
+    kind = _KINDS[header.architecture][1]
+    loaded: Any = opened(
+        header.path,
+        lambda: kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+        ),
+        holds=HOLDS,
+    )
+    model, report = loaded
+    check_report(report, f"the weights in {header.path} do not fit what it says")
+    ends = [header.token(name) for name in ("eos", "eot", "eom")]
+    known = list(dict.fromkeys(token for token in ends if token is not None))
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=known or None,
+        pad_token_id=config.pad_token_id,
+    )
+    return model.eval()
+
+
+def _weight(header: _Header, config: Any, name: str) -> Tensor:
+    """A tensor of the file in bfloat16, as transformers has it."""
+    stored = header.tensors[name]
+    weight = torch.tensor(dequantize(stored.data, stored.tensor_type), dtype=torch.bfloat16)
+    if header.architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
+        return weight
+    # A rotary embedding turns neighbours there, and in transformers the halves of a head.
+    is_query = ".attn_q." in name
+    heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    pairs = weight.view(heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

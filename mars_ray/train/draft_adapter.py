@@ -1,0 +1,157 @@
+"""The weights of a draft adapter while they are trained: float32, by flat names.
+
+They belong to one module (`draft_step.py`): under ZeRO-3 a module's own weights are brought
+together while it is called, and all of an adapter is not much more than a layer of its model.
+
+    mask_embedding_DH, head_hidden_KH, head_token_KH, head_depth_DK, head_out_HK
+    layer_0_qkv_down_SI                        down-projections that share an input are one
+    layer_0_q_proj_up_OR, layer_0_k_proj_up_OR, ...
+
+Shape suffixes: D depths, H hidden size of the model, K of the head, R rank, S ranks of the layers
+that share an input, I inputs, O outputs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from mars_ray.config.train import DraftAdapterConfig
+from mars_ray.core.draft_head import DraftHead
+from mars_ray.errors import ModelError
+from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
+from mars_ray.train.frozen import GROUPS, FrozenModel
+from mars_ray.train.lora import LoraGroup
+
+_EMBEDDING = "mask_embedding_DH"
+_HEAD = tuple(field.name for field in fields(DraftHead))
+_ALPHA_OVER_RANK = 2.0
+
+
+def draft_card(
+    config: DraftAdapterConfig, depths: int, hidden: int, base: str, base_fingerprint: str
+) -> DraftCard:
+    """The card of a new adapter, with the configuration's defaults filled in."""
+    alpha = _ALPHA_OVER_RANK * config.rank if config.alpha is None else config.alpha
+    return DraftCard(
+        depths=depths,
+        base=base,
+        base_fingerprint=base_fingerprint,
+        rank=config.rank,
+        alpha=alpha if config.rank else 0.0,
+        targets=config.targets if config.rank else (),
+        head_size=2 * hidden if config.head_size is None else config.head_size,
+        candidates=config.candidates,
+    )
+
+
+def fresh_weights(card: DraftCard, base: FrozenModel, seed: int) -> dict[str, Tensor]:
+    """An adapter that adds nothing yet: up-projections and the head's output are zero.
+
+    Mask embeddings start at the mean of the vocabulary's.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def uniform(outputs: int, inputs: int) -> Tensor:
+        """As torch's linear layers and peft's down-projections start."""
+        return (torch.rand(outputs, inputs, generator=random) * 2 - 1) / math.sqrt(inputs)
+
+    mean_H = base.embedding_VH.float().mean(dim=0).cpu()
+    weights = {_EMBEDDING: mean_H.repeat(card.depths, 1)}
+    hidden, inner = len(mean_H), card.head_size
+    if inner:
+        weights |= {
+            "head_hidden_KH": uniform(inner, hidden),
+            "head_token_KH": uniform(inner, hidden),
+            "head_depth_DK": torch.zeros(card.depths, inner),
+            "head_out_HK": torch.zeros(hidden, inner),
+        }
+    for layer, group, names in _groups(card, base):
+        places, inputs = base.places(group), base.inputs(group)
+        weights[f"layer_{layer}_{group}_down_SI"] = torch.cat(
+            [uniform(card.rank, inputs) for _ in names]
+        )
+        for name in names:
+            place = places[name]
+            weights[f"layer_{layer}_{name}_up_OR"] = torch.zeros(
+                place.stop - place.start, card.rank
+            )
+    return weights
+
+
+def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dict[str, Tensor]:
+    """The weights of an adapter from disk, to go on from under another card.
+
+    Depths that it has not are started as its last. Raises ModelError if it is of another shape.
+    """
+    old = adapter.card
+    for key in ("rank", "targets", "head_size"):
+        mine, wanted = getattr(old, key), getattr(card, key)
+        if (set(mine) != set(wanted)) if key == "targets" else mine != wanted:
+            raise ModelError(
+                f"the adapter to start from has {key} {mine}, and the job's adapter {wanted}"
+            )
+    weights = {_EMBEDDING: _with_depths(adapter.mask_embedding_DH, card.depths)}
+    if adapter.head is not None:
+        depth_DK = _with_depths(adapter.head.depth_DK, card.depths)
+        head = replace(adapter.head, depth_DK=depth_DK)
+        weights |= {f"head_{name}": getattr(head, name) for name in _HEAD}
+    # Its products have been scaled by its own card.
+    ratio = old.scale / card.scale if card.rank else 1.0
+    for layer, group, names in _groups(card, base):
+        parts = [adapter.lora[base.layer_name(layer, name)] for name in names]
+        weights[f"layer_{layer}_{group}_down_SI"] = torch.cat([part.down_RI for part in parts])
+        for name, part in zip(names, parts, strict=True):
+            weights[f"layer_{layer}_{name}_up_OR"] = part.up_OR * ratio
+    return {name: weight.float().cpu().contiguous() for name, weight in weights.items()}
+
+
+def adapter_of(weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel) -> DraftAdapter:
+    """The inverse of `weights_of`, as it is written."""
+    lora = {}
+    for layer, group, names in _groups(card, base):
+        downs = weights[f"layer_{layer}_{group}_down_SI"].split(card.rank)
+        for name, down in zip(names, downs, strict=True):
+            up = weights[f"layer_{layer}_{name}_up_OR"]
+            lora[base.layer_name(layer, name)] = Lora(down, up)
+    return DraftAdapter(card, weights[_EMBEDDING], lora, head_of(weights, card))
+
+
+def head_of(
+    weights: Mapping[str, Tensor], card: DraftCard, dtype: torch.dtype = torch.float32
+) -> DraftHead | None:
+    """The sequential head, if there is one."""
+    if not card.head_size:
+        return None
+    return DraftHead(**{name: weights[f"head_{name}"].to(dtype) for name in _HEAD})
+
+
+def lora_groups(
+    weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel
+) -> dict[tuple[int, str], LoraGroup]:
+    """The LoRA of each group of linear layers, by layer and the group's name."""
+    groups = {}
+    for layer, group, names in _groups(card, base):
+        places = base.places(group)
+        groups[layer, group] = LoraGroup(
+            weights[f"layer_{layer}_{group}_down_SI"],
+            tuple(weights[f"layer_{layer}_{name}_up_OR"] for name in names),
+            tuple(places[name] for name in names),
+        )
+    return groups
+
+
+def _groups(card: DraftCard, base: FrozenModel) -> Iterator[tuple[int, str, list[str]]]:
+    """Layer, group, and the names of its linear layers that have a LoRA."""
+    for layer in range(len(base.layers)):
+        for group, members in GROUPS.items():
+            names = [name for name in members if name in card.targets]
+            if names:
+                yield layer, group, names
+
+
+def _with_depths(x: Tensor, depths: int) -> Tensor:
+    more = depths - len(x)
+    return torch.cat([x, x[-1:].repeat(more, 1)]) if more > 0 else x[:depths]
