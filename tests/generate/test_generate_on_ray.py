@@ -44,7 +44,7 @@ def engines() -> list[psutil.Process]:
     return [process for process in family if process.name().startswith("ray::Worker")]
 
 
-def wait_for(is_so: Any, limit_s: float = 60) -> None:
+def wait_for(is_so: Any, limit_s: float = 200) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline
