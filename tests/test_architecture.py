@@ -45,6 +45,7 @@ ONLY_IN = {
         "serve/retry.py",
         "serve/router.py",
         "serve/stop.py",
+        "serve/swap.py",
         "tune/measure.py",
         "tune/run.py",
         "tune/search.py",

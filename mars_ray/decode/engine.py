@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
-from mars_ray.decode.adapter import fused
+from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.batch import forward, nothing
 from mars_ray.decode.drafter import Drafter
@@ -156,6 +156,27 @@ class Engine:
         """Time spent in the model's forward so far; the rest of a step is our own."""
         return self._backend.runner.seconds
 
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the model was trained to, so that it needs no adapter for it."""
+        return self._own_card.block_size > 0
+
+    def check_adapter(self, adapter: DraftAdapter) -> None:
+        """Raise ModelError if `set_adapter` would; nothing changes."""
+        self._fitting(adapter)
+
+    def _fitting(self, adapter: DraftAdapter) -> FusedAdapter:
+        own, rows = fused(adapter, self.model), self.config.max_step_tokens
+        if (
+            min(rows, most_rows(_WIDEST, own.depths)) > self._spare
+            or most_rows(VerifiedMode(), own.depths) > rows
+        ):
+            raise ModelError(
+                f"this engine has no room for the {own.depths} depths of the draft adapter: start "
+                "it with the adapter, or with a larger max_step_tokens"
+            )
+        return own
+
     def set_adapter(self, adapter: DraftAdapter | None, name: str | None = None) -> None:
         """Who makes drafts from the next step on: an adapter, or without one the model itself, if
         it was trained to.
@@ -164,17 +185,9 @@ class Engine:
         events and completions whose drafts a sequence had. Raises ModelError if the adapter is not
         for this model, or too deep for this engine; then nothing has changed.
         """
-        own = fused(adapter, self.model) if adapter else None
+        own = self._fitting(adapter) if adapter else None
         depth = own.depths if own else self._own_card.block_size
         rows = self.config.max_step_tokens
-        if (
-            min(rows, most_rows(_WIDEST, depth)) > self._spare
-            or most_rows(VerifiedMode(), depth) > rows
-        ):
-            raise ModelError(
-                f"this engine has no room for the {depth} depths of the draft adapter: start it "
-                "with the adapter, or with a larger max_step_tokens"
-            )
         self._backend.set_adapter(own)
         self.card = replace(self._own_card, block_size=depth)
         self._adapters += 1
@@ -286,7 +299,6 @@ class Engine:
         events = []
         for item in work:
             sequence = item.sequence
-            sequence.adapter = self.adapter_name
             if item.plan is None:
                 sequence.cached += item.count
                 self._scheduler.publish(sequence)
@@ -334,7 +346,10 @@ class Engine:
                 self.thresholds.observe(quality, len(kept), sequence.disagreed - disagreed)
         if plan.drafts or plan.masks:
             sequence.drafted_by(self.adapter_name)
+        if not plan.drafts:
+            sequence.adapter = self.adapter_name
         event = sequence.commit(kept)
+        sequence.adapter = self.adapter_name  # from here on
         if plan.measure:
             first = rows.numbers[plan.measure][0]
             event = replace(event, confidences=(first, *proposals.confidences)[: len(kept)])

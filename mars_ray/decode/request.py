@@ -86,8 +86,7 @@ class TokenEvent:
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the first forward with rows of it
     threshold: float | None = None  # the lowest in force so far, in modes that verify
-    adapter: str | None = None  # the draft adapter in force in this forward
-    adapters: tuple[str, ...] = ()  # so far, as in `Completion`
+    adapter: str | None = None  # the draft adapter whose drafts this forward has checked
     failure: Exception | None = None  # what ended the request in place of a completion
 
 
@@ -133,6 +132,11 @@ def window_of(mode: Mode, card: ModelCard) -> int:
             f"window {mode.window} is more than the trained depth {depth}", field="window"
         )
     return window_within(mode, depth)
+
+
+def needs_drafts(mode: Mode) -> bool:
+    """Whether a model that makes none is asked for it in vain (`window_of`)."""
+    return isinstance(mode, VerifiedMode | ConfidenceMode | BlockCachedMode)
 
 
 def groups_of(mode: Mode, window: int) -> int:

@@ -47,7 +47,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
     published: int = 0  # of its pages, the first ones
-    adapter: str | None = None  # in force in the last forward
+    adapter: str | None = None  # whose drafts wait
     disagreed: int = 0  # tokens seen not to be the model's own choice
     submitted_s: float = 0.0
     queue_s: float = 0.0  # from then to its first rows
@@ -158,7 +158,6 @@ class Sequence:
             queue_s=self.queue_s,
             threshold=self.lowest_threshold,
             adapter=self.adapter,
-            adapters=tuple(self.adapters),
         )
 
     def follow_grammar(self) -> None:
