@@ -75,10 +75,13 @@ def train_step(result: dict[str, Any]) -> list[str]:
             )
     steps = " and ".join(str(case["sft"]["steps"]) for case in result["cases"].values())
     facts = machine(result["provenance"])
+    types = "float32"
+    if "smollm2-135m" in result["cases"]:
+        types += " (smollm2-135m bfloat16)"
     return [
         *lines,
         "",
-        f"Medians of {steps} steps, ours interleaved, float32, {result['threads']} threads, "
+        f"Medians of {steps} steps, ours interleaved, {types}, {result['threads']} threads, "
         f"{facts}.",
     ]
 

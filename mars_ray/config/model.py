@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from mars_ray.config.base import Config
 
-PresetName = Literal["tiny", "small", "qwen2.5-0.5b", "qwen2.5-7b"]
+PresetName = Literal["tiny", "small", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b"]
 
 
 class PresetModel(Config):

@@ -16,6 +16,8 @@ from mars_ray.decode.request import (
     TokenEvent,
     groups_of,
     has_drafts,
+    most_rows,
+    window_within,
 )
 
 
@@ -38,6 +40,9 @@ class Sequence:
     threshold: float = field(init=False)  # in force in the next step, in modes that verify
     lowest_threshold: float | None = field(init=False)  # of all steps so far
     grammar: GrammarState | None = field(init=False)
+    adapters: list[str] = field(
+        default_factory=list
+    )  # that have made its drafts, one after another
     extended: int = 0  # the forward after which a draft model has added to the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
@@ -99,6 +104,25 @@ class Sequence:
         assert order == tuple(sorted(order)), f"{self.request.id}: {order} is out of order"
         assert self.cached < self.committed, f"{self.request.id}: nothing to forward"
 
+    def refit(self, depth: int, rows: int) -> None:
+        """Masks have at most this depth from now on, and a forward at most so many rows."""
+        mode = self.request.mode
+        widest = window_within(mode, depth)
+        if isinstance(mode, SpeculativeMode):
+            # Its rows may be as many as there is room for.
+            widest = min(widest, self.widest)
+        self.widest, self.choice = widest, None
+        self.groups = groups_of(mode, widest)
+        if widest and (excess := most_rows(mode, widest) - rows) > 0:
+            self.groups = max(1, self.groups - -(-excess // widest))
+        if isinstance(mode, VerifiedMode):
+            del self.drafts[widest:], self.draft_probabilities[widest:]
+
+    def drafted_by(self, adapter: str | None) -> None:
+        """Note whose drafts or masks a forward has had."""
+        if adapter and adapter not in self.adapters[-1:]:
+            self.adapters.append(adapter)
+
     def kept(self, tokens: list[int]) -> list[int]:
         """Those of a forward that are committed: up to a stop token, the limit, or one that the
         grammar forbids."""
@@ -134,6 +158,7 @@ class Sequence:
             queue_s=self.queue_s,
             threshold=self.lowest_threshold,
             adapter=self.adapter,
+            adapters=tuple(self.adapters),
         )
 
     def follow_grammar(self) -> None:
@@ -156,4 +181,5 @@ class Sequence:
             tuple(self.token_forward),
             self.forwards,
             reason,
+            tuple(self.adapters),
         )

@@ -1,4 +1,5 @@
-"""What a MARS step costs over an SFT step on the same tokens: time and peak memory.
+"""What a step costs over an SFT step on the same tokens: MARS's, and a draft adapter's; time and
+peak memory.
 
 Times: all objectives in one process, interleaved step by step on the same batches, medians. Memory:
 each objective in a process of its own, peak resident size over what the process held before the
@@ -30,7 +31,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from mars_ray.config.data import CorpusSource, DataConfig
 from mars_ray.config.model import PresetModel, PresetName
 from mars_ray.config.schedule import ConstantBlockSize
-from mars_ray.config.train import ArObjective, MarsObjective, Objective, OptimizerConfig
+from mars_ray.config.train import (
+    ArObjective,
+    DraftAdapterConfig,
+    DraftObjective,
+    MarsObjective,
+    Objective,
+    OptimizerConfig,
+)
 from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import NO_TARGET, Layout
 from mars_ray.core.loss import loss_counts, row_coefficients
@@ -43,7 +51,10 @@ from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
+from mars_ray.train.draft_adapter import draft_card, fresh_weights
+from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.engine import PlainEngine
+from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import OwnTime
@@ -56,7 +67,11 @@ OBJECTIVES: dict[str, Objective] = {
     "compact, 3/4 noisy": MarsObjective(block_size=_FOUR, noisy_share=0.75),
     "compact, 1/2 noisy": MarsObjective(block_size=_FOUR, noisy_share=0.5),
     "paper": MarsObjective(block_size=_FOUR, layout="paper"),
+    # As many mask rows as response tokens, and twice as many.
+    "draft, 1 grid": DraftObjective(block_size=_FOUR, grids=1),
+    "draft": DraftObjective(block_size=_FOUR),
 }
+_DRAFT_AND_SFT = ("sft", "draft, 1 grid", "draft")
 _TRAINER = "transformers.Trainer, sft"
 # As training sets it: without, glibc's giving back and asking again would be measured.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "268435456"}
@@ -73,6 +88,7 @@ class Case:
     packing: bool
     warmup_steps: int
     repeats: int
+    objectives: tuple[str, ...] = tuple(OBJECTIVES)
 
 
 CASES = {
@@ -82,6 +98,17 @@ CASES = {
     "qwen2.5-0.5b": Case(
         "qwen2.5-0.5b", False, rows=2, max_length=256, packing=True, warmup_steps=1, repeats=3
     ),
+    # As adapters are trained on CPUs that multiply bfloat16: one conversation after another.
+    "smollm2-135m": Case(
+        "smollm2-135m",
+        True,
+        rows=1,
+        max_length=256,
+        packing=False,
+        warmup_steps=3,
+        repeats=9,
+        objectives=_DRAFT_AND_SFT,
+    ),
 }
 
 
@@ -90,7 +117,8 @@ def run_bench(cases: Sequence[str], console: Console) -> dict[str, Any]:
     os.environ.update(_MALLOC)
     results = {}
     with Bars(console) as bars:
-        task = bars.add_task("processes that measure", total=len(cases) * (2 + len(OBJECTIVES)))
+        total = sum(2 + len(CASES[name].objectives) for name in cases)
+        task = bars.add_task("processes that measure", total=total)
         for name in cases:
             with tempfile.TemporaryDirectory() as scratch:
                 results[name] = _measure_case(
@@ -106,7 +134,7 @@ def _measure_case(case: Case, scratch: Path, advance: Callable[[], None]) -> dic
     seconds, rows = _in_new_process(_time_all, case, scratch)
     advance()
     memory = {}
-    for name in OBJECTIVES:
+    for name in case.objectives:
         memory[name] = _in_new_process(_peak_bytes, case, scratch, name)
         advance()
     seconds[_TRAINER], memory[_TRAINER] = _in_new_process(_run_trainer, case, scratch)
@@ -156,13 +184,13 @@ def _time_all(
     """Seconds of each step, and what a step holds, by objective."""
     bench = _Bench(case, scratch)
     steps = case.warmup_steps + case.repeats
-    seconds: dict[str, list[float]] = {name: [] for name in OBJECTIVES}
+    seconds: dict[str, list[float]] = {name: [] for name in case.objectives}
     rows = {
         name: {kind: 0.0 for kind in ("rows", "loss_rows", "tokens")}  # noqa: C420 - other keys' type
-        for name in OBJECTIVES
+        for name in case.objectives
     }
     for index, batch in enumerate(_batches(case, scratch, steps)):
-        for name in OBJECTIVES:
+        for name in case.objectives:
             started = _now()
             layout = bench.step(name, batch)
             if index >= case.warmup_steps:
@@ -195,6 +223,7 @@ def _run_trainer(case: Case, scratch: Path) -> tuple[list[float], int]:
         learning_rate=1e-4,
         optim="adamw_torch_fused",
         bf16=case.bfloat16,
+        use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
@@ -280,26 +309,48 @@ def _resident_bytes(field: str) -> int:
 
 
 class _Bench:
-    """A model with its optimizer, on one rank."""
+    """A model and an adapter of it, each with its optimizer, on one rank; made when asked for."""
 
     def __init__(self, case: Case, scratch: Path) -> None:
-        directory = scratch / "model"
-        self._mask_token_id = read_card(directory).mask_token_id
-        ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        model = load_model(directory, dtype=torch.float32)
-        optimizer = OptimizerConfig(learning_rate=1e-4)
-        self._engine = PlainEngine(
-            TrainStep(model), optimizer, ranks, bfloat16=case.bfloat16, own_time=OwnTime(ranks)
-        )
+        self._bfloat16 = case.bfloat16
+        self._directory = scratch / "model"
+        self._mask_token_id = read_card(self._directory).mask_token_id
+        self._ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._engines: dict[str, PlainEngine] = {}
 
     def step(self, name: str, batch: TokenBatch) -> Layout:
         """Layout, forward, backward, update."""
-        objective = StageObjective(OBJECTIVES[name], 0, self._mask_token_id)
+        config = OBJECTIVES[name]
+        objective = StageObjective(config, 0, self._mask_token_id)
         layout = objective.layout(batch, 0.5)
         coefficient = row_coefficients(layout, loss_counts(layout), objective.ar_weight(0.5))
-        self._engine.accumulate(layout, coefficient, last=True)
-        self._engine.step(1e-4)
+        engine = self._engine(config)
+        engine.accumulate(layout, coefficient, last=True)
+        engine.step(1e-4)
         return layout
+
+    def _engine(self, config: Objective) -> PlainEngine:
+        kind = config.type if isinstance(config, DraftObjective) else "model"
+        if kind not in self._engines:
+            is_draft = isinstance(config, DraftObjective)
+            self._engines[kind] = PlainEngine(
+                self._draft_step(config) if is_draft else self._model_step(),
+                OptimizerConfig(learning_rate=1e-4),
+                self._ranks,
+                bfloat16=self._bfloat16,
+                own_time=OwnTime(self._ranks),
+            )
+        return self._engines[kind]
+
+    def _model_step(self) -> TrainStep:
+        return TrainStep(load_model(self._directory, dtype=torch.float32))
+
+    def _draft_step(self, config: DraftObjective) -> DraftStep:
+        dtype = torch.bfloat16 if self._bfloat16 else torch.float32
+        base = FrozenModel(load_model(self._directory, dtype=dtype, device=self._ranks.device))
+        hidden = base.embedding_VH.shape[1]
+        card = draft_card(DraftAdapterConfig(), config.max_block_size, hidden, "", "")
+        return DraftStep(base, card, fresh_weights(card, base, 0), config)
 
 
 def _print(name: str, result: dict[str, Any], console: Console) -> None:

@@ -29,6 +29,8 @@ SHAPES: dict[PresetName, Shape] = {
     # 0.06 where the published models have 0.02: so narrow a model learns arithmetic faster.
     "tiny": Shape(128, 4, 4, 2, 384, None, True, 1e4, 2048, 0.06, torch.float32),
     "small": Shape(256, 4, 4, 2, 768, None, True, 1e4, 2048, 0.06, torch.float32),
+    # A Llama, whose projections have no biases; all else is alike.
+    "smollm2-135m": Shape(576, 30, 9, 3, 1536, 49_152, True, 1e5, 8192, 0.02, torch.bfloat16),
     "qwen2.5-0.5b": Shape(896, 24, 14, 2, 4864, 151_936, True, 1e6, 32_768, 0.02, torch.bfloat16),
     "qwen2.5-7b": Shape(
         3584, 28, 28, 4, 18_944, 152_064, False, 1e6, 131_072, 0.02, torch.bfloat16

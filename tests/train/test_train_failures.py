@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
+from train.draft_jobs import draft_job, draft_plan
 from train.small_jobs import ignore_report, make_job, make_model, make_plan, spawn
 
 from mars_ray.config.train import ClusterConfig, TrainJob
@@ -146,6 +147,25 @@ def test_the_estimate_is_near_the_measured_peak(gradient_checkpointing, anchored
         job["data"]["own"] = job["data"]["train"]
         job["stages"]["mars"]["objective"]["anchor_weight"] = 1.0
     plan = make_plan(TrainJob.model_validate(job), model)
+    spawn(measure_peak, 1, plan, small, tmp_path / "peak")
+    measured = int((tmp_path / "peak").read_text())
+    row = RowSize.of(plan.train, plan.job.data)
+    needs = estimate(shape_of(model), plan.job, plan.config, row, 1, on_cuda=False)
+    print(needs.text(), measured)
+    assert 0.8 < needs.device / measured < 1.7
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_estimate_of_a_draft_stage_is_near_too(gradient_checkpointing, tmp_path):
+    """Guards an arithmetic of its own: a frozen model, and rows that alone go backward."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "layers": 8}
+    model = make_model(tmp_path / "model", **sizes)
+    small = draft_plan(model, tmp_path / "small", stage={"steps": 1})
+    job = draft_job(model, tmp_path / "large", stage={"steps": 2, "global_batch_size": 8})
+    content = job.model_dump() | {"gradient_checkpointing": gradient_checkpointing}
+    content["data"] |= {"packing": True, "max_length": 256, "eval": None}
+    content["data"]["train"]["count"] = 200
+    plan = make_plan(TrainJob.model_validate(content), model, "draft")
     spawn(measure_peak, 1, plan, small, tmp_path / "peak")
     measured = int((tmp_path / "peak").read_text())
     row = RowSize.of(plan.train, plan.job.data)
