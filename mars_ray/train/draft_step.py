@@ -119,9 +119,13 @@ def _call(function: Any, *arguments: Any) -> Tensor:
     return function(*arguments)
 
 
-def _causal(rows: DraftRows) -> Tensor:
-    """Who sees whom among clean rows, bool (B, L, L)."""
+def _causal(rows: DraftRows) -> Tensor | None:
+    """Who sees whom among clean rows, bool (B, L, L); None where no row holds two conversations."""
     document, position = rows.document_BL, rows.position_BL
+    index_L = torch.arange(position.shape[1], device=position.device)
+    # Padding lies behind, where nothing looks at it.
+    if ((position == index_L) | (document < 0)).all():
+        return None
     block = torch.full_like(position, -1)
     queries = [x[:, :, None] for x in (document, position, block)]
     return visible(*queries, *(x[:, None] for x in (document, position, block)))

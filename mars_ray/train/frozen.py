@@ -73,8 +73,11 @@ class FrozenModel:
         self._prefix = f"{model.base_model_prefix}.layers"
 
     @torch.no_grad()
-    def clean(self, ids_BL: Tensor, position_BL: Tensor, sees_BLL: Tensor) -> CleanPass:
-        """Keys, values and last hidden states of clean rows; `sees_BLL` says who sees whom."""
+    def clean(self, ids_BL: Tensor, position_BL: Tensor, sees_BLL: Tensor | None) -> CleanPass:
+        """Keys, values and last hidden states of clean rows.
+
+        `sees_BLL` says who sees whom; None: each row those before it and itself.
+        """
         shape = ids_BL.shape
         turn = self.turn(position_BL.flatten())
         x_NH = embedding(ids_BL.flatten(), self.embedding_VH).float()
@@ -90,7 +93,8 @@ class FrozenModel:
                 query,
                 key,
                 value,
-                attn_mask=sees_BLL[:, None],
+                attn_mask=None if sees_BLL is None else sees_BLL[:, None],
+                is_causal=sees_BLL is None,
                 scale=layer.scale,
                 enable_gqa=layer.key_heads != layer.query_heads,
             )
