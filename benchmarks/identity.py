@@ -186,7 +186,13 @@ def main() -> None:
         "job": job.model_dump(mode="json"),
         "prompts": len(run.prompts),
         "float32": float32(run, lossless),
-        "bfloat16": bfloat16(run, lossless),
+        "bfloat16": (half := bfloat16(run, lossless)),
+        "tokens_per_forward": {
+            "one_group" if row["mode"]["groups"] == 1 else "groups": row["tokens_per_forward"][
+                "without_loops"
+            ]
+            for row in half["rows"]
+        },
         "base_sha256": {"before": before, "after": tensor_hashes(job.checkpoint)},
         "provenance": provenance(),
     }
@@ -228,7 +234,16 @@ def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
         label = mode_label(mode.model_dump())
         own = run.ours(f"float32 {label} 1", engine, mode, few)
         add(f"{label}, with adapter, batch 1", alone, own, mode)
-    return {"against": "transformers.generate, float32", "rows": rows}
+    ours = [row for row in rows if not row["name"].startswith("transformers")]
+    return {
+        "against": "transformers.generate, float32",
+        "prompts": len(run.prompts),
+        "identical_share": min(row["identical"] for row in ours),
+        "largest_margin": max(
+            (d["margin"] for row in ours for d in row["differences"]), default=None
+        ),
+        "rows": rows,
+    }
 
 
 def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
@@ -248,7 +263,12 @@ def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(run.job.checkpoint, dtype=torch.bfloat16)
     for row in (*rows, floor):
         add_margins(row, model.eval(), run.prompts, exact)
-    return {"against": "our exact, bfloat16, batch 16", "rows": rows, "floor": floor}
+    return {
+        "against": "our exact, bfloat16, batch 16",
+        "difference_rate": max(1 - row["identical"] for row in rows),
+        "rows": rows,
+        "floor": floor,
+    }
 
 
 if __name__ == "__main__":
