@@ -1,0 +1,254 @@
+"""Draft adapters of an engine that serves: checked at the start, swapped while answers run."""
+
+import asyncio
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from serve import bigram
+from serve.asking import ASK, ask, error_of, text_of, wait_until_free
+
+from mars_ray.config.decode import EngineConfig, Sampling, VerifiedMode
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.core.frontier import FRONTIER_FILE
+from mars_ray.decode.loading import load_engine
+from mars_ray.errors import ConfigError, EngineError, ModelError
+from mars_ray.model.draft_source import adapter_name
+from mars_ray.serve.adapters import Adapters
+from mars_ray.serve.app import build_api
+from mars_ray.serve.build import check, service_model
+from mars_ray.serve.messages import Call, Piece, Turn
+from mars_ray.serve.text_engine import TextEngine
+
+TOKENS = 400
+# A step's cost decides nothing here: every draft is checked.
+SIZE = EngineConfig(
+    max_batch=4, max_context=TOKENS + 60, device="cpu", threads=1, window_control=False
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base and its adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = bigram.write_base(folder / "tiny")
+    bigram.write_perfect(base, folder / "good")
+    bigram.write_useless(base, folder / "weak")
+    bigram.write_for_another(base, folder / "another")
+    bigram.write_broken(base, folder / "broken")
+    shutil.copytree(folder / "good", folder / "cut")
+    weights = folder / "cut" / "draft.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def job(folder) -> ServeJob:
+    limits = Limits(new_tokens=TOKENS, waiting_requests=8)
+    return ServeJob(checkpoint=str(folder / "tiny"), engine=SIZE, limits=limits)
+
+
+def named(folder: Path, name: str) -> str:
+    return adapter_name(str(folder / name), folder / name)
+
+
+def with_adapter(job: ServeJob, place: Path | str) -> ServeJob:
+    engine = job.engine.model_copy(update={"draft_adapter": str(place)})
+    return job.model_copy(update={"engine": engine})
+
+
+@pytest.fixture(scope="module")
+def served(job) -> Iterator[tuple[TextEngine, Adapters]]:
+    """An engine that starts without an adapter."""
+    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    text = TextEngine(engine, tokenizer, job)
+    text.start()
+    yield text, Adapters(text.drafting, Path(job.checkpoint), "", engine.model.dtype)
+    wait_until_free(text)
+    text.stop()
+
+
+@pytest.fixture
+def client(job, served) -> Iterator[TestClient]:
+    """Of the engine, which has no adapter before and after."""
+    text, adapters = served
+    yield TestClient(build_api(job, {"tiny": text}))
+    asyncio.run(adapters.take(None))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another", "is another model"),
+        ("broken", "numbers that are none"),
+        ("cut", "missing or damaged"),
+        ("tiny", "no draft adapter"),
+        ("nowhere/at/all", "no draft adapter"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_is_said_before_anything_starts(job, folder, name, said):
+    """Guards replicas that fail to start, again and again, in other processes' logs."""
+    with pytest.raises(ModelError, match=said):
+        check(with_adapter(job, folder / name))
+    check(with_adapter(job, folder / "good"))
+
+
+def test_paths_are_those_of_where_the_command_runs(job, folder, monkeypatch):
+    """As in every job: guards an adapter that is looked for beside the job's file."""
+    monkeypatch.chdir(folder)
+    check(with_adapter(job.model_copy(update={"checkpoint": "tiny"}), "./good"))
+
+
+def test_an_adapter_gives_the_defaults_their_drafts(job, folder):
+    """A mode that needs drafts is refused by a plain model, and fine with an adapter as deep."""
+    deep = job.model_copy(update={"default_mode": VerifiedMode(window=bigram.DEPTHS)})
+    with pytest.raises(ConfigError, match="needs drafts"):
+        check(deep)
+    check(with_adapter(deep, folder / "good"))
+    deeper = deep.model_copy(update={"default_mode": VerifiedMode(window=bigram.DEPTHS + 1)})
+    with pytest.raises(ConfigError, match=f"window {bigram.DEPTHS + 1}"):
+        check(with_adapter(deeper, folder / "good"))
+
+
+def test_the_frontier_beside_the_adapter_is_read(job, folder, tmp_path):
+    """The base's own says nothing of drafts that it does not make."""
+    place = shutil.copytree(folder / "good", tmp_path / "good")
+    measured = with_adapter(job, place)
+    assert [level.threshold for level in service_model(measured).levels] == [1.0]
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
+    shutil.copy(results, place / FRONTIER_FILE)
+    assert len(service_model(measured).levels) > 1
+
+
+def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
+    """Whoever leaves the mode open gets drafts once there are some, the same text, and no error
+    when they are gone; who names a mode that needs them is told what is missing."""
+    _, adapters = served
+    good = named(folder, "good")
+    exact = text_of(ask(client))
+
+    def mars(**fields) -> dict:
+        reply = ask(client, mode=None, **fields)
+        assert text_of(reply) == exact
+        return reply.json()["usage"]["mars"]
+
+    plain = {"mode": "exact", "threshold": None, "adapter": None, "tokens_per_forward": 1.0}
+    assert mars() | plain == mars()
+    assert mars(quality="fast") | plain == mars(quality="fast")
+    assert error_of(ask(client, mode="verified"), 400)["param"] == "mode"
+    (entry,) = client.get("/v1/mars/status").json()["data"]
+    assert (entry["mode"], entry["threshold"], entry["adapter"]) == ("exact", None, None)
+
+    asyncio.run(adapters.take(str(folder / "good")))
+    drafted = mars()
+    assert drafted | {"mode": "verified", "threshold": 1.0, "adapter": good} == drafted
+    assert drafted["tokens_per_forward"] >= 4
+    assert "by_adapter" not in drafted
+    assert ask(client).json()["usage"]["mars"]["adapter"] is None  # of `exact`
+    (entry,) = client.get("/v1/mars/status").json()["data"]
+    assert (entry["mode"], entry["threshold"], entry["adapter"]) == ("verified", 1.0, good)
+
+    asyncio.run(adapters.take(None))
+    assert mars() | plain == mars()
+    assert error_of(ask(client, mode="verified"), 400)["param"] == "mode"
+
+
+def test_what_cannot_be_taken_leaves_everything_as_it_is(client, served, folder):
+    """Guards a service whose drafts are gone because of a file that is damaged."""
+    _, adapters = served
+
+    async def scenario() -> None:
+        await adapters.take(str(folder / "good"))
+        for name, said in (("another", "another model"), ("broken", "none"), ("cut", "damaged")):
+            prepared = await adapters.prepare(str(folder / name))
+            assert prepared.name is None
+            assert said in (prepared.error or "")
+            with pytest.raises(ModelError, match=said):
+                await adapters.take(str(folder / name))
+
+    asyncio.run(scenario())
+    reply = ask(client, mode=None)
+    assert reply.json()["usage"]["mars"]["adapter"] == named(folder, "good")
+
+
+def test_what_was_prepared_is_taken_whatever_becomes_of_its_files(client, served, folder, tmp_path):
+    """Guards a swap of which one replica has done its part and the next one cannot."""
+    _, adapters = served
+    place = shutil.copytree(folder / "good", tmp_path / "good")
+
+    async def scenario() -> None:
+        assert (await adapters.prepare(str(place))).name == named(folder, "good")
+        shutil.rmtree(place)
+        await adapters.take(str(place))
+        # Once: the next time the files count.
+        with pytest.raises(ModelError):
+            await adapters.take(str(place))
+
+    asyncio.run(scenario())
+    assert ask(client, mode=None).json()["usage"]["mars"]["adapter"] == named(folder, "good")
+
+
+def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job, folder):
+    """From one adapter to another, to none, and back, while four answers are written: every text is
+    `exact`'s, and what each adapter served adds up and is of that adapter alone."""
+    text, adapters = served
+    good, weak = named(folder, "good"), named(folder, "weak")
+    exact = text_of(ask(client, max_tokens=TOKENS))
+
+    async def whole(number: int) -> tuple[str, Piece]:
+        call = _open_call(f"overtaken-{number}")
+        said = ""
+        async for message in text.answer(call):
+            assert isinstance(message, Piece), message
+            said += message.text
+            if message.finish:
+                return said, message
+        raise EngineError("no end")
+
+    async def scenario() -> list[tuple[str, Piece]]:
+        await adapters.take(str(folder / "good"))
+        answers = [asyncio.create_task(whole(number)) for number in range(8)]
+        for name in itertools.cycle(("weak", None, "good")):
+            await adapters.take(name and str(folder / name))
+            if all(answer.done() for answer in answers):
+                break
+        return await asyncio.gather(*answers)
+
+    answers = asyncio.run(scenario())
+    assert {said for said, _ in answers} == {exact}
+    seen = set()
+    for _, piece in answers:
+        finish = piece.finish
+        assert finish
+        assert finish.completion_tokens == TOKENS == sum(s.tokens for s in finish.served)
+        assert finish.forwards == sum(served.forwards for served in finish.served)
+        for served_by in finish.served:
+            seen.add(served_by.adapter)
+            per_forward = served_by.tokens / served_by.forwards
+            if served_by.adapter is None:
+                assert per_forward == 1
+            elif served_by.adapter == weak:
+                assert per_forward < 1.5
+            elif served_by.forwards > 20:
+                assert per_forward > 4
+    assert seen == {good, weak, None}
+
+
+def _open_call(name: str) -> Call:
+    prompt = (Turn("user", ASK),)
+    return Call(name, (prompt,), VerifiedMode(), Sampling(), TOKENS, TOKENS, is_mode_open=True)
+
+
+def test_a_reply_over_http_tells_what_each_adapter_served(client, served, folder):
+    """In the shape that the description promises, streamed or not."""
+    _, adapters = served
+    asyncio.run(adapters.take(str(folder / "good")))
+    streamed = ask(client, mode=None, stream=True, stream_options={"include_usage": True})
+    *_, last, done = streamed.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    usage = json.loads(last.removeprefix("data: "))["usage"]
+    assert usage["mars"]["adapter"] == named(folder, "good")
