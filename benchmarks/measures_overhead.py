@@ -29,10 +29,10 @@ class _Timed(LiveMeasures):
 
     seconds = 0.0
 
-    def observe(self, sequence: Any, plan: Any, rows: Any, tokens: Any) -> None:
+    def observe(self, sequence: Any, plan: Any, rows: Any, proposals: Any, tokens: Any) -> None:
         """As ever."""
         started = time.perf_counter()
-        super().observe(sequence, plan, rows, tokens)
+        super().observe(sequence, plan, rows, proposals, tokens)
         self.seconds += time.perf_counter() - started
 
 

@@ -33,6 +33,7 @@ LEVELS = {
 }
 ONLY_IN = {
     "ray": {
+        "adapt/devices.py",
         "train/on_ray.py",
         "generate/on_ray.py",
         "serve/autoscale.py",
@@ -44,6 +45,7 @@ ONLY_IN = {
         "serve/retry.py",
         "serve/router.py",
         "serve/stop.py",
+        "serve/swap.py",
         "tune/measure.py",
         "tune/run.py",
         "tune/search.py",
@@ -119,11 +121,11 @@ def test_first_party_imports_stand_at_the_top():
 
 
 def test_files_and_functions_stay_short():
-    """A file has at most 400 lines, a function 60."""
+    """A file has at most 500 lines, a function 60."""
     wrong = []
     for path in FILES:
         text = path.read_text()
-        if text.count("\n") > 400:
+        if text.count("\n") > 500:
             wrong.append(f"{path.name}: {text.count(chr(10))} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

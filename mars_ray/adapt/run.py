@@ -33,7 +33,7 @@ from mars_ray.adapt.speed import measure_speeds
 from mars_ray.adapt.split import Split, split
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier
-from mars_ray.errors import ConfigError, ModelError
+from mars_ray.errors import CheckpointError, ConfigError
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
 from mars_ray.generate.run import run_generation
@@ -89,7 +89,7 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
         f"held out, {parts.cut} loops were cut"
     )
     console.rule("training")
-    metrics = _train(job, base, places, parts, found)
+    metrics = _train(job, base, places, parts, found, generated.seconds)
     console.rule("measuring")
     frontier = _measure(job, base, places, parts, console)
     speeds = _speeds(job, base, places, parts, console)
@@ -123,10 +123,10 @@ def base_model(job: AdaptJob, places: Places) -> Path:
 
 
 def _train(
-    job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices
+    job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices, answers_s: float
 ) -> dict[str, float]:
     """The adapter in its place; the last metrics of its training."""
-    minutes = job.minutes and job.minutes - _minutes_of_answers(places)
+    minutes = None if job.minutes is None else job.minutes - answers_s / 60
     trained = run_training(train_job(job, base, places, parts, found, minutes))
     if not places.adapter.exists():
         draft = places.adapter.with_name(".adapter")
@@ -136,17 +136,11 @@ def _train(
     return trained.metrics[STAGE] | {"seconds": trained.seconds[STAGE]}
 
 
-def _minutes_of_answers(places: Places) -> float:
-    """What prompts and answers took."""
-    table = json.loads(places.answers.with_suffix(".json").read_text("utf-8"))
-    return table["generated"]["seconds"] / 60
-
-
 def _measure(job: AdaptJob, base: Path, places: Places, parts: Split, console: Console) -> Frontier:
     asked = evaluate_job(job, base, places, parts)
     try:
         known = read_frontier(places.adapter)
-    except ModelError:
+    except CheckpointError:
         known = None
     if known is None or not is_whole(known):
         known = run_evaluation(asked, console).frontier
@@ -206,10 +200,13 @@ def _mode(point: FrontierPoint) -> Mode:
 
 def _curve(metrics_file: Path) -> list[tuple[float, float]]:
     """Mask tokens seen and teacher-forced T/F of each evaluation."""
-    rows = [json.loads(line) for line in metrics_file.read_text("utf-8").splitlines()]
-    return [
-        (row["mask_tokens"], row["tokens_per_forward"]) for row in rows if row["kind"] == "eval"
-    ]
+    curve, seen = [], 0.0
+    for line in metrics_file.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        seen = row.get("mask_tokens", seen)
+        if row["kind"] == "eval":
+            curve.append((seen, row["tokens_per_forward"]))
+    return curve
 
 
 def _short(path: Path) -> str:

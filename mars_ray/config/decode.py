@@ -130,6 +130,11 @@ class EngineConfig(Config):
     draft_model: str | None = Field(
         default=None, description="checkpoint with the same tokenizer, for mode speculative"
     )
+    draft_adapter: str | None = Field(
+        default=None,
+        description="directory of a draft adapter for this model (`mars-ray adapt` makes one): its "
+        "masks take the place of the checkpoint's own",
+    )
     window_control: bool = Field(
         default=True,
         description="measure what steps cost, and give lossless requests the masks that pay",

@@ -99,7 +99,7 @@ class ServedModel(Config):
 
     @property
     def mode(self) -> Mode:
-        """Of requests that name none; for a model without drafts a service has set it."""
+        """Of requests that name none, where there are drafts."""
         return self.default_mode or VerifiedMode()
 
     @property

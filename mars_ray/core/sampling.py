@@ -54,19 +54,25 @@ def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def scores(
-    logits_NV: Tensor, sampling: Sampling, position_N: Tensor, seed_N: Tensor | None = None
+    logits_NV: Tensor,
+    sampling: Sampling,
+    position_N: Tensor,
+    seed_N: Tensor | None = None,
+    token_NV: Tensor | None = None,
 ) -> Tensor:
     """Float32 (N, V), whose argmax is the token for each row's position.
 
     At temperature 0 they are the logits. Otherwise log-probabilities plus noise. `seed_N` are the
-    rows' seeds where they are not all `sampling.seed`.
+    rows' seeds where they are not all `sampling.seed`, `token_NV` the columns' tokens where they
+    are not the whole vocabulary in its order.
     """
     if sampling.temperature == 0:
         return logits_NV.float()
-    token_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    if token_NV is None:
+        token_NV = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
     key_N1 = position_N.to(logits_NV.device)[:, None]
     seed = sampling.seed if seed_N is None else seed_N.to(logits_NV.device)[:, None]
-    uniform_NV = uniform(seed, _NOISE, key_N1, token_V)
+    uniform_NV = uniform(seed, _NOISE, key_N1, token_NV)
     # In float64 the noise reaches far enough for one draw in 10^15; 0 itself would be -inf.
     noise_NV = -(-uniform_NV.clamp_min(2.0**-54).log()).log()
     return truncated(logits_NV, sampling) + noise_NV.float()

@@ -1,7 +1,7 @@
 """The batched engine: admit, plan, forward, absorb; sequences come and go at any step."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -9,14 +9,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
+from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.batch import forward, nothing
 from mars_ray.decode.drafter import Drafter
 from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.kv_cache import PagedCache, page_bytes
+from mars_ray.decode.kv_cache import PagedCache, page_count
 from mars_ray.decode.measures import LiveMeasures
 from mars_ray.decode.pages import PagePool
 from mars_ray.decode.quality import Budget, Thresholds
+from mars_ray.decode.reading import Reader
 from mars_ray.decode.request import (
     Completion,
     Request,
@@ -31,13 +33,19 @@ from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
-from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.decode.window import WindowControl
-from mars_ray.errors import ConfigError, RequestError
-from mars_ray.memory import free_on_node
+from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard
+from mars_ray.model.draft_adapter import DraftAdapter
+
+# A step that has as many rows as any; and the depth of adapters that there is always room for.
+_WIDEST, _ADAPTERS_DEPTH = VerifiedMode(groups=65), 8
+
+# A sequence's rows, its outcome and what the masks behind that say.
+_Read = tuple[Rows, int, Proposals]
 
 
 class Engine:
@@ -49,21 +57,25 @@ class Engine:
         card: ModelCard,
         config: EngineConfig,
         draft_engine: "Engine | None" = None,
+        adapter: DraftAdapter | None = None,
+        adapter_name: str | None = None,
     ) -> None:
         """Takes over the model's matrices (`Runner`): a large model is of no use to others then.
 
-        Raises ConfigError if the cache cannot hold a single sequence or attention slides within
-        the context, and ModelError.
+        `adapter` as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
+        sequence or attention slides within the context, and ModelError.
         """
         check_sees_all(config.max_context, model.config)
         self.model = model
-        self.card = card
+        self.card = self._own_card = card  # the first with an adapter's depth, if there is one
         self.config = config
+        depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
         # The last step's rows may lie beyond the limit.
-        spare = most_rows(VerifiedMode(groups=65), card.block_size)
-        positions = config.max_context + (config.max_step_tokens if draft_engine else spare)
+        rows = config.max_step_tokens
+        self._spare = rows if draft_engine else min(rows, most_rows(_WIDEST, depth))
+        positions = config.max_context + self._spare
         runner = Runner(model, positions)
-        pages = _page_count(model, positions, config)  # of what the runner has left
+        pages = page_count(model, positions, config)  # of what the runner has left
         self.pool = PagePool(pages)
         cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
         self._backend = backend_of(config, runner, cache, positions)
@@ -75,7 +87,10 @@ class Engine:
         self.totals = StepTotals()
         self.control: WindowControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
-        self.adapter_name: str | None = None  # of the draft adapter in force, as events tell it
+        self.adapter_name: str | None = None  # of the adapter that makes drafts now
+        self._adapters = 0  # so far
+        if adapter:
+            self.set_adapter(adapter, adapter_name)
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +155,47 @@ class Engine:
     def model_seconds(self) -> float:
         """Time spent in the model's forward so far; the rest of a step is our own."""
         return self._backend.runner.seconds
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the model was trained to, so that it needs no adapter for it."""
+        return self._own_card.block_size > 0
+
+    def check_adapter(self, adapter: DraftAdapter) -> None:
+        """Raise ModelError if `set_adapter` would; nothing changes."""
+        self._fitting(adapter)
+
+    def _fitting(self, adapter: DraftAdapter) -> FusedAdapter:
+        own, rows = fused(adapter, self.model), self.config.max_step_tokens
+        if (
+            min(rows, most_rows(_WIDEST, own.depths)) > self._spare
+            or most_rows(VerifiedMode(), own.depths) > rows
+        ):
+            raise ModelError(
+                f"this engine has no room for the {own.depths} depths of the draft adapter: start "
+                "it with the adapter, or with a larger max_step_tokens"
+            )
+        return own
+
+    def set_adapter(self, adapter: DraftAdapter | None, name: str | None = None) -> None:
+        """Who makes drafts from the next step on: an adapter, or without one the model itself, if
+        it was trained to.
+
+        Sequences under way go on: what the last one proposed are only drafts. `name` says in
+        events and completions whose drafts a sequence had. Raises ModelError if the adapter is not
+        for this model, or too deep for this engine; then nothing has changed.
+        """
+        own = self._fitting(adapter) if adapter else None
+        depth = own.depths if own else self._own_card.block_size
+        rows = self.config.max_step_tokens
+        self._backend.set_adapter(own)
+        self.card = replace(self._own_card, block_size=depth)
+        self._adapters += 1
+        self.adapter_name = (name or f"adapter-{self._adapters}") if adapter else None
+        for sequence in self._scheduler.all():
+            sequence.refit(depth, rows)
+        if self.control:
+            self.control.forget(max(1, depth))
 
     def warm_up(self) -> None:
         """Run steps of every size and measure them; before the first request."""
@@ -215,27 +271,40 @@ class Engine:
         if not work:
             return []
         forward_s = time.monotonic()
-        rows = forward(self._backend, work, self.card.mask_token_id, meanwhile)
+        reader = forward(self._backend, work, self.card.mask_token_id)
+        read = self._read(work, reader, meanwhile)
         end_s = time.monotonic()
         self.totals.add(work)
-        events = self._commit(work, rows)
+        events = self._commit(work, read)
         self.totals.seconds += time.monotonic() - begin_s
         if self.control:
             self.control.cost.observe(self.last_rows, end_s - forward_s, len(work))
         return events
 
-    def _commit(self, work: list[Work], rows: list[Rows | None]) -> list[TokenEvent]:
+    def _read(
+        self, work: list[Work], reader: Reader, meanwhile: Callable[[], None]
+    ) -> Iterator[_Read]:
+        """Of every plan: what its rows say, where its step ends, and what masks propose there."""
+        planned = [(item.sequence, item.plan) for item in work if item.plan]
+        rows = reader.rows(meanwhile)
+        outcomes = [
+            strategy_of(sequence).outcome(sequence, plan, own)
+            for (sequence, plan), own in zip(planned, rows, strict=True)
+        ]
+        tokens = [own.best[outcome] for own, outcome in zip(rows, outcomes, strict=True)]
+        return zip(rows, outcomes, reader.proposals(outcomes, tokens), strict=True)
+
+    def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
         """What the forward's rows mean for each sequence."""
         events = []
-        for item, own in zip(work, rows, strict=True):
+        for item in work:
             sequence = item.sequence
-            sequence.adapter = self.adapter_name
-            if item.plan is None or own is None:
+            if item.plan is None:
                 sequence.cached += item.count
                 self._scheduler.publish(sequence)
                 continue
             try:
-                event = self._absorb(sequence, item.plan, own)
+                event = self._absorb(sequence, item.plan, *next(read))
             except Exception as error:  # noqa: BLE001 - the fault of this request, and no other
                 event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
             if event.completion or event.failure:
@@ -258,27 +327,37 @@ class Engine:
             for sequence in running:
                 sequence.follow_grammar()
 
-    def _absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> TokenEvent:
+    def _absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
+    ) -> TokenEvent:
         """What the sequence's rows commit, and what is learnt from them."""
         disagreed = sequence.disagreed
         confidences = sequence.draft_probabilities[: len(plan.drafts)]
-        tokens = strategy_of(sequence).absorb(sequence, plan, rows)
+        tokens = strategy_of(sequence).absorb(sequence, plan, rows, outcome, proposals)
         if self.control:
             self.control.observe(sequence, confidences, len(tokens))
         kept = sequence.kept(tokens)
-        self.measures.observe(sequence, plan, rows, kept)
+        self.measures.observe(sequence, plan, rows, proposals, kept)
         quality = sequence.request.quality
         if quality and plan.drafts:
             assert sequence.lowest_threshold is not None
             sequence.lowest_threshold = min(sequence.lowest_threshold, sequence.threshold)
             if isinstance(quality, Budget):
                 self.thresholds.observe(quality, len(kept), sequence.disagreed - disagreed)
+        if plan.drafts or plan.masks:
+            sequence.drafted_by(self.adapter_name)
+        if not plan.drafts:
+            sequence.adapter = self.adapter_name
         event = sequence.commit(kept)
-        measure = getattr(sequence.request.mode, "measure", None)
-        if measure:
-            event = replace(event, confidences=tuple(rows.numbers[measure][: len(kept)]))
+        sequence.adapter = self.adapter_name  # from here on
+        if plan.measure:
+            first = rows.numbers[plan.measure][0]
+            event = replace(event, confidences=(first, *proposals.confidences)[: len(kept)])
         if rows.log_p_NV is not None:
-            event = replace(event, logprobs=_logprobs(event, rows.log_p_NV, sequence.request))
+            log_p_NV = rows.log_p_NV
+            if proposals.log_p_NV is not None:
+                log_p_NV = torch.cat([log_p_NV, proposals.log_p_NV])
+            event = replace(event, logprobs=_logprobs(event, log_p_NV, sequence.request))
         return event
 
     def check_integrity(self) -> None:
@@ -313,30 +392,6 @@ def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[To
             chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
         )
     )
-
-
-def _page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
-    """Pages of the cache. Raises ConfigError if they cannot hold a single sequence."""
-    longest = -(-positions // config.page_size)
-    cache_bytes = config.cache_bytes
-    if config.cache_memory_share is not None:
-        cache_bytes = int(config.cache_memory_share * _free_bytes(model.device))
-    if cache_bytes is None:
-        return longest * config.max_batch
-    each = page_bytes(model.config, config.page_size, model.dtype)
-    if cache_bytes < longest * each:
-        raise ConfigError(
-            f"cache_bytes={cache_bytes} is too small: one sequence of "
-            f"max_context={config.max_context} needs {longest * each}"
-        )
-    return cache_bytes // each
-
-
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cpu":
-        return free_on_node()
-    torch.cuda.empty_cache()  # what torch holds and does not use is free too
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def generate_all(

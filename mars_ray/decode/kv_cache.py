@@ -10,13 +10,41 @@ Shape suffixes: X rows, P places of the pool, C places of a table, H key-value h
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.errors import ConfigError
+from mars_ray.memory import free_on_node
 
 
 def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> int:
     """Memory of one page over all layers."""
     heads, size = _heads(config)
     return 2 * heads * size * page_size * config.num_hidden_layers * dtype.itemsize
+
+
+def page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
+    """Pages of the cache. Raises ConfigError if they cannot hold a single sequence."""
+    longest = -(-positions // config.page_size)
+    cache_bytes = config.cache_bytes
+    if config.cache_memory_share is not None:
+        cache_bytes = int(config.cache_memory_share * _free_bytes(model.device))
+    if cache_bytes is None:
+        return longest * config.max_batch
+    each = page_bytes(model.config, config.page_size, model.dtype)
+    if cache_bytes < longest * each:
+        raise ConfigError(
+            f"cache_bytes={cache_bytes} is too small: one sequence of "
+            f"max_context={config.max_context} needs {longest * each}"
+        )
+    return cache_bytes // each
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cpu":
+        return free_on_node()
+    torch.cuda.empty_cache()  # what torch holds and does not use is free too
+    return torch.cuda.mem_get_info(device)[0]
 
 
 class PagedCache:

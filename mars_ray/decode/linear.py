@@ -55,6 +55,10 @@ class Linear:
         sum_NO = torch.addmm(residual_NO, x_NI, self.weight_IO)
         return sum_NO if self.bias_O is None else sum_NO.add_(self.bias_O)
 
+    def dense(self) -> Tensor:
+        """The weight, (O, I)."""
+        return self.weight_IO.t()
+
 
 @dataclass(frozen=True, slots=True)
 class ReorderedLinear:
@@ -71,6 +75,10 @@ class ReorderedLinear:
         return torch.ops.mkldnn._linear_pointwise.binary(
             x_NI, residual_NO, self.weight, self.bias_O, "add"
         )
+
+    def dense(self) -> Tensor:
+        """A copy of the weight in its usual order, (O, I)."""
+        return self.weight.to_dense()
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

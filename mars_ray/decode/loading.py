@@ -1,6 +1,7 @@
 """From a model directory to an engine that is ready."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ModelError
-from mars_ray.model.card import read_card
+from mars_ray.model.card import ModelCard, read_card
+from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
 from mars_ray.model.stop import stop_at_turn_end
 
@@ -48,6 +50,7 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     """Its prompts are texts with drafts behind them; small pages lose little of what is shared."""
     changes = {
         "draft_model": None,
+        "draft_adapter": None,
         "max_context": config.max_context + config.max_step_tokens,
         "page_size": 4,
         "cache_bytes": None,
@@ -68,7 +71,20 @@ def _load(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(directory, dtype=_dtype(directory, config, device), device=device)
-    return Engine(model, card, config, draft_engine)
+    adapter = name = None
+    if config.draft_adapter:
+        adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)
+        name = Path(config.draft_adapter).name
+    return Engine(model, card, config, draft_engine, adapter, name)
+
+
+def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
+    """A model directory's card as an engine of this configuration has it: with the depth of its
+    draft adapter. Reads no weights. Raises ModelError."""
+    card = read_card(directory)
+    if config.draft_adapter is None:
+        return card
+    return replace(card, block_size=read_draft_card(config.draft_adapter).depths)
 
 
 def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dtype:

@@ -21,7 +21,7 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
@@ -91,7 +91,14 @@ class LiveMeasures:
             for mode, steps in self._beyond.items()
         }
 
-    def observe(self, sequence: Sequence, plan: Plan, rows: Rows, tokens: Several[int]) -> None:
+    def observe(
+        self,
+        sequence: Sequence,
+        plan: Plan,
+        rows: Rows,
+        proposals: Proposals,
+        tokens: Several[int],
+    ) -> None:
         """Before the step's `tokens` are committed."""
         mode = sequence.request.mode
         if len(tokens) > 1:
@@ -102,7 +109,7 @@ class LiveMeasures:
             committed = tokens[: sequence.cached - sequence.committed]  # the accepted drafts
             own = rows.best
         elif isinstance(mode, _CONFIDENT) and mode.measure == "probability":
-            values, own = rows.numbers["probability"][1:], rows.earlier
+            values, own = proposals.confidences, rows.earlier
             committed = sequence.tokens[-len(own) :] if own else ()
         else:
             return

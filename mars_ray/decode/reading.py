@@ -1,13 +1,16 @@
 """From the rows of a forward to tokens and numbers on the host.
 
-Shape suffixes: N rows of a forward or of a sequence, P rows that are read, H hidden size, V
-vocabulary.
+First the rows of real tokens, which say where each sequence's step ends, then those masks that
+stand behind that end: what the others would say is of no use, and the vocabulary is large.
+
+Shape suffixes: N rows of a forward or of a sequence, P rows of real tokens that are read, M rows of
+masks that are read, H hidden size, V vocabulary.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
@@ -16,101 +19,167 @@ import torch
 from torch import Tensor
 
 from mars_ray.core.accept import confidence
-from mars_ray.core.penalties import adjust
-from mars_ray.core.sampling import scores
+from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.drafting import Masks, choose_drafts
 from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Work
-from mars_ray.decode.strategies.base import Plan, Rows, Wanted
+from mars_ray.decode.scoring import NOT_A_NUMBER, Block, best, score, upload
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Wanted
 from mars_ray.errors import EngineError
 
-# Stands for the best token of a row without numbers.
-_NOT_A_NUMBER = -1
+# Up to so many rows wait for the vocabulary's weights: they are read once, for all of them.
+_AT_ONCE = 16
 
 
-def read(
-    runner: Runner,
-    hidden_NH: Tensor,
-    work: Several[Work],
-    position_N: Tensor,
-    mask_token_id: int | None,
-    meanwhile: Callable[[], None],
-) -> list[Rows]:
-    """For every plan the rows from its last real token on, and those under review before it.
+class Reader:
+    """Of one forward. Sequences without a plan are passed over: nobody asks for their rows."""
 
-    `meanwhile` as in `batch.forward`.
-    """
-    index, owns, start, end = [], [], 0, 0
-    for item in work:
-        if item.plan:
-            first = start + item.count - 1 - item.plan.review
-            index.append(range(first, start + item.rows))
-            owns.append(slice(end, end + len(index[-1])))
+    def __init__(
+        self,
+        runner: Runner,
+        hidden_NH: Tensor,
+        work: Several[Work],
+        tables: Tables,
+        position_N: Tensor,
+        mask_token_id: int | None,
+    ) -> None:
+        self._runner = runner
+        self._hidden_NH = hidden_NH
+        self._position_N = position_N
+        self._mask_token_id = mask_token_id
+        real = zip(work, tables.first_S.tolist(), tables.first_mask_S.tolist(), strict=True)
+        self._planned = [
+            _Planned(item, cast(Plan, item.plan), first, first_mask)
+            for item, first, first_mask in real
+            if item.plan
+        ]
+        # Logits of all masks, in their order, if those were computed beside the others.
+        self._first_mask = len(hidden_NH) - tables.masks
+        self._mask_logits_MV: Tensor | None = None
+
+    @torch.inference_mode()
+    def rows(self, meanwhile: Callable[[], None]) -> list[Rows]:
+        """For every plan the rows from its last real token on, and those under review before it.
+
+        `meanwhile` as in `batch.forward`.
+        """
+        index = list(chain.from_iterable(planned.rows for planned in self._planned))
+        if not index:
+            meanwhile()
+            return []
+        logits_PV = self._logits(index)
+        owns, end = [], 0
+        for planned in self._planned:
+            owns.append(slice(end, end + len(planned.rows)))
             end = owns[-1].stop
-        start += item.rows
-    if end < start:
-        index_P = torch.tensor(list(chain.from_iterable(index)))
-        hidden_NH = hidden_NH.index_select(0, _upload(index_P, runner.device))
-        position_N = position_N[index_P]
-    logits_PV = runner.logits(hidden_NH)
-    if mask_token_id is not None:
-        # Never emitted, in any mode.
-        logits_PV.select(1, mask_token_id).fill_(-torch.inf)
-    planned = [item for item in work if item.plan]
-    # A row at position t predicts the token of position t + 1.
-    return _to_host(runner, logits_PV, planned, owns, position_N + 1, meanwhile)
+        # A row at position t predicts the token of position t + 1.
+        position_P = self._position_N[torch.tensor(index)] + 1
+        return self._to_host(logits_PV, owns, position_P, meanwhile)
+
+    @torch.inference_mode()
+    def proposals(self, outcomes: Several[int], tokens: Several[int]) -> list[Proposals]:
+        """For every plan what the masks behind its outcome say; `tokens` are those of the outcomes'
+        rows, which the masks stand behind."""
+        wanted, owns, end = [], [], 0
+        for planned, outcome in zip(self._planned, outcomes, strict=True):
+            own = planned.plan.masks_behind(outcome)
+            rows = range(planned.first_mask + own.start, planned.first_mask + own.stop)
+            owns.append(slice(end, end + len(rows)))
+            wanted += rows
+            end = owns[-1].stop
+        if not wanted:
+            return [Proposals() for _ in owns]
+        index_M = upload(torch.tensor(wanted), self._runner.device)
+        hidden_MH = self._hidden_NH.index_select(0, index_M)
+        if self._mask_logits_MV is None:
+            logits_MV = self._banned(self._runner.logits(hidden_MH))
+        else:
+            logits_MV = self._mask_logits_MV.index_select(0, index_M - self._first_mask)
+        masks = [
+            Masks(planned.item.sequence, planned.plan, outcome, token, own)
+            for planned, outcome, token, own in zip(
+                self._planned, outcomes, tokens, owns, strict=True
+            )
+        ]
+        position_M = self._position_N[torch.tensor(wanted)] + 1
+        return choose_drafts(self._runner, hidden_MH, logits_MV, position_M, masks)
+
+    def _logits(self, index: list[int]) -> Tensor:
+        """Of these rows; with few rows of all masks too."""
+        masks = len(self._hidden_NH) - self._first_mask
+        is_at_once = 0 < masks <= _AT_ONCE - len(index)
+        wanted = [*index, *range(self._first_mask, len(self._hidden_NH))] if is_at_once else index
+        hidden_PH = self._hidden_NH
+        if len(wanted) < len(hidden_PH):
+            hidden_PH = hidden_PH.index_select(0, upload(torch.tensor(wanted), self._runner.device))
+        logits_PV = self._banned(self._runner.logits(hidden_PH))
+        if is_at_once:
+            logits_PV, self._mask_logits_MV = logits_PV.split([len(index), masks])
+        return logits_PV
+
+    def _banned(self, logits_PV: Tensor) -> Tensor:
+        if self._mask_token_id is not None:
+            # Never emitted, in any mode.
+            logits_PV.select(1, self._mask_token_id).fill_(-torch.inf)
+        return logits_PV
+
+    def _to_host(
+        self,
+        logits_PV: Tensor,
+        owns: Several[slice],
+        position_P: Tensor,
+        meanwhile: Callable[[], None],
+    ) -> list[Rows]:
+        """Tokens and numbers of all rows in one copy."""
+        plans = [planned.plan for planned in self._planned]
+        wanted: list[Wanted] = sorted({name for plan in plans for name in plan.wanted})
+        measured: dict[Wanted, Tensor] = {
+            name: confidence(logits_PV, name) for name in wanted if name != "ratio"
+        }
+        blocks, log_p = [], []
+        for planned, own in zip(self._planned, owns, strict=True):
+            is_asked = planned.item.sequence.request.logprobs is not None
+            log_p.append(logits_PV[own].log_softmax(dim=-1) if is_asked else None)
+            blocks.append(planned.block(own))
+        score(logits_PV, blocks, position_P)
+        best_P, measured["ratio"] = best(logits_PV, _drafts(plans, len(logits_PV)))
+        meanwhile()
+        tokens, *values = _lists(self._runner, [best_P, *(measured[name] for name in wanted)])
+        tokens = [int(token) for token in tokens]
+        if NOT_A_NUMBER in tokens:
+            raise EngineError("the model gives numbers that are none")
+        numbers = dict(zip(wanted, values, strict=True))
+        return [
+            _rows(plan, tokens[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
+            for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True)
+        ]
 
 
-def _to_host(
-    runner: Runner,
-    logits_PV: Tensor,
-    work: Several[Work],
-    owns: Several[slice],
-    position_P: Tensor,
-    meanwhile: Callable[[], None],
-) -> list[Rows]:
-    """Tokens and numbers of all rows in one copy."""
-    plans = [cast(Plan, item.plan) for item in work]
-    wanted: list[Wanted] = sorted({name for plan in plans for name in plan.wanted})
-    measured: dict[Wanted, Tensor] = {
-        name: confidence(logits_PV, name) for name in wanted if name != "ratio"
-    }
-    log_p = [
-        logits_PV[own].log_softmax(dim=-1) if item.sequence.request.logprobs is not None else None
-        for item, own in zip(work, owns, strict=True)
-    ]
-    _adjust(logits_PV, work, owns, position_P)
-    _sample(logits_PV, work, owns, position_P)
-    best_P, measured["ratio"] = _best(logits_PV, _drafts(plans, len(logits_PV)))
-    meanwhile()
-    best, *values = _lists(runner, [best_P, *(measured[name] for name in wanted)])
-    best = [int(token) for token in best]
-    if _NOT_A_NUMBER in best:
-        raise EngineError("the model gives numbers that are none")
-    numbers = dict(zip(wanted, values, strict=True))
-    return [
-        _rows(plan, best[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
-        for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A sequence whose rows are read."""
 
+    item: Work
+    plan: Plan
+    first: int  # of its rows, among the forward's
+    first_mask: int
 
-def _best(logits_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Each row's best token, and how likely its draft is beside that."""
-    if logits_PV.device.type == "cpu":
-        # Several times faster than torch, which looks for a maximum one number at a time.
-        score_PV, row_P = logits_PV.numpy(), np.arange(len(draft_P))
-        best_P = score_PV.argmax(axis=-1)
-        most_P = score_PV[row_P, best_P]
-        # Behind the end of what a grammar allows every token has -inf.
-        with np.errstate(invalid="ignore"):
-            ratio_P = np.exp(score_PV[row_P, draft_P] - most_P)
-        best_P[np.isnan(most_P)] = _NOT_A_NUMBER
-        return torch.from_numpy(best_P), torch.from_numpy(ratio_P)
-    best_P = logits_PV.argmax(dim=-1)
-    draft = _upload(torch.from_numpy(draft_P), logits_PV.device)
-    pair_P2 = torch.stack([draft, best_P], dim=-1)
-    score_P2 = logits_PV.gather(-1, pair_P2)
-    best_P = best_P.masked_fill(score_P2[:, 1].isnan(), _NOT_A_NUMBER)
-    return best_P, (score_P2[:, 0] - score_P2[:, 1]).exp()
+    @property
+    def rows(self) -> range:
+        """From the first under review to the last draft's."""
+        first = self.first + self.item.count - 1 - self.plan.review
+        return range(first, self.first + self.item.count + len(self.plan.drafts))
+
+    def block(self, own: slice) -> Block:
+        sequence, plan = self.item.sequence, self.plan
+        request, answers = sequence.request, []
+        if request.sampling.changes_logits:
+            answer = sequence.tokens[len(request.prompt) :]
+            answers = [answer[: index - plan.review] for index in range(plan.review)]
+            answers += [answer + plan.drafts[:count] for count in range(len(plan.drafts) + 1)]
+        grammar = sequence.grammar
+        allowed_RV = grammar.allowed(plan.review, plan.drafts) if grammar else None
+        return Block(request, own, answers, allowed_RV)
 
 
 def _lists(runner: Runner, columns: Several[Tensor]) -> list[list[float]]:
@@ -123,66 +192,17 @@ def _lists(runner: Runner, columns: Several[Tensor]) -> list[list[float]]:
     return lists
 
 
-def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: the forward is still at work there."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _rows(
-    plan: Plan, best: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
+    plan: Plan, tokens: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
 ) -> Rows:
     """Apart from the rows under review, which come first."""
     first = plan.review
     return Rows(
-        best[first:],
+        tokens[first:],
         {name: values[first:] for name, values in numbers.items()},
         None if log_p_NV is None else log_p_NV[first:],
-        best[:first],
+        tokens[:first],
     )
-
-
-def _adjust(
-    logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
-) -> None:
-    """Penalties, biases and grammars of the requests that have some, in place."""
-    for item, own in zip(work, owns, strict=True):
-        request, plan = item.sequence.request, cast(Plan, item.plan)
-        if request.sampling.changes_logits:
-            answer = item.sequence.tokens[len(request.prompt) :]
-            answers = [answer[: index - plan.review] for index in range(plan.review)]
-            answers += [answer + drafts for drafts in plan.drafts_before()]
-            places = (position_P[own] - len(request.prompt)).tolist()
-            stop = request.stop_ids
-            adjust(logits_PV[own], request.sampling, request.prompt, answers, places, stop)
-        if item.sequence.grammar:
-            allowed_RV = item.sequence.grammar.allowed(plan.review, plan.drafts)
-            forbidden_RV = _upload(torch.from_numpy(~allowed_RV), logits_PV.device)
-            logits_PV[own][: len(allowed_RV)].masked_fill_(forbidden_RV, -torch.inf)
-
-
-def _sample(
-    logits_PV: Tensor, work: Several[Work], owns: Several[slice], position_P: Tensor
-) -> None:
-    """Turn logits into scores, in place; greedy ones are that already.
-
-    Requests whose sampling differs by nothing but the seed are scored together.
-    """
-    alike = defaultdict(list)
-    for item, own in zip(work, owns, strict=True):
-        sampling = item.sequence.request.sampling
-        if sampling.temperature > 0:
-            key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-            alike[key].append((sampling, np.arange(own.start, own.stop)))
-    for members in alike.values():
-        index_X = torch.from_numpy(np.concatenate([rows for _, rows in members]))
-        seed_X = torch.tensor([sampling.seed for sampling, rows in members for _ in rows])
-        seed_X = _upload(seed_X, logits_PV.device)
-        position_X = _upload(position_P[index_X], logits_PV.device)
-        index_X = _upload(index_X, logits_PV.device)
-        scores_XV = scores(logits_PV[index_X], members[0][0], position_X, seed_X)
-        logits_PV.index_copy_(0, index_X, scores_XV)
 
 
 def _drafts(plans: Several[Plan], rows: int) -> np.ndarray:
@@ -192,5 +212,5 @@ def _drafts(plans: Several[Plan], rows: int) -> np.ndarray:
     for plan in plans:
         row += plan.review
         draft_P[row : row + len(plan.drafts)] = plan.drafts
-        row += 1 + plan.rows
+        row += 1 + len(plan.drafts)
     return draft_P

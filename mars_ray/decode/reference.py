@@ -2,16 +2,19 @@
 
 Each mode is a function from what is committed to what one forward commits. The row at position t
 predicts token t+1; W masks after the last real token c-1 stand at c .. c+W-1 and predict
-c+1 .. c+W.
+c+1 .. c+W. A draft adapter makes the masks' rows, and no others.
 
-Shape suffixes: N rows of one forward, V vocabulary.
+Shape suffixes: N rows of one forward, M masks of a group, H hidden size, V
+vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import (
@@ -24,13 +27,14 @@ from mars_ray.config.decode import (
     SpeculativeMode,
     VerifiedMode,
 )
-from mars_ray.core.accept import accepted_prefix, confidence, passes
+from mars_ray.core.accept import Measure, accepted_prefix, confidence, passes
 from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.core.penalties import adjust
 from mars_ray.core.sampling import scores
 from mars_ray.core.verify import accepts
 from mars_ray.decode.request import Completion, Request, check_request, window_of
 from mars_ray.model.card import ModelCard
+from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.forward import hidden_states, output_head
 
 _PENALTIES = (
@@ -54,6 +58,7 @@ class _Run:
     stop_ids: frozenset[int]
     tokens: list[int]
     draft_model: PreTrainedModel | None = None
+    adapter: DraftAdapter | None = None
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
 
@@ -71,14 +76,17 @@ class _Run:
             row, start = len(position), len(self.tokens) + after
             sees_NN[row : row + masks, start:row] = False
             position += range(start, start + masks)
-        hidden = hidden_states(
-            self.model,
-            torch.tensor([ids], device=device),
-            torch.tensor([position], device=device),
-            sees_NN[None, None].to(device),
-        )
+        depths = [depth for _, masks in groups for depth in range(masks)]
+        with _adapted(self.model, self.adapter, depths):
+            hidden = hidden_states(
+                self.model,
+                torch.tensor([ids], device=device),
+                torch.tensor([position], device=device),
+                sees_NN[None, None].to(device),
+            )
         first = len(self.tokens) - 1
-        logits_NV = output_head(self.model)(hidden[0, first:]).float()
+        hidden_NH = hidden[0, first:]
+        logits_NV = output_head(self.model)(hidden_NH).float()
         if self.card.mask_token_id is not None:
             # Never emitted, in any mode.
             logits_NV[:, self.card.mask_token_id] = -torch.inf
@@ -86,24 +94,58 @@ class _Run:
         position_N = torch.tensor(position[first:]) + 1
         before = [drafts[:count] for count in range(len(drafts) + 1)]
         before += [drafts[:after] for after, masks in groups for _ in range(masks)]
-        return self._scored(logits_NV, position_N, before)
+        scores_NV = self.scored(logits_NV, position_N, before)
+        return _Rows(hidden_NH, logits_NV, scores_NV, position_N)
 
-    def _scored(self, logits_NV: Tensor, position_N: Tensor, before: list[list[int]]) -> "_Rows":
+    def scored(self, logits_NV: Tensor, position_N: Tensor, before: list[list[int]]) -> Tensor:
+        """By the request's sampling, behind so many guesses each."""
         adjusted_NV = logits_NV.clone()
         if self.sampling.changes_logits:
             answer = self.tokens[len(self.prompt) :]
             answers = [answer + drafts for drafts in before]
             places = [position - len(self.prompt) for position in position_N.tolist()]
             adjust(adjusted_NV, self.sampling, self.prompt, answers, places, self.stop_ids)
-        return _Rows(logits_NV, scores(adjusted_NV, self.sampling, position_N))
+        return scores(adjusted_NV, self.sampling, position_N)
+
+
+@contextmanager
+def _adapted(
+    model: PreTrainedModel, adapter: DraftAdapter | None, depths: list[int]
+) -> Iterator[None]:
+    """The last rows are masks of these depths, from 0: what the adapter makes of them."""
+    if not adapter or not depths:
+        yield
+        return
+    masks = len(depths)
+
+    def embed(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return torch.cat([output[:, :-masks], adapter.mask_embedding_DH[depths][None]], dim=1)
+
+    def add(down_RI: Tensor, up_OR: Tensor):
+        def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            added = adapter.card.scale * (inputs[0][:, -masks:] @ down_RI.t() @ up_OR.t())
+            return torch.cat([output[:, :-masks], output[:, -masks:] + added], dim=1)
+
+        return hook
+
+    handles = [model.get_input_embeddings().register_forward_hook(embed)]
+    for name, lora in adapter.lora.items():
+        handles.append(model.get_submodule(name).register_forward_hook(add(*lora)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Rows of one forward: logits, and the scores whose argmax is the row's token."""
 
+    hidden_NH: Tensor
     logits_NV: Tensor
     scores_NV: Tensor
+    position_N: Tensor  # of the tokens to come
 
     @property
     def tokens(self) -> list[int]:
@@ -116,8 +158,11 @@ def generate(
     card: ModelCard,
     request: Request,
     draft_model: PreTrainedModel | None = None,
+    adapter: DraftAdapter | None = None,
 ) -> Completion:
     """Decode one request; `speculative` needs the draft model. Raises RequestError."""
+    if adapter:
+        card = replace(card, block_size=adapter.card.depths)
     check_request(request, model, card, max_context=model.config.max_position_embeddings)
     step = _STEPS[type(request.mode)]
     run = _Run(
@@ -129,6 +174,7 @@ def generate(
         request.stop_ids,
         list(request.prompt),
         draft_model,
+        adapter,
     )
     committed: list[int] = []
     token_forward: list[int] = []
@@ -171,8 +217,38 @@ def _block_cached(run: _Run, mode: BlockCachedMode) -> list[int]:
 
 def _confident(run: _Run, mode: ConfidenceMode | BlockCachedMode, masks: int) -> list[int]:
     rows = run.rows([], [(0, masks)])
-    passed = passes(confidence(rows.logits_NV[1:], mode.measure), mode.threshold, mode.measure)
-    return rows.tokens[: 1 + accepted_prefix(passed)]
+    tokens, confidences = _proposed(run, rows, slice(1, 1 + masks), [rows.tokens[0]], mode.measure)
+    passed = passes(torch.tensor(confidences), mode.threshold, mode.measure)
+    return [rows.tokens[0], *tokens[: accepted_prefix(passed)]]
+
+
+def _proposed(
+    run: _Run, rows: _Rows, masks: slice, before: list[int], measure: Measure | None
+) -> tuple[list[int], list[float]]:
+    """Tokens of a group of masks, `before` being all guesses and the token before them, and how
+    sure each is: by the measure, or as a draft."""
+    head = run.adapter.head if run.adapter else None
+    logits_MV = rows.logits_NV[masks]
+    if head is None:
+        return rows.tokens[masks], confidence(logits_MV, measure or "probability").tolist()
+    assert run.adapter
+    vocabulary_VH = cast(nn.Linear, output_head(run.model)).weight
+    tokens, confidences = [], []
+    for index, (hidden_H, row_V) in enumerate(zip(rows.hidden_NH[masks], logits_MV, strict=True)):
+        said = [*before, *tokens]
+        previous_1H = run.model.get_input_embeddings()(torch.tensor(said[-1:]))
+        corrected_1H = head.correct(hidden_H[None], previous_1H, torch.tensor([index + 1]))
+        # Only the likeliest tokens of the row itself, and never what it may not say.
+        candidates = row_V.topk(min(run.adapter.card.candidates, len(row_V))).indices
+        candidates = candidates[row_V[candidates] > -torch.inf]
+        corrected_1V = torch.full_like(row_V, -torch.inf)[None]
+        corrected_1V[0, candidates] = (corrected_1H @ vocabulary_VH[candidates].t())[0].float()
+        position_1 = rows.position_N[masks][index : index + 1]
+        scores_1V = run.scored(corrected_1V, position_1, [said])
+        tokens.append(int(scores_1V.argmax()))
+        sure = confidence(corrected_1V, measure) if measure else scores_1V.softmax(dim=-1).amax()
+        confidences.append(float(sure))
+    return tokens, confidences
 
 
 def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
@@ -215,8 +291,8 @@ def _verify(run: _Run, threshold: float, groups: int) -> list[int]:
     if accepted in outcomes:
         start = count + 1 + outcomes.index(accepted) * run.window
         masks = slice(start, start + run.window)
-        run.drafts = tokens[masks]
-        run.draft_probabilities = confidence(rows.logits_NV[masks], "probability").tolist()
+        before = [*drafts[:accepted], tokens[accepted]]
+        run.drafts, run.draft_probabilities = _proposed(run, rows, masks, before, None)
     return [*drafts[:accepted], tokens[accepted]]
 
 

@@ -1,7 +1,7 @@
 """What goes into a decoder and what comes out."""
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -53,6 +53,9 @@ class Completion:
     token_forward: tuple[int, ...]  # number of the forward, from 1, that committed each token
     forwards: int  # those that committed tokens; of a long prompt only the last one does
     finish_reason: FinishReason
+    # Names of the draft adapters that made its drafts, one after the other: its T/F is that of an
+    # adapter if there is no other. It says nothing about the text.
+    adapters: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -83,7 +86,7 @@ class TokenEvent:
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the first forward with rows of it
     threshold: float | None = None  # the lowest in force so far, in modes that verify
-    adapter: str | None = None  # the draft adapter in force in this forward
+    adapter: str | None = None  # the draft adapter whose drafts this forward has checked
     failure: Exception | None = None  # what ended the request in place of a completion
 
 
@@ -99,28 +102,41 @@ def as_one(events: Several[TokenEvent]) -> TokenEvent:
     )
 
 
+def window_within(mode: Mode, depth: int) -> int:
+    """Masks of a group at most where so many depths were trained; 0 for modes that have none."""
+    match mode:
+        case ExactMode() | JacobiMode():
+            return 0
+        case BlockCachedMode():
+            return depth
+        case _:
+            return depth if mode.window is None else min(mode.window, depth)
+
+
 def window_of(mode: Mode, card: ModelCard) -> int:
     """Masks per step; 0 for the modes that have none. Raises RequestError beyond the trained
     depth."""
+    depth = card.block_size
     if isinstance(mode, ExactMode | JacobiMode):
         return 0
-    if isinstance(mode, SpeculativeMode) and not (mode.window or card.block_size):
+    if isinstance(mode, SpeculativeMode) and not (mode.window or depth):
         return 0
-    if card.block_size == 0:
+    if depth == 0:
         raise RequestError(
             f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or "
             "give it a draft adapter (`mars-ray adapt MODEL` makes one)",
             field="mode",
         )
-    window = card.block_size if isinstance(mode, BlockCachedMode) else mode.window
-    if window is None:
-        return card.block_size
-    if window > card.block_size:
+    if not isinstance(mode, BlockCachedMode) and (mode.window or 0) > depth:
         raise RequestError(
-            f"window {window} is more than the checkpoint's trained depth {card.block_size}",
-            field="window",
+            f"window {mode.window} is more than the trained depth {depth}", field="window"
         )
-    return window
+    return window_within(mode, depth)
+
+
+def needs_drafts(mode: Mode) -> bool:
+    """Whether a model that makes none is asked for it in vain (`window_of`)."""
+    return isinstance(mode, VerifiedMode | ConfidenceMode | BlockCachedMode)
 
 
 def groups_of(mode: Mode, window: int) -> int:

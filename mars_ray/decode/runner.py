@@ -4,11 +4,16 @@ A decoding step has few rows, so calling a Hugging Face model costs more than it
 layer is a dozen operations. What is computed is what transformers computes, and tests hold it to
 that for each architecture (`tests/decode/test_runner.py`).
 
-Shape suffixes: N rows of a forward, P rows that are read, H hidden size (key-value heads where D
-follows), T heads of queries, keys and values together, D head size, V vocabulary.
+With a draft adapter (`adapter.py`) the last rows of a forward are its masks: they have their own
+embeddings and products, and all other rows are computed as without it.
+
+Shape suffixes: N rows of a forward, P rows that are read, M mask rows, H hidden size (key-value
+heads where D follows), T heads of queries, keys and values together, D head size, I size of the
+feed-forward layer, V vocabulary.
 """
 
 import time
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -17,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
+from mars_ray.decode.adapter import FusedAdapter, LayerLora, MaskRows
 from mars_ray.decode.linear import Linear, ReorderedLinear, linear_of
 from mars_ray.errors import ModelError
 from mars_ray.model.forward import output_head
@@ -59,27 +65,57 @@ class Runner:
         self.device, self.dtype = model.device, model.dtype
         # Spent in the model so far; on a GPU, in launching it and in waiting for what it says.
         self.seconds = 0.0
+        self.adapter: FusedAdapter | None = None
         self._embedding: Tensor = base.embed_tokens.weight
         self._layers = [_Layer.of(layer, self._embedding) for layer in base.layers]
         self._norm = _Norm.of(base.norm)
-        self._head = linear_of([cast(nn.Linear, output_head(model))], self._embedding)
+        head = cast(nn.Linear, output_head(model))
+        self._is_tied = head.weight is self._embedding
+        self._head = linear_of([head], self._embedding)
+        self.vocabulary_VH: Tensor | None = None
         index_1N = torch.arange(positions, device=model.device)[None]
         cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
         half = cos_1ND.shape[-1] // 2
         self._cos_sin = torch.stack([cos_1ND[0], sin_1ND[0]], dim=1)
         self._cos_sin[:, 1, :half].neg_()
 
-    def hidden_states(self, ids_N: Tensor, position_N: Tensor, attention: Attention) -> Tensor:
-        """Last hidden states, (N, H); keys and values go into the cache."""
+    def hidden_states(
+        self,
+        ids_N: Tensor,
+        position_N: Tensor,
+        attention: Attention,
+        masks: MaskRows | None = None,
+    ) -> Tensor:
+        """Last hidden states, (N, H); keys and values go into the cache.
+
+        With an adapter the ids of `masks` are depths, from 0.
+        """
         started = time.perf_counter()
-        x_NH = embedding(ids_N, self._embedding)
+        loras: Several[LayerLora | None] = [None] * len(self._layers)
+        if masks and self.adapter:
+            x_NH = masks.embedded(ids_N, self._embedding, self.adapter.mask_embedding_DH)
+            loras = self.adapter.layers or loras
+        else:
+            x_NH = self.embed(ids_N)
         cos_N1D, sin_N1D = self._cos_sin.index_select(0, position_N).split(1, dim=1)
         turn = cos_N1D, sin_N1D
-        for index, layer in enumerate(self._layers):
-            x_NH = layer.forward(x_NH, turn, index, attention)
+        for index, (layer, lora) in enumerate(zip(self._layers, loras, strict=True)):
+            x_NH = layer.forward(x_NH, turn, index, attention, lora, masks)
         x_NH = self._norm(x_NH)
         self.seconds += time.perf_counter() - started
         return x_NH
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        """Embeddings of tokens, (N, H)."""
+        return embedding(ids_N, self._embedding)
+
+    def set_adapter(self, adapter: FusedAdapter | None) -> None:
+        """From the next forward on."""
+        self.adapter = adapter
+        # What the sequential head multiplies candidates with. A reordered matrix is of no use then.
+        self.vocabulary_VH = None
+        if adapter and adapter.head:
+            self.vocabulary_VH = self._embedding if self._is_tied else self._head.dense()
 
     def logits(self, hidden_PH: Tensor) -> Tensor:
         """Float32, (P, V)."""
@@ -157,12 +193,34 @@ class _Layer:
             linear_of([mlp.down_proj], keep),
         )
 
-    def forward(self, x_NH: Tensor, turn: Turn, index: int, attention: Attention) -> Tensor:
-        qkv_NTD = self.qkv(self.input_norm(x_NH)).view(x_NH.shape[0], -1, self.head_size)
+    def forward(
+        self,
+        x_NH: Tensor,
+        turn: Turn,
+        index: int,
+        attention: Attention,
+        lora: LayerLora | None,
+        masks: MaskRows | None,
+    ) -> Tensor:
+        normed_NH = self.input_norm(x_NH)
+        qkv_NX = self.qkv(normed_NH)
+        if lora and masks:
+            masks.add(lora.qkv, qkv_NX, normed_NH)
+        qkv_NTD = qkv_NX.view(x_NH.shape[0], -1, self.head_size)
         if self.head_norm:
             qk_NTD = qkv_NTD[:, : self.query_heads + self.key_heads]
             qk_NTD.copy_(self.head_norm(qk_NTD))
         attended_NH = attention.attend(index, qkv_NTD, turn, self.scale)
         x_NH = self.attention_out.add_to(x_NH, attended_NH)
-        gate_NI, up_NI = self.gate_up(self.mlp_norm(x_NH)).chunk(2, dim=-1)
-        return self.down.add_to(x_NH, silu(gate_NI).mul_(up_NI))
+        if lora and masks:
+            masks.add(lora.attention_out, x_NH, attended_NH)
+        normed_NH = self.mlp_norm(x_NH)
+        gate_up_NX = self.gate_up(normed_NH)
+        if lora and masks:
+            masks.add(lora.gate_up, gate_up_NX, normed_NH)
+        gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
+        inner_NI = silu(gate_NI).mul_(up_NI)
+        x_NH = self.down.add_to(x_NH, inner_NI)
+        if lora and masks:
+            masks.add(lora.down, x_NH, inner_NI)
+        return x_NH

@@ -16,6 +16,8 @@ from mars_ray.decode.request import (
     TokenEvent,
     groups_of,
     has_drafts,
+    most_rows,
+    window_within,
 )
 
 
@@ -38,11 +40,14 @@ class Sequence:
     threshold: float = field(init=False)  # in force in the next step, in modes that verify
     lowest_threshold: float | None = field(init=False)  # of all steps so far
     grammar: GrammarState | None = field(init=False)
+    adapters: list[str] = field(
+        default_factory=list
+    )  # that have made its drafts, one after another
     extended: int = 0  # the forward after which a draft model has added to the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
     published: int = 0  # of its pages, the first ones
-    adapter: str | None = None  # in force in the last forward
+    adapter: str | None = None  # whose drafts wait
     disagreed: int = 0  # tokens seen not to be the model's own choice
     submitted_s: float = 0.0
     queue_s: float = 0.0  # from then to its first rows
@@ -98,6 +103,25 @@ class Sequence:
         order = (0, self.cached, self.committed, self.limit)
         assert order == tuple(sorted(order)), f"{self.request.id}: {order} is out of order"
         assert self.cached < self.committed, f"{self.request.id}: nothing to forward"
+
+    def refit(self, depth: int, rows: int) -> None:
+        """Masks have at most this depth from now on, and a forward at most so many rows."""
+        mode = self.request.mode
+        widest = window_within(mode, depth)
+        if isinstance(mode, SpeculativeMode):
+            # Its rows may be as many as there is room for.
+            widest = min(widest, self.widest)
+        self.widest, self.choice = widest, None
+        self.groups = groups_of(mode, widest)
+        if widest and (excess := most_rows(mode, widest) - rows) > 0:
+            self.groups = max(1, self.groups - -(-excess // widest))
+        if isinstance(mode, VerifiedMode):
+            del self.drafts[widest:], self.draft_probabilities[widest:]
+
+    def drafted_by(self, adapter: str | None) -> None:
+        """Note whose drafts or masks a forward has had."""
+        if adapter and adapter not in self.adapters[-1:]:
+            self.adapters.append(adapter)
 
     def kept(self, tokens: list[int]) -> list[int]:
         """Those of a forward that are committed: up to a stop token, the limit, or one that the
@@ -156,4 +180,5 @@ class Sequence:
             tuple(self.token_forward),
             self.forwards,
             reason,
+            tuple(self.adapters),
         )

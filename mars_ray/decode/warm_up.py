@@ -8,11 +8,11 @@ import torch
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.core.cost import StepCost, row_counts
 from mars_ray.decode.attention.base import Backend
-from mars_ray.decode.batch import forward
+from mars_ray.decode.batch import forward, nothing
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan
+from mars_ray.decode.strategies.base import MaskGroup, Plan
 from mars_ray.model.card import ModelCard
 
 _CONTEXT = 128  # tokens before the rows
@@ -67,19 +67,34 @@ def step_seconds(
     backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
 ) -> float:
     """One step of so many rows, spread evenly over the sequences; all of them on the same pages."""
-    work = list(_work(rows, sequences, config))
+    work = list(_work(rows, sequences, card.block_size, config))
     if backend.runner.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    forward(backend, work, card.mask_token_id)  # ends with a copy to the host
+    reader = forward(backend, work, card.mask_token_id)
+    read = reader.rows(nothing)
+    outcomes = [len(item.plan.drafts) if item.plan else 0 for item in work]
+    # Ends with a copy to the host.
+    reader.proposals(outcomes, [own.best[-1] for own in read])
     return time.perf_counter() - started
 
 
-def _work(rows: int, sequences: int, config: EngineConfig) -> Iterator[Work]:
+def _work(rows: int, sequences: int, depth: int, config: EngineConfig) -> Iterator[Work]:
     start = min(_CONTEXT, config.max_context // 2)
     for index in range(sequences):
         width = len(range(index, rows, sequences))
         pages = list(range(-(-(start + width) // config.page_size)))
         request = Request(str(index), (0,), ExactMode(), Sampling(), start + width, frozenset())
         sequence = Sequence(request, 0, [0] * (start + 1), cached=start, pages=pages)
-        yield Work(sequence, 1, Plan([0] * (width - 1), (), ("ratio",)))
+        yield Work(sequence, 1, _plan(width - 1, depth))
+
+
+def _plan(rows: int, depth: int) -> Plan:
+    """As they usually are: more masks than drafts, behind one outcome after the other."""
+    masks = 2 * rows // 3 if depth else 0
+    drafts = rows - masks
+    groups = tuple(
+        MaskGroup(max(0, drafts - index), min(depth, masks - start))
+        for index, start in enumerate(range(0, masks, max(1, depth)))
+    )
+    return Plan([0] * drafts, groups, ("ratio",))

@@ -62,11 +62,15 @@ class WindowControl:
         self.cost = cost
         self._most_rows = most_rows
         # Sampled drafts are accepted less often than greedy ones.
-        self.acceptance = {False: Acceptance(depth), True: Acceptance(depth)}
+        self.forget(depth)
         self._speed_up = _SpeedUp()
         self._sequences = 1
         self._price: float | None = None
         self._steps = 0
+
+    def forget(self, depth: int) -> None:
+        """What is known of drafts: from now on they are others, of this depth at most."""
+        self.acceptance = {False: Acceptance(depth), True: Acceptance(depth)}
 
     def choose(self, running: Several[Sequence]) -> None:
         """For the step to come."""

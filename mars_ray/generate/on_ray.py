@@ -99,8 +99,8 @@ class RayEngines:
         job = self._job
         engine = job.engine
         changes: dict[str, Any] = {"threads": engine.threads or max(1, int(job.cpus_per_worker))}
-        if engine.draft_model:
-            changes["draft_model"] = _absolute(engine.draft_model)
+        paths = {"draft_model": engine.draft_model, "draft_adapter": engine.draft_adapter}
+        changes |= {name: _absolute(path) for name, path in paths.items() if path}
         remote = ray.remote(Worker).options(
             num_cpus=job.cpus_per_worker,
             num_gpus=self._gpus,

@@ -82,9 +82,11 @@ def excluded_keys(paths: Iterable[str]) -> frozenset[bytes]:
     for origin, row in files.rows(tuple(paths)):
         if isinstance(row, ValueError):
             raise DataError(f"{origin} is to be excluded, and is not JSON: {row}")
-        keys.update(map(text_key, texts_of(row)))
-        if isinstance(row, dict) and row.get("input"):
-            keys.add(text_key(f"{row.get('instruction')} {row['input']}"))
+        texts = list(texts_of(row))
+        keys.update(map(text_key, texts))
+        if isinstance(row, dict) and "instruction" in row:
+            # Asked with their inputs, wherever in the row those are.
+            keys.update(text_key(f"{row['instruction']} {text}") for text in texts)
     # Texts without words are all the same.
     return frozenset(keys - {text_key("")})
 

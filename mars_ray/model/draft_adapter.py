@@ -140,8 +140,12 @@ def _peft_config(card: DraftCard) -> dict[str, Any]:
     }
 
 
-def read_draft_card(directory: str | Path) -> DraftCard:
-    """Raises ModelError if the directory holds no draft adapter, or one of another version."""
+def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCard:
+    """`called` is the adapter's name in messages, where the directory is a copy of it.
+
+    Raises ModelError if the directory holds no draft adapter, or one of another version.
+    """
+    name = called or str(directory)
     path = Path(directory) / DRAFT_CARD_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -149,13 +153,16 @@ def read_draft_card(directory: str | Path) -> DraftCard:
         card = DraftCard(**content | {"targets": tuple(content["targets"])})
     except (FileNotFoundError, NotADirectoryError):
         raise ModelError(
-            f"{directory} is no draft adapter: it has no {DRAFT_CARD_FILE}. `mars-ray adapt` "
-            "makes one"
+            f"{name} is no draft adapter: it has no {DRAFT_CARD_FILE}. `mars-ray adapt` makes one"
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} is not the card of a draft adapter: {error}") from error
+        said = f"{DRAFT_CARD_FILE} of {name} is not the card of a draft adapter: {error}"
+        raise ModelError(said) from error
     if version != _FORMAT:
-        raise ModelError(f"{path} has format {version}; this version of mars-ray reads {_FORMAT}")
+        raise ModelError(
+            f"the draft adapter {name} has format {version}; this version of mars-ray reads "
+            f"{_FORMAT}"
+        )
     return card
 
 

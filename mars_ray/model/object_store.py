@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +74,18 @@ def copy_file(uri: str, name: str, directory: Path) -> None:
             _fetch(filesystem, file, directory, uri)
 
 
-def copy_from_store(uri: str, cache: Path) -> Path:
+def _check_model(directory: Path, called: str) -> None:
+    check_complete(directory)
+    read_card(directory, called)
+
+
+def copy_from_store(
+    uri: str, cache: Path, check: Callable[[Path, str], None] = _check_model
+) -> Path:
     """A directory below `cache` with the checkpoint at a URI. Raises ModelError.
 
-    Another process that wants it at the same time waits and uses the same copy.
+    Another process that wants it at the same time waits and uses the same copy. `check` is given
+    the copy and its name in messages, and raises ModelError for one that is not whole.
     """
     filesystem, files = _listing(uri)
     try:
@@ -86,7 +95,7 @@ def copy_from_store(uri: str, cache: Path) -> Path:
     directory = cache / f"{_name(uri)}-{_digest(uri, files)}"
     with FileLock(f"{directory}.lock", fallback_to_soft=False):
         if not directory.exists():
-            _download(uri, filesystem, files, directory)
+            _download(uri, filesystem, files, directory, check)
     return directory
 
 
@@ -116,7 +125,13 @@ def _digest(uri: str, files: list[_Stored]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
-def _download(uri: str, filesystem: FileSystem, files: list[_Stored], directory: Path) -> None:
+def _download(
+    uri: str,
+    filesystem: FileSystem,
+    files: list[_Stored],
+    directory: Path,
+    check: Callable[[Path, str], None],
+) -> None:
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -127,8 +142,7 @@ def _download(uri: str, filesystem: FileSystem, files: list[_Stored], directory:
     # An upload meanwhile would leave us with files of two versions.
     if _listing(uri)[1] != files:
         raise ModelError(f"{shown(uri)} was changed while it was fetched; start again")
-    check_complete(partial)
-    read_card(partial, called=shown(uri))
+    check(partial, shown(uri))
     os.replace(partial, directory)
 
 

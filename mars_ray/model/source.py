@@ -58,14 +58,14 @@ def pinned(source: Source) -> tuple[Source, ModelCard]:
         return source, stored_card(source.name)
     if not source.is_on_hub:
         return replace(source, name=str(Path(source.name).resolve())), read_card(source.name)
-    snapshot = _from_hub(source, CARD_FILE, CONFIG_FILE)
+    snapshot = hub_snapshot(source, CARD_FILE, CONFIG_FILE)
     return replace(source, revision=snapshot.name), read_card(snapshot, called=source.name)
 
 
 def config_of(source: Source) -> Any:
     """The model's configuration; nothing else is fetched. Raises ModelError."""
     if not source.is_uri:
-        directory = _from_hub(source, CONFIG_FILE) if source.is_on_hub else Path(source.name)
+        directory = hub_snapshot(source, CONFIG_FILE) if source.is_on_hub else Path(source.name)
         return read_config(directory, called=source.name)
     with tempfile.TemporaryDirectory() as directory:
         copy_file(source.name, CONFIG_FILE, Path(directory))
@@ -80,7 +80,7 @@ def local_copy(source: Source, cache: str) -> Path:
     if source.is_uri:
         return copy_from_store(source.name, Path(cache).expanduser())
     if source.is_on_hub:
-        directory = _from_hub(source)
+        directory = hub_snapshot(source)
     else:
         directory = Path(source.name)
         if not directory.is_dir():
@@ -92,9 +92,9 @@ def local_copy(source: Source, cache: str) -> Path:
     return directory
 
 
-def _from_hub(source: Source, *only: str) -> Path:
+def hub_snapshot(source: Source, *only: str) -> Path:
     """The snapshot's directory in the hub's cache, which bears the commit's name; a file that the
-    model does not have is not there."""
+    model does not have is not there. Raises ModelError."""
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:

@@ -9,11 +9,14 @@ from typing import Any
 
 from ray import serve
 
-from mars_ray.config.decode import BlockCachedMode, ExactMode, VerifiedMode
+from mars_ray.config.decode import BlockCachedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
+from mars_ray.model.card import ModelCard
+from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
+from mars_ray.model.draft_source import local_adapter, pinned_adapter
 from mars_ray.model.object_store import shown
 from mars_ray.model.source import Source, config_of, pinned
 from mars_ray.scaling.prior import prior_model
@@ -24,6 +27,7 @@ from mars_ray.serve.ingress import Ingress
 from mars_ray.serve.keys import Keys
 from mars_ray.serve.replica import Replica
 from mars_ray.serve.router import PrefixRouter
+from mars_ray.serve.swap import swap_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +63,24 @@ def build_app(job: ServeJob) -> serve.Application:
         logger.warning(
             "the service listens on %s and asks nobody for a key: set keys_file=", job.host
         )
-    job = _checked(job)
+    return _built(_checked(job))
+
+
+def _built(job: ServeJob) -> serve.Application:
+    """Of a job that was checked."""
     models = job.each()
+    built_s = time.time()
     ingress = serve.deployment(
         num_replicas=job.ingress_replicas,
         max_ongoing_requests=sum(_places(model) * model.most_replicas for model in models.values()),
         **_life(job),
         ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": {"env_vars": _ENV}},
     )(Ingress)
-    return ingress.bind(job, {name: _replicas(model) for name, model in models.items()})
+    replicas = {name: _replicas(model, built_s) for name, model in models.items()}
+    return ingress.bind(job, replicas, built_s)
 
 
-def _replicas(job: ServeJob) -> serve.Application:
+def _replicas(job: ServeJob, built_s: float) -> serve.Application:
     """The deployment of a job's one model."""
     # Ray's annotation leaves out its own default, None.
     per_node: Any = job.max_replicas_per_node
@@ -83,7 +93,7 @@ def _replicas(job: ServeJob) -> serve.Application:
         **_life(job),
         ray_actor_options=_actor_options(job),
     )(Replica)
-    setting = Setting(time.time(), job.set_point, job.replicas == "auto")
+    setting = Setting(built_s, job.set_point, job.replicas == "auto")
     return replica.bind(job, setting)
 
 
@@ -107,12 +117,16 @@ def _given(job: ServeJob) -> ServiceModel:
     if job.service_model:
         return load_service_model(job.service_model)
     source, card = pinned(Source(job.checkpoint, job.revision))
+    place, depth = source.name, card.block_size
+    if job.engine.draft_adapter:
+        place, draft_card = pinned_adapter(job.engine.draft_adapter)
+        depth = draft_card.depths
     try:
-        frontier = read_frontier(source.name)
+        frontier = read_frontier(place)
     except CheckpointError as error:
         logger.info("only lossless levels for autoscaling: %s", error)
         frontier = None
-    return prior_model(job.name, frontier, card.block_size, job.engine.max_batch)
+    return prior_model(job.name, frontier, depth, job.engine.max_batch)
 
 
 def _places(job: ServeJob) -> int:
@@ -183,26 +197,32 @@ def start(job: ServeJob) -> str:
 
 
 def update(job: ServeJob) -> None:
-    """Has the running service go on with this job: new processes take over from the old ones.
+    """Has the running service go on with this job: new processes take over from the old ones. If
+    nothing but draft adapters is new, the old ones go on with them.
 
     No request fails meanwhile. Raises ConfigError if there is no service or it cannot be changed
-    so, EngineError if the new replicas do not come up; the old ones then go on.
+    so, EngineError if the new replicas do not come up; the old ones then go on. ModelError for an
+    adapter that a replica cannot load; all go on with the old one then.
     """
-    app = build_app(job)
+    job = _checked(job)
+    app = _built(job)
     if APP_NAME not in serve.status().applications:
         raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
     ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
-    address, models = ingress.address.remote().result(), ingress.models.remote().result()
-    if address != (job.host, job.port):
+    running = ingress.running.remote().result()
+    host, port = running.job.host, running.job.port
+    if (host, port) != (job.host, job.port):
         raise ConfigError(
-            f"the service listens on {address[0]}:{address[1]} as long as it runs, so the job must "
-            f"say host={address[0]} port={address[1]}"
+            f"the service listens on {host}:{port} as long as it runs, so the job must say "
+            f"host={host} port={port}"
         )
+    if swap_adapters(job, running, ingress):
+        return
     try:
         serve.run(app, name=APP_NAME, route_prefix="/")
     except RuntimeError as error:
         raise EngineError(f"the service was not updated: {error}") from error
-    end_controls(set(models) - job.each().keys())
+    end_controls(running.job.each().keys() - job.each().keys())
 
 
 def _checked(job: ServeJob) -> ServeJob:
@@ -220,14 +240,12 @@ def _checked(job: ServeJob) -> ServeJob:
 def _checked_model(job: ServeJob) -> ServeJob:
     """With the checkpoint pinned; only its card and configuration are fetched here."""
     source, card = pinned(Source(job.checkpoint, job.revision))
-    mode = job.default_mode or (VerifiedMode() if card.block_size else ExactMode())
-    if isinstance(mode, BlockCachedMode):
-        raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
-    try:
-        window_of(mode, card)
-    except RequestError as error:
-        raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
     engine = job.engine
+    if engine.draft_adapter:
+        place, draft_card = _checked_adapter(job, source)
+        card = replace(card, block_size=draft_card.depths)
+        engine = engine.model_copy(update={"draft_adapter": place})
+    _check_default_mode(job, card)
     check_context(engine.max_context, config_of(source))
     if engine.draft_model:
         drafts, _ = pinned(Source(engine.draft_model))
@@ -236,10 +254,33 @@ def _checked_model(job: ServeJob) -> ServeJob:
         update={
             "checkpoint": source.name,
             "revision": source.revision,
-            "default_mode": mode,
             "engine": engine,
         }
     )
+
+
+def _checked_adapter(job: ServeJob, base: Source) -> tuple[str, DraftCard]:
+    """The draft adapter's pinned name, and its card. It is read here to the last number; whether it
+    is for this model is seen by the model's weights, so that of another place than a directory only
+    the replicas can tell. Raises ModelError."""
+    assert job.engine.draft_adapter
+    place, card = pinned_adapter(job.engine.draft_adapter)
+    is_here = not base.is_uri and not base.is_on_hub
+    read_draft_adapter(local_adapter(place, job.model_cache), base.name if is_here else None)
+    return place, card
+
+
+def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
+    """One that nobody has named is `verified`, and `exact` as long as nothing drafts: replicas know
+    (`serve/text_engine.py`), and an adapter may come later. Raises ConfigError."""
+    if job.default_mode is None:
+        return
+    if isinstance(job.default_mode, BlockCachedMode):
+        raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
+    try:
+        window_of(job.default_mode, card)
+    except RequestError as error:
+        raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
 
 
 def check_port(host: str, port: int) -> None:

@@ -64,6 +64,7 @@ def to_call(body: ChatBody | CompletionBody, request_id: str, seed: int, job: Se
         stop=body.stops,
         n=body.n or 1,
         logprobs=_logprobs(body),
+        is_mode_open=body.mode is None and body.threshold is None and body.window is None,
         quality=_quality(body, job),
         quality_class=_quality_class(body, job),
         schema=_schema(body),

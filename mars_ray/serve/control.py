@@ -1,4 +1,5 @@
-"""The set-point on its way to the replicas: a small named actor on which they wait.
+"""What changes on a running service, on its way to the replicas: a small named actor on which they
+wait for the set-point, and for another draft adapter.
 
 Whoever decides publishes and goes on; a replica has the news some milliseconds later, and a new one
 asks for it first. The actor outlives the process that made it and updates of the service: replicas
@@ -42,13 +43,24 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """Another draft adapter than the job's, or none, in the replicas of one application."""
+
+    built_s: float  # when that application was built: those before and after it have another job
+    at_s: float
+    adapter: str | None  # where it is, as every node finds it
+    name: str | None  # as replies call it
+
+
+@dataclass(frozen=True, slots=True)
 class SetPoint:
-    """What is in force for requests that leave it open."""
+    """What is in force for requests that leave it open, and whose drafts they get."""
 
     version: int
     threshold: float
     shed: float = 0.0  # share of the new ones among them to refuse
     rungs: tuple[Rung, ...] = ()  # that a replica may choose from by itself
+    swap: Swap | None = None
 
 
 class Control:
@@ -60,9 +72,15 @@ class Control:
         self._changed = asyncio.Event()
         self._history: deque[Decided] = deque(maxlen=_KEPT)
 
-    async def adopt(self, setting: Setting) -> None:
+    async def adopt(self, setting: Setting, swap: Swap | None = None) -> None:
         """Of the newest job. A fixed fleet begins with its own set-point if that is another one
-        than before, or a policy chose before; else what an operator has said stays in force."""
+        than before, or a policy chose before; else what an operator has said stays in force.
+
+        `swap` is the last one that the replica knows of: after the loss of an actor the next one
+        has it from there.
+        """
+        if swap:
+            await self.swap(swap)
         if setting.at_s <= self._setting.at_s:
             return
         before, self._setting = self._setting, setting
@@ -94,9 +112,22 @@ class Control:
         self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
     ) -> None:
         """The same as before is no change."""
-        point = SetPoint(self._point.version + 1, threshold, shed, rungs)
-        if replace(point, version=self._point.version) != self._point:
-            self._point = point
+        self._change(replace(self._point, threshold=threshold, shed=shed, rungs=rungs))
+
+    async def swap(self, swap: Swap) -> None:
+        """Replicas of that application take this adapter; nothing that is older counts."""
+        known = self._point.swap
+        if known is None or known.at_s < swap.at_s:
+            self._change(replace(self._point, swap=swap))
+
+    async def swapped(self, built_s: float) -> Swap | None:
+        """The last one of that application, if there was any."""
+        swap = self._point.swap
+        return swap if swap and swap.built_s == built_s else None
+
+    def _change(self, point: SetPoint) -> None:
+        if point != self._point:
+            self._point = replace(point, version=point.version + 1)
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -121,6 +152,18 @@ def control_of(model: str, setting: Setting) -> Any:
         "num_cpus": 0,
     }
     return ray.remote(Control).options(**options).remote(setting)
+
+
+async def swapped(model: str, setting: Setting) -> Swap | None:
+    """What replicas of this application take in place of the job's adapter; None also if the actor
+    does not answer in time: who follows it hears of it then."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            control = await asyncio.to_thread(control_of, model, setting)
+            return await control.swapped.remote(setting.at_s)
+    except (TimeoutError, RayError) as error:
+        logger.warning("whether %s has another draft adapter is not known yet: %s", model, error)
+        return None
 
 
 async def newest_decision(model: str) -> Decided | None:
@@ -169,14 +212,18 @@ def end_controls(models: Container[str] | None = None) -> None:
 
 
 async def follow(
-    model: str, setting: Setting, apply: Callable[[SetPoint], Coroutine[Any, Any, None]]
+    model: str,
+    setting: Setting,
+    apply: Callable[[SetPoint], Coroutine[Any, Any, None]],
+    swapped: Callable[[], Swap | None] = lambda: None,
 ) -> None:
-    """Applies every set-point, until cancelled. `setting` is the job's own."""
+    """Applies every set-point, until cancelled. `setting` is the job's own, and `swapped` says what
+    was applied in place of the job's adapter."""
     version = None
     while True:
         try:
             control = control_of(model, setting)
-            await control.adopt.remote(setting)
+            await control.adopt.remote(setting, swapped())
             while True:
                 point = await control.wait.remote(version)
                 version = point.version

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -22,6 +23,7 @@ from mars_ray.serve.recent import Recent
 from mars_ray.serve.request_log import write_to
 from mars_ray.serve.retry import answered, insisted
 from mars_ray.serve.status import Decided, ReplicaStatus
+from mars_ray.serve.swap import Running
 
 # A replica that takes longer to say that it is ready, is not.
 _READY_S = 5.0
@@ -38,20 +40,27 @@ _NICENESS = 4
 class Ingress:
     """Checks requests, forwards them to a replica, and writes the replies."""
 
-    def __init__(self, job: ServeJob, replicas: dict[str, DeploymentHandle]) -> None:
+    def __init__(
+        self, job: ServeJob, replicas: dict[str, DeploymentHandle], built_s: float
+    ) -> None:
         os.nice(_NICENESS)
         self._job = job
+        self._built_s = built_s
         self._replicas = replicas
         self._gate = Gate()
         write_to(job.request_log)
 
-    def address(self) -> tuple[str, int]:
-        """Host and port of the job."""
-        return self._job.host, self._job.port
+    def running(self) -> Running:
+        """What was deployed, and when it was built."""
+        return Running(self._job, self._built_s)
 
-    def models(self) -> list[str]:
-        """Names of the job's models."""
-        return list(self._replicas)
+    async def tell_all(self, model: str, method: str, *args: Any) -> list[Any]:
+        """What each of a model's replicas says to this; none if there are no replicas."""
+        try:
+            replies = self._replicas[model].broadcast(method, *args)
+            return await replies.results_async(return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
 
     def close(self) -> None:
         """Let no request in any more."""

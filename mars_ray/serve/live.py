@@ -3,8 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
-from mars_ray.config.decode import SpeculativeMode, VerifiedMode
+from mars_ray.config.decode import ExactMode, Mode, SpeculativeMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.decode.request import needs_drafts
 from mars_ray.serve.observe import EngineSeen
 from mars_ray.serve.replies import threshold_of
 from mars_ray.serve.status import ReplicaStatus
@@ -50,9 +51,12 @@ class Live:
     def status(self, job: ServeJob, seen: EngineSeen, now: float) -> ReplicaStatus:
         """With the last minute's counts, and the threshold of a request that pins none."""
         self._forget(now)
+        mode = job.mode
+        if needs_drafts(mode) and not seen.can_draft:
+            mode = ExactMode()
         return ReplicaStatus(
-            mode=job.mode.type,
-            threshold=_in_force(job, seen.set_point),
+            mode=mode.type,
+            threshold=_in_force(mode, job, seen.set_point),
             adapter=seen.adapter,
             running=seen.running,
             waiting=seen.waiting,
@@ -69,7 +73,7 @@ class Live:
             self._buckets.popleft()
 
 
-def _in_force(job: ServeJob, set_point: float) -> float | None:
-    if isinstance(job.mode, VerifiedMode | SpeculativeMode):
+def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
+    if isinstance(mode, VerifiedMode | SpeculativeMode):
         return max(job.qualities[job.default_quality], set_point)
-    return threshold_of(job.mode)
+    return threshold_of(mode)

@@ -71,6 +71,7 @@ class Call:
     stop: tuple[str, ...] = ()
     n: int = 1  # answers to each prompt
     logprobs: int | None = None  # likeliest tokens to report beside each token
+    is_mode_open: bool = False  # the request leaves to the service how it is decoded
     quality: Quality | None = None  # in place of the mode's threshold
     quality_class: str | None = None  # None: the request has pinned what it wants
     schema: dict[str, Any] | None = None  # of the JSON that the answer must be
@@ -125,6 +126,7 @@ class Finish:
     forwards: int
     disagreed: int = 0  # tokens seen not to be the model's own choice, one step later
     threshold: float | None = None  # the lowest in force, in modes that have one
+    mode: str | None = None  # where it is another one than the call's
     served: tuple[Served, ...] = ()  # one after the other; their sums are the counts above
 
 
@@ -174,6 +176,14 @@ class Refusal:
 
 
 Message = Piece | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a replica says of a draft adapter that it gets ready: its name, or what is wrong."""
+
+    name: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

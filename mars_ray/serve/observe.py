@@ -39,6 +39,7 @@ class EngineSeen:
     prefix_hits: int  # those of them that were in the cache
     windows: tuple[int, ...]  # of the sequences in the batch
     adapter: str | None  # the draft adapter in force
+    can_draft: bool  # by it, or by the model itself
     set_point: float  # threshold of requests that pin none, as far as they tolerate it
     # By mode: checked tokens; T/F that each threshold would have given.
     checked: dict[str, int]
@@ -67,6 +68,7 @@ def engine_seen(engine: Engine) -> EngineSeen:
         prefix_hits=engine.prefix_hits,
         windows=engine.windows,
         adapter=engine.adapter_name,
+        can_draft=engine.card.block_size > 0,
         set_point=engine.thresholds.set_point,
         checked={mode: measures.checked for mode, measures in by_mode.items()},
         tokens_per_forward_at={

@@ -12,10 +12,12 @@ from pathlib import Path
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
-from mars_ray.errors import EngineError
+from mars_ray.errors import EngineError, ModelError
+from mars_ray.model.draft_source import adapter_name, local_adapter
 from mars_ray.model.source import Source, local_copy
-from mars_ray.serve.control import SetPoint, Setting, follow
-from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+from mars_ray.serve.adapters import Adapters
+from mars_ray.serve.control import SetPoint, Setting, Swap, follow, swapped
+from mars_ray.serve.messages import Call, Message, Prepared, Prompt, Refusal, Tokenized
 from mars_ray.serve.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.text_engine import TextEngine
@@ -36,15 +38,24 @@ class Replica:
     # Serve awaits it: the loop that runs here is that of the requests.
     async def __init__(self, job: ServeJob, setting: Setting) -> None:
         sys.setswitchinterval(_SWITCH_S)
+        self._swap = await swapped(job.name, setting)
+        if self._swap:
+            job = _with_adapter(job, self._swap.adapter)
         checkpoint, engine_config = _fetched(job)
         engine, tokenizer = load_engine(checkpoint, engine_config)
+        place = job.engine.draft_adapter
+        if place and engine_config.draft_adapter:
+            engine.adapter_name = adapter_name(place, Path(engine_config.draft_adapter))
         # Of what runs here, before anything else is said in this process's log.
         print(f"{job.name}: {engine.info}", flush=True)
         self._metrics = ReplicaMetrics()
         self._engine = TextEngine(engine, tokenizer, job, self._metrics)
+        drafting, dtype = self._engine.drafting, engine.model.dtype
+        self._adapters = Adapters(drafting, checkpoint, job.model_cache, dtype)
+        self._built_s = setting.at_s
         self._engine.start()
         self._looking = asyncio.create_task(self._look())
-        following = follow(job.name, setting, self._set)
+        following = follow(job.name, setting, self._set, lambda: self._swap)
         self._following = asyncio.create_task(following)
         self._steering = asyncio.create_task(self._steer())
         self._leaving = asyncio.create_task(self._leave())
@@ -72,10 +83,26 @@ class Replica:
         (status,) = await self._engine.status()
         return status
 
+    async def prepare_adapter(self, place: str | None) -> Prepared:
+        """Gets a draft adapter ready, so that taking it cannot fail."""
+        return await self._adapters.prepare(place)
+
     async def _set(self, point: SetPoint) -> None:
         # A dead engine needs none, and the next replica asks for itself.
         with contextlib.suppress(EngineError):
             await self._engine.follow(point.threshold, point.shed, point.rungs)
+            swap = point.swap
+            if swap and swap.built_s == self._built_s and swap != self._swap:
+                await self._take(swap)
+
+    async def _take(self, swap: Swap) -> None:
+        try:
+            await self._adapters.take(swap.adapter)
+        except ModelError:
+            # Every replica that was there had it ready: this one has come since.
+            logger.exception("the draft adapter stays as it was, and not %s", swap.name)
+            return
+        self._swap = swap
 
     async def _steer(self) -> None:
         """The fast loop, for as long as the engine lives."""
@@ -115,9 +142,17 @@ class Replica:
 
 
 def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
-    """The checkpoint on this node, and the engine's configuration with its draft model here too."""
+    """The checkpoint on this node, and the engine's configuration with what else it names."""
+    engine = job.engine
     checkpoint = local_copy(Source(job.checkpoint, job.revision), job.model_cache)
-    if not job.engine.draft_model:
-        return checkpoint, job.engine
-    draft_model = str(local_copy(Source(job.engine.draft_model), job.model_cache))
-    return checkpoint, job.engine.model_copy(update={"draft_model": draft_model})
+    changes = {}
+    if engine.draft_model:
+        changes["draft_model"] = str(local_copy(Source(engine.draft_model), job.model_cache))
+    if engine.draft_adapter:
+        changes["draft_adapter"] = str(local_adapter(engine.draft_adapter, job.model_cache))
+    return checkpoint, engine.model_copy(update=changes)
+
+
+def _with_adapter(job: ServeJob, place: str | None) -> ServeJob:
+    engine = job.engine.model_copy(update={"draft_adapter": place})
+    return job.model_copy(update={"engine": engine})

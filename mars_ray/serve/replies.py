@@ -38,7 +38,7 @@ def usage(call: Call, finishes: Sequence[Finish]) -> dict[str, Any]:
         "mars": {
             "forwards": forwards,
             "tokens_per_forward": completion / forwards,
-            "mode": call.mode.type,
+            "mode": finishes[-1].mode or call.mode.type,
             "threshold": _threshold(call, finishes),
             "disagreement": sum(finish.disagreed for finish in finishes) / completion,
         }
@@ -66,7 +66,7 @@ def _adapters(finishes: Sequence[Finish]) -> dict[str, Any]:
 def _threshold(call: Call, finishes: Sequence[Finish]) -> float | None:
     """The lowest that was in force."""
     told = [finish.threshold for finish in finishes if finish.threshold is not None]
-    return min(told, default=threshold_of(call.mode))
+    return min(told, default=None if finishes[-1].mode else threshold_of(call.mode))
 
 
 class Shape(Protocol):

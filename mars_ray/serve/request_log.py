@@ -73,6 +73,7 @@ class Entry:
             self.completion_tokens += finish.completion_tokens
             self.forwards += finish.forwards
             self.disagreed += finish.disagreed
+            self.mode = finish.mode or self.mode
 
     def line(self) -> str:
         """As JSON, without what there is none of."""

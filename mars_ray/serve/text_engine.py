@@ -31,6 +31,7 @@ from mars_ray.errors import (
 from mars_ray.model.stop import stop_ids
 from mars_ray.scaling.ladder import Rung
 from mars_ray.scaling.local import LocalLoop
+from mars_ray.serve.adapters import Drafting
 from mars_ray.serve.admission import Admission
 from mars_ray.serve.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.live import Live
@@ -91,6 +92,7 @@ class TextEngine:
         self._tally = Tally()
         self._local = LocalLoop(job.scaling, job.set_point)
         self._threshold = engine.thresholds.set_point
+        self.drafting = Drafting(self._thread, engine)
         places = engine.config.max_batch + job.limits.waiting_requests
         self._admission = Admission(places)
 
@@ -272,7 +274,8 @@ class TextEngine:
     async def _pieces(
         self, call: Call, request: Request, choice: int
     ) -> AsyncGenerator[Piece, None]:
-        seen = AnswerSeen(call.mode.type, len(request.prompt))
+        request = self.drafting.decodable(call, request)
+        seen = AnswerSeen(request.mode.type, len(request.prompt))
         started = last = time.monotonic()
         held: Piece | None = None
         try:

@@ -96,6 +96,7 @@ class Transcript:
             event.forward,
             event.disagreed,
             event.threshold,
+            None if self._request.mode == self._call.mode else self._request.mode.type,
             tuple(self._served),
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from decode.adapters import good_adapter
 from decode.cases import MODES, SCARCE, SIZE
 from decode.models import CARD, MASK, STOP, VOCABULARY, pattern
 
@@ -12,6 +13,7 @@ from mars_ray.config.decode import ConfidenceMode, ExactMode, Sampling, Verified
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.request import Request
 from mars_ray.errors import RequestError
+from mars_ray.model.card import PLAIN
 
 LENGTH = 18
 
@@ -112,6 +114,17 @@ def test_lossless_modes_say_what_plain_decoding_under_the_grammar_says(model, mo
     requests = [request(f"r{start}", mode, start, max_new_tokens=22) for start in range(8)]
     for asked, done in zip(requests, generate_all(engine, requests), strict=True):
         assert list(done.tokens) == greedy(model, asked.prompt, 22)
+
+
+@pytest.mark.parametrize("mode", [VerifiedMode(), ConfidenceMode(threshold=0.2)], ids=str)
+def test_a_head_proposes_and_the_grammar_cuts(model, mode):
+    """As of masks by themselves: what is forbidden is no draft and never said."""
+    engine = Engine(model, PLAIN, SIZE, adapter=good_adapter(model))
+    requests = [request(f"r{start}", mode, start) for start in range(6)]
+    for asked, done in zip(requests, generate_all(engine, requests), strict=True):
+        assert Rising().start().admissible(done.tokens) == len(done.tokens) == LENGTH + 1
+        if mode == VerifiedMode():
+            assert list(done.tokens) == greedy(model, asked.prompt)
 
 
 def test_sampled_verified_is_sampled_exact(model):

@@ -5,13 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode.adapters import random_adapter
+from decode.models import request
+from model.toys import write
 
-from mars_ray.config.decode import EngineConfig
+from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
 from mars_ray.config.model import PresetModel
 from mars_ray.decode import loading
-from mars_ray.decode.loading import load_engine
+from mars_ray.decode.engine import generate_all
+from mars_ray.decode.loading import drafting_card, load_engine
+from mars_ray.errors import ModelError
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.draft_adapter import write_draft_adapter
+from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
 from mars_ray.model.save import save_model
 
@@ -86,3 +93,25 @@ def test_what_an_engine_is_can_be_said(checkpoint):
     # Four layers have keys and values of 2 heads of 32 numbers, 4 bytes each.
     assert info.cache_bytes == info.cache_tokens * 4 * 2 * 2 * 32 * 4
     assert str(info).startswith("mars-ray engine, float32 on cpu, dense attention, 1 CPU threads, ")
+
+
+def test_an_engine_is_loaded_with_its_adapter(tmp_path):
+    """By its directory, for its own base only; the card says how deep its masks are."""
+    base = write(tmp_path / "base", "llama", 300)
+    size = EngineConfig(max_batch=2, max_context=64, window_control=False)
+    config = size.model_copy(update={"draft_adapter": str(tmp_path / "drafts")})
+    engine, _ = load_engine(base, size)
+    made = random_adapter(engine.model, depths=3)
+    card = replace(made.card, base_fingerprint=fingerprint(base))
+    write_draft_adapter(tmp_path / "drafts", replace(made, card=card))
+    assert drafting_card(base, config).block_size == 3
+    engine, _ = load_engine(base, config)
+    assert engine.card.block_size == 3
+    assert engine.adapter_name == "drafts"
+    requests = [request(mode.type, [1, 2, 3], mode) for mode in (ExactMode(), VerifiedMode())]
+    exact, verified = generate_all(engine, requests)
+    assert exact.tokens == verified.tokens
+    assert (exact.adapters, verified.adapters) == ((), ("drafts",))
+    write_draft_adapter(tmp_path / "drafts", made)
+    with pytest.raises(ModelError, match="is another model"):
+        load_engine(base, config)

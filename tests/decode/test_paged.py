@@ -10,11 +10,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from decode.adapters import good_adapter, random_adapter
 from decode.cases import MODES
 from decode.models import CARD, MASK, pattern, request, trained_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Sampling, VerifiedMode
 from mars_ray.decode.attention import paged
 from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.attention.dense import DenseBackend
@@ -28,6 +29,7 @@ from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan
 from mars_ray.errors import ConfigError
+from mars_ray.model.card import PLAIN
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
@@ -126,6 +128,26 @@ def test_the_engine_says_the_same_with_both(wide_model):
     assert sum(len(c.tokens) for c in lossless) > 1.5 * sum(c.forwards for c in lossless)
 
 
+def test_an_adapters_masks_are_the_same_with_both(wide_model):
+    """There its rows are told by a gate: padding and tokens are not its."""
+    requests = [
+        request(f"{i}-{j}", pattern(j * 3, 1 + j % 4, 2 + 20 * j), mode, max_new_tokens=9)
+        for i, mode in enumerate([VerifiedMode(groups=3), ConfidenceMode(threshold=0.2)])
+        for j in range(3)
+    ]
+    done = {}
+    for backend in ("dense", "triton"):
+        config = EngineConfig(
+            max_batch=3, max_context=64, max_step_tokens=40, attention_backend=backend
+        )
+        adapter = random_adapter(wide_model)
+        engine = Engine(wide_model, PLAIN, config, adapter=adapter)
+        done[backend] = generate_all(engine, requests)
+        engine.set_adapter(good_adapter(wide_model))
+        done[backend] += generate_all(engine, requests)
+    assert done["triton"] == done["dense"]
+
+
 def test_an_engine_is_warmed_up_and_says_the_same(wide_model):
     """What warming up leaves in the cache and in the inputs is nobody's."""
     requests = [request(str(j), pattern(j, 2, 5), VerifiedMode()) for j in range(3)]
@@ -158,8 +180,8 @@ from mars_ray.decode.attention import kernels
 turn = dict(qkv_ptr="*bf16", cos_ptr="*bf16", sin_ptr="*bf16", cache_ptr="*bf16",
     place_ptr="*i64", turn_stride="i32")
 tile = dict(query_ptr="*bf16", cache_ptr="*bf16", out_ptr="*OUT", log_sum_ptr="*fp32",
-    tile_ptr="*i64", own_ptr="*i64", clean_ptr="*i64", begin_ptr="*i64", page_ptr="*i64",
-    query_stride="i32", page_stride="i32", rows="i32", scale="fp32")
+    tile_ptr="*i64", order_ptr="*i64", own_ptr="*i64", clean_ptr="*i64", begin_ptr="*i64",
+    page_ptr="*i64", query_stride="i32", page_stride="i32", rows="i32", scale="fp32")
 join = dict(part_ptr="*fp32", log_sum_ptr="*fp32", out_ptr="*bf16", lines="i32")
 for heads, shared, size, block in ((2, 7, 64, 64), (4, 7, 128, 64), (8, 4, 128, 64)):
     for shares, out in ((1, "bf16"), (8, "fp32")):

@@ -25,8 +25,8 @@ MODES: list[Mode] = [ExactMode(), VerifiedMode(), ConfidenceMode(threshold=0.6)]
 class BrittleRunner(Runner):
     """Fails on the poison when it has already written into the cache, as a kernel might."""
 
-    def hidden_states(self, ids_N, position_N, attention):
-        out_NH = super().hidden_states(ids_N, position_N, attention)
+    def hidden_states(self, ids_N, *others):
+        out_NH = super().hidden_states(ids_N, *others)
         if torch.any(ids_N == POISON):
             raise RuntimeError("cannot forward")
         return out_NH
@@ -47,10 +47,10 @@ class Brittle(Engine):
             raise RuntimeError("cannot prepare")
         super()._prepare(running, meanwhile)
 
-    def _absorb(self, sequence, plan, rows):
+    def _absorb(self, sequence, *others):
         if self.part == "absorb" and POISON in sequence.request.prompt and sequence.forwards >= 3:
             raise RuntimeError("cannot absorb")
-        return super()._absorb(sequence, plan, rows)
+        return super()._absorb(sequence, *others)
 
 
 @pytest.fixture
@@ -191,10 +191,10 @@ def test_numbers_that_are_none_stay_with_the_request_that_has_them(thread_of, pr
 class LonelyRunner(Runner):
     """Fails on two sequences of the same length, and on none alone."""
 
-    def hidden_states(self, ids_N, position_N, attention):
+    def hidden_states(self, ids_N, position_N, *others):
         if len(position_N.unique()) < len(position_N):
             raise RuntimeError("out of memory")
-        return super().hidden_states(ids_N, position_N, attention)
+        return super().hidden_states(ids_N, position_N, *others)
 
 
 def test_an_engine_that_fails_on_nobody_alone_ends(model, thread_of):

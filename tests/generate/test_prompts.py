@@ -119,8 +119,9 @@ def test_prompts_of_an_evaluation_are_excluded(talker: Path, tmp_path: Path):
 
 def test_all_prompts_excluded_is_told(talker: Path, tmp_path: Path):
     path = tmp_path / "prompts.json"
-    path.write_text(json.dumps([{"instruction": "Say", "input": "it"}]))
-    source = {"type": "files", "paths": [str(path)]}
+    path.write_text(json.dumps([{"instruction": "Say", "instances": [{"input": "it"}]}]))
+    columns = {"instruction": "instruction", "input": "instances.0.input"}
+    source = {"type": "files", "paths": [str(path)], "columns": columns}
     job = own_job(talker, tmp_path / "own.jsonl", prompts=source, exclude=[str(path)])
     with pytest.raises(DataError, match="no prompts: 0 of 1 rows are bad, and 1 are excluded"):
         run(job, QUIET)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.small_gguf import write as write_gguf
-from model.toys import SHAPE, build, llama_tokenizer, write
+from model.small_gguf import tiny_gguf, wheel
+from model.toys import build, llama_tokenizer, write
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mars_ray import importing
 from mars_ray.decode.runner import Runner
@@ -30,31 +30,6 @@ from mars_ray.model.stop import stop_ids
 def somewhere(tmp_path, monkeypatch):
     """Names of models are seen from the working directory."""
     monkeypatch.chdir(tmp_path)
-
-
-def tiny_gguf(path: Path, **given) -> Path:
-    torch.manual_seed(0)
-    size = SHAPE | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
-    model = LlamaForCausalLM(LlamaConfig(**size)).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    path.parent.mkdir(exist_ok=True, parents=True)
-    return write_gguf(path, model, llama_tokenizer(), **given)
-
-
-def wheel(directory: Path, name: str, files: dict[str, bytes]) -> Path:
-    """As pip takes it."""
-    directory.mkdir(exist_ok=True, parents=True)
-    path = directory / f"{name.replace('-', '_')}-0.1-py3-none-any.whl"
-    info = f"{name.replace('-', '_')}-0.1.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, content in files.items():
-            archive.writestr(file, content)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-        tag = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        archive.writestr(f"{info}/WHEEL", tag)
-        archive.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in files))
-    return path
 
 
 def test_a_gguf_file_becomes_a_model_directory(tmp_path):

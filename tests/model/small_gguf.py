@@ -1,9 +1,11 @@
-"""GGUF files of tiny models, written as llama.cpp's converter does."""
+"""GGUF files of tiny models, written as llama.cpp's converter does; wheels that ship one."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from gguf import (
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
@@ -12,8 +14,14 @@ from gguf import (
     get_tensor_name_map,
     quantize,
 )
+from model.toys import SHAPE, llama_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 F32, F16, Q8_0, Q4_1 = (
     GGMLQuantizationType.F32,
@@ -116,3 +124,30 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             weight = halves.transpose(1, 2).reshape(weight.shape)
         tensors[f"{names.get_name(stem)}.{kind}"] = weight.contiguous()
     return tensors
+
+
+def tiny_gguf(path: Path, **given) -> Path:
+    torch.manual_seed(0)
+    size = SHAPE | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
+    model = LlamaForCausalLM(LlamaConfig(**size)).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    path.parent.mkdir(exist_ok=True, parents=True)
+    return write(path, model, llama_tokenizer(), **given)
+
+
+def wheel(directory: Path, name: str, files: dict[str, bytes], version: str = "0.1") -> Path:
+    """As pip takes it."""
+    directory.mkdir(exist_ok=True, parents=True)
+    path = directory / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, content in files.items():
+            archive.writestr(file, content)
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        tag = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info}/WHEEL", tag)
+        archive.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in files))
+    return path

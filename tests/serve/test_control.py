@@ -14,6 +14,7 @@ from mars_ray.serve.control import (
     Control,
     SetPoint,
     Setting,
+    Swap,
     control_of,
     end_controls,
     follow,
@@ -154,3 +155,61 @@ def test_the_newest_job_says_the_set_point():
         assert (await told(control))[0] == 0.5
 
     asyncio.run(scenario())
+
+
+def test_a_swap_is_for_the_replicas_of_its_application():
+    """Guards an adapter for another checkpoint in replicas of an older or a newer job; the
+    set-point changes beside it and neither takes the other back."""
+    one, two = Swap(1.0, 5.0, "/a", "a@1"), Swap(1.0, 6.0, None, None)
+
+    async def scenario() -> None:
+        control = Control(FIXED)
+        assert await control.swapped(1.0) is None
+        await control.swap(one)
+        await control.publish(0.7)
+        point = await control.wait(None)
+        assert (point.threshold, point.swap) == (0.7, one)
+        assert await control.swapped(1.0) == one
+        assert await control.swapped(2.0) is None
+        await control.swap(two)
+        assert (await control.wait(point.version)).swap == two
+        # From a replica that has not heard of the last one yet.
+        await control.adopt(FIXED, one)
+        assert await control.swapped(1.0) == two
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.ray
+def test_a_swap_outlives_its_actor(ray_cluster):
+    """Guards replicas that start with the job's adapter after the actor's node was lost: those that
+    live tell the next actor."""
+    swap = Swap(FIXED.at_s, 5.0, "/a", "a@1")
+    seen: list[SetPoint] = []
+
+    async def apply(point: SetPoint) -> None:
+        seen.append(point)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+    def known() -> Swap | None:
+        return next((point.swap for point in reversed(seen) if point.swap), None)
+
+    async def scenario() -> None:
+        following = asyncio.create_task(follow("swapped", FIXED, apply, known))
+        await until(lambda: bool(seen))
+        actor = control_of("swapped", FIXED)
+        await actor.swap.remote(swap)
+        await until(lambda: known() == swap)
+        ray.kill(actor, no_restart=False)
+        count = len(seen)
+        await until(lambda: len(seen) > count)
+        assert await control_of("swapped", FIXED).swapped.remote(FIXED.at_s) == swap
+        following.cancel()
+
+    asyncio.run(scenario())
+    end_controls({"swapped"})

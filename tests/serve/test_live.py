@@ -26,6 +26,7 @@ def seen(set_point: float = 1.0) -> EngineSeen:
         prefix_hits=0,
         windows=(),
         adapter=None,
+        can_draft=True,
         set_point=set_point,
         checked={},
         tokens_per_forward_at={},

@@ -149,7 +149,7 @@ def test_what_replicas_are_given(job):
         "resources_per_replica": {"H200": 0.5},
         "environment": {"HF_HUB_OFFLINE": "1"},
     }
-    deployment = _replicas(job.model_copy(update=given))._bound_deployment
+    deployment = _replicas(job.model_copy(update=given), 0.0)._bound_deployment
     assert deployment.name == "Replica-tiny"
     assert deployment.num_replicas == 3
     assert deployment._replica_config.max_replicas_per_node == 2

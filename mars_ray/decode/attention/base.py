@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.runner import Runner
@@ -22,6 +23,10 @@ class Backend(Protocol):
 
     def warm_up(self) -> None:
         """Whatever would make a first step slow. Overwrites the first pages of the cache."""
+        ...
+
+    def set_adapter(self, adapter: FusedAdapter | None) -> None:
+        """Masks are the adapter's from the next forward on."""
         ...
 
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:

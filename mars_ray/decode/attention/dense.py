@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mars_ray.decode.adapter import FusedAdapter, Last
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.runner import Runner, Turn
@@ -33,10 +34,16 @@ class DenseBackend:
     def warm_up(self) -> None:
         """Nothing waits for the first step."""
 
+    def set_adapter(self, adapter: FusedAdapter | None) -> None:
+        """Masks are the adapter's from the next forward on."""
+        self.runner.set_adapter(adapter)
+
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
         """Last hidden states, (N, Z)."""
         ids, position = _tensor(ids_N, self.runner), _tensor(position_N, self.runner)
-        return self.runner.hidden_states(ids, position, _step(tables, self.cache, self.runner))
+        step = _step(tables, self.cache, self.runner)
+        masks = Last(len(ids) - tables.masks) if tables.masks else None
+        return self.runner.hidden_states(ids, position, step, masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +122,8 @@ def _attend_group(
 
 def _step(tables: Tables, cache: PagedCache, runner: Runner) -> DenseAttention:
     members = _members(tables.width_S)
-    padded = [_padded_rows(tables, member_B) for member_B in members]
-    is_plain = len(padded) == 1 and bool(padded[0][1].all())
+    padded = [tables.rows_of(member_B) for member_B in members]
+    is_plain = len(padded) == 1 and _is_in_order(padded[0][0], len(tables.owner_N))
     groups = []
     for member_B, (row_BQ, _) in zip(members, padded, strict=True):
         end = int((tables.start_S[member_B] + tables.width_S[member_B]).max())
@@ -142,13 +149,9 @@ def _members(width_S: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(size_S == size) for size in np.unique(size_S)]
 
 
-def _padded_rows(tables: Tables, member_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A group's rows among the forward's, (B, Q), and which are no padding."""
-    width_B = tables.width_S[member_B]
-    offset_Q = np.arange(width_B.max())
-    real_BQ = offset_Q < width_B[:, None]
-    # Padding repeats a sequence's first row.
-    return tables.first_S[member_B][:, None] + offset_Q * real_BQ, real_BQ
+def _is_in_order(row_BQ: np.ndarray, rows: int) -> bool:
+    """Whether these are the forward's rows as they lie, without padding."""
+    return row_BQ.size == rows and bool((row_BQ.ravel() == np.arange(rows)).all())
 
 
 def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: Runner) -> Tensor:

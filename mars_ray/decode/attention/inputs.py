@@ -25,6 +25,8 @@ class Inputs:
             "own_N": (rows,),
             "clean_N": (rows,),
             "begin_N": (rows,),
+            "order_N": (rows,),
+            "is_mask_N": (rows,),
             "tile_A3": (rows, 3),
             "page_SM": (sequences, pages),
         }
@@ -39,12 +41,14 @@ class Inputs:
         self.ids_N, self.position_N = views["ids_N"], views["position_N"]
         self.place_N, self.own_N = views["place_N"], views["own_N"]
         self.clean_N, self.begin_N = views["clean_N"], views["begin_N"]
+        self.order_N, self.is_mask_N = views["order_N"], views["is_mask_N"]
         self.tile_A3, self.page_SM = views["tile_A3"], views["page_SM"]
 
     def rehearse(self, rows: int, tile_rows: int) -> None:
         """So many times the first place of one sequence."""
         self._wait()
         self._host.zero_()
+        self._arrays["order_N"][:] = np.arange(len(self._arrays["order_N"]))
         self._set_tiles(_tiles([0], [0], [rows], tile_rows))
         self._copy()
 
@@ -66,16 +70,22 @@ class Inputs:
             "own_N": tables.index_N,
             "clean_N": clean_N,
             "begin_N": begin_N,
+            "order_N": tables.order_N,
+            "is_mask_N": np.arange(len(ids_N)) >= len(ids_N) - tables.masks,
         }
         self._wait()
+        real = len(ids_N)
         for name, values in columns.items():
             column = self._arrays[name]
-            column[: len(values)] = values
-            column[len(values) : rows] = NOWHERE if name == "place_N" else 0
-        real = len(ids_N)
-        owners = [*range(len(tables.width_S)), 0]
-        firsts, widths = [*tables.first_S.tolist(), real], [*tables.width_S.tolist(), rows - real]
-        self._set_tiles(_tiles(owners, firsts, widths, tile_rows))
+            column[:real] = values
+            column[real:rows] = NOWHERE if name == "place_N" else 0
+        self._arrays["order_N"][real:rows] = np.arange(real, rows)
+        width_S = tables.width_S
+        firsts = (width_S.cumsum() - width_S).tolist()
+        owners = [*range(len(width_S)), 0]
+        self._set_tiles(
+            _tiles(owners, [*firsts, real], [*width_S.tolist(), rows - real], tile_rows)
+        )
         sequences, pages = tables.page_SM.shape
         self._arrays["page_SM"][:sequences, :pages] = tables.page_SM
         self._copy()
@@ -103,7 +113,7 @@ def _views(flat: Tensor, sizes: dict[str, tuple[int, ...]]) -> list[tuple[str, T
 
 
 def _tiles(owners: list[int], firsts: list[int], widths: list[int], tile_rows: int) -> np.ndarray:
-    """Sequence, first row and number of rows of each tile, (A, 3)."""
+    """Sequence, first row (in `order_N`) and number of rows of each tile, (A, 3)."""
     return np.array(
         [
             (owner, first + offset, min(tile_rows, width - offset))

@@ -110,7 +110,8 @@ def attend_tile(
     cache_ptr,  # (places, 2, H, D)
     out_ptr,  # (N, T, D); with several shares float32 (S, N, T, D)
     log_sum_ptr,  # float32 (S, N, T), with several shares
-    tile_ptr,  # (A, 3): sequence, first row, number of rows; 0 rows: nothing to do
+    tile_ptr,  # (A, 3): sequence, first row in that order, number of rows; 0: nothing to do
+    order_ptr,  # (N): the rows, sequence by sequence
     own_ptr,  # (N): a row's place
     clean_ptr,  # (N): it sees the places before this one,
     begin_ptr,  # (N): and those from this one to its own
@@ -135,7 +136,7 @@ def attend_tile(
         return
     index_M = tl.arange(0, BLOCK_M)
     real_M = index_M // SHARED < width
-    row_M = first + index_M // SHARED
+    row_M = tl.load(order_ptr + first + index_M // SHARED, mask=real_M, other=0)
     query_head_M = head * SHARED + index_M % SHARED
     own_M = tl.load(own_ptr + row_M, mask=real_M, other=-1)
     clean_M = tl.load(clean_ptr + row_M, mask=real_M, other=0)
@@ -153,8 +154,7 @@ def attend_tile(
         page_ptr + sequence * page_stride, scale, KEY_HEADS, SIZE, PAGE, BLOCK_M, BLOCK_C,
     )  # fmt: skip
 
-    # In a share in which a row saw nothing both are zero.
-    real_sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    real_sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)  # zero where a row saw nothing in this share
     out_MD = out_MD / real_sum_M[:, None]
     line_M = row_M * (KEY_HEADS * SHARED) + query_head_M
     if SHARES > 1:

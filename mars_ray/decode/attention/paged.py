@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mars_ray.decode.adapter import FusedAdapter, Gated
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.inputs import Inputs
 from mars_ray.decode.attention.tables import Tables
@@ -64,7 +65,8 @@ class PagedBackend:
         self._rows = padded_row_counts(min(_MOST_ROWS, rows))
         pages = -(-positions // cache.page_size)
         self._inputs = Inputs(runner.device, self._rows[-1], sequences, pages)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # By the number of rows, and whether masks are an adapter's.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # One for all of them and nobody else's: a matrix product's workspace belongs to a stream.
         self._stream = torch.cuda.Stream() if runner.device.type == "cuda" else None
 
@@ -74,7 +76,14 @@ class PagedBackend:
         # Largest first: the others find its memory.
         for rows in reversed(self._rows):
             self._inputs.rehearse(rows, self._tile_rows)
-            self._run(rows)
+            for has_masks in {False, self.runner.adapter is not None}:
+                self._run(rows, has_masks)
+
+    def set_adapter(self, adapter: FusedAdapter | None) -> None:
+        """Masks are the adapter's from the next forward on. What was recorded with another one is
+        recorded again when it is needed."""
+        self.runner.set_adapter(adapter)
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
 
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
         """Last hidden states, (N, Z), without the padding."""
@@ -83,35 +92,36 @@ class PagedBackend:
             return self._dense.hidden_states(tables, ids_N, position_N)
         padded = next(count for count in self._rows if count >= rows)
         self._inputs.fill(tables, ids_N, position_N, padded, self.cache.page_size, self._tile_rows)
-        return self._run(padded)[:rows]
+        return self._run(padded, bool(tables.masks and self.runner.adapter))[:rows]
 
-    def _run(self, rows: int) -> Tensor:
+    def _run(self, rows: int, has_masks: bool) -> Tensor:
         if self.runner.device.type != "cuda":
-            return self._forward(rows)
-        if rows not in self._graphs:
-            self._graphs[rows] = self._record(rows)
+            return self._forward(rows, has_masks)
+        key = rows, has_masks
+        if key not in self._graphs:
+            self._graphs[key] = self._record(rows, has_masks)
         started = time.perf_counter()
-        graph, hidden_NZ = self._graphs[rows]
+        graph, hidden_NZ = self._graphs[key]
         graph.replay()
         self.runner.seconds += time.perf_counter() - started
         return hidden_NZ
 
-    def _record(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, rows: int, has_masks: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Runs once before: what an operation does when it is first used cannot be recorded."""
         assert self._stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._forward(rows)
+            self._forward(rows, has_masks)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Whatever a replay needs it makes, so all may work in the same memory. Results are kept
         # apart, and read before the next step.
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-            hidden_NZ = self._forward(rows)
+            hidden_NZ = self._forward(rows, has_masks)
         return graph, hidden_NZ
 
-    def _forward(self, rows: int) -> Tensor:
+    def _forward(self, rows: int, has_masks: bool) -> Tensor:
         inputs = self._inputs
         attention = _PagedAttention(
             self._kernels,
@@ -124,7 +134,8 @@ class PagedBackend:
             processors=_processors(self.runner.device),
         )
         ids_N, position_N = inputs.ids_N[:rows], inputs.position_N[:rows]
-        return self.runner.hidden_states(ids_N, position_N, attention)
+        masks = Gated(inputs.is_mask_N[:rows, None] > 0) if has_masks else None
+        return self.runner.hidden_states(ids_N, position_N, attention, masks)
 
 
 def missing(cache: PagedCache) -> str | None:
@@ -191,6 +202,7 @@ class _PagedAttention:
             part_SNTD,
             log_sum_SNT,
             inputs.tile_A3,
+            inputs.order_N,
             inputs.own_N,
             inputs.clean_N,
             inputs.begin_N,

@@ -1,5 +1,9 @@
 """Where the rows of a forward lie, in their sequences and in the pool, and what each may look at.
 
+The rows of all real tokens come first, sequence by sequence, and behind them those of all masks:
+
+    [ pending and drafts of a | of b | ... | masks of a | of b | ... ]
+
 Shape suffixes: N rows of a forward, S sequences, M pages of the longest table.
 """
 
@@ -24,11 +28,16 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Where each sequence's rows lie: among the forward's, and in its table of pages."""
+    """Where each sequence's rows lie: among the forward's, and in its table of pages.
 
-    width_S: np.ndarray  # rows
-    first_S: np.ndarray  # the first row among the forward's
-    start_S: np.ndarray  # its place in the sequence
+    In its table they lie as they were planned, [pending | drafts | masks].
+    """
+
+    real_S: np.ndarray  # rows of real tokens
+    first_S: np.ndarray  # the first of these among the forward's
+    masks_S: np.ndarray  # rows of masks
+    first_mask_S: np.ndarray
+    start_S: np.ndarray  # the place of a sequence's first row
     page_SM: np.ndarray
     owner_N: np.ndarray  # the sequence of a row
     index_N: np.ndarray  # the place of a row in its sequence
@@ -36,17 +45,48 @@ class Tables:
 
     @classmethod
     def of(cls, work: Several[Work], page_size: int) -> "Tables":
-        """For rows that lie end to end in the order of the sequences."""
+        """For the sequences in their order."""
+        masks_S = np.array([item.plan.masks if item.plan else 0 for item in work])
         width_S = np.array([item.rows for item in work])
+        real_S = width_S - masks_S
         start_S = np.array([item.sequence.cached for item in work])
-        first_S = width_S.cumsum() - width_S
-        owner_N = np.arange(len(work)).repeat(width_S)
-        index_N = np.arange(width_S.sum()) + (start_S - first_S)[owner_N]
+        first_S = real_S.cumsum() - real_S
+        first_mask_S = real_S.sum() + masks_S.cumsum() - masks_S
+        owner_S = np.arange(len(work))
+        owner_N = np.concatenate([owner_S.repeat(real_S), owner_S.repeat(masks_S)])
+        behind_S = np.concatenate([start_S - first_S, start_S + real_S - first_mask_S])
+        index_N = np.arange(len(owner_N))
+        index_N += behind_S.repeat(np.concatenate([real_S, masks_S]))
         page_SM = np.zeros((len(work), -(-int((start_S + width_S).max()) // page_size)), np.int64)
         for row, item in zip(page_SM, work, strict=True):
             pages = item.sequence.pages[: len(row)]
             row[: len(pages)] = pages
-        return cls(width_S, first_S, start_S, page_SM, owner_N, index_N, list(_apart(work)))
+        return cls(
+            real_S,
+            first_S,
+            masks_S,
+            first_mask_S,
+            start_S,
+            page_SM,
+            owner_N,
+            index_N,
+            list(_apart(work)),
+        )
+
+    @property
+    def width_S(self) -> np.ndarray:
+        """All rows of a sequence."""
+        return self.real_S + self.masks_S
+
+    @property
+    def order_N(self) -> np.ndarray:
+        """The forward's rows sequence by sequence, each one's in the order of their places."""
+        return np.argsort(self.owner_N, kind="stable")
+
+    @property
+    def masks(self) -> int:
+        """Of the forward's rows, the last ones."""
+        return int(self.masks_S.sum())
 
     def places(self, page_size: int) -> np.ndarray:
         """Where each row's keys and values go in the pool."""
@@ -57,7 +97,7 @@ class Tables:
         """A row's position is its place in the sequence, unless its masks stand elsewhere."""
         position_N = self.index_N.copy()
         for group in self.apart:
-            row = self.first_S[group.sequence] + group.row
+            row = self._row(group)
             position_N[row : row + group.masks] = np.arange(group.seen, group.seen + group.masks)
         return position_N
 
@@ -65,10 +105,24 @@ class Tables:
         """A row sees the places before the first number, and those from the second to its own."""
         clean_N, begin_N = np.zeros_like(self.index_N), np.zeros_like(self.index_N)
         for group in self.apart:
-            row = self.first_S[group.sequence] + group.row
+            row = self._row(group)
             clean_N[row : row + group.masks] = group.seen
             begin_N[row : row + group.masks] = self.index_N[row]
         return clean_N, begin_N
+
+    def rows_of(self, member_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Some sequences' rows among the forward's, in the order of their places and padded to the
+        longest with a sequence's first row, (B, Q); and which are no padding."""
+        offset_Q = np.arange(self.width_S[member_B].max())
+        real_B1, first_B1 = self.real_S[member_B][:, None], self.first_S[member_B][:, None]
+        mask_BQ = self.first_mask_S[member_B][:, None] + offset_Q - real_B1
+        row_BQ = np.where(offset_Q < real_B1, first_B1 + offset_Q, mask_BQ)
+        is_row_BQ = offset_Q < self.width_S[member_B][:, None]
+        return np.where(is_row_BQ, row_BQ, first_B1), is_row_BQ
+
+    def _row(self, group: Apart) -> int:
+        """Where the group's masks begin among the forward's rows."""
+        return int(self.first_mask_S[group.sequence] + group.row - self.real_S[group.sequence])
 
 
 def _apart(work: Several[Work]) -> Iterator[Apart]:

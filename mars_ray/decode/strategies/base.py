@@ -11,8 +11,8 @@ from torch import Tensor
 from mars_ray.core.accept import Measure
 from mars_ray.decode.sequence import Sequence
 
-# Numbers a plan may ask for beside each row's token. "ratio" is exp(score of the draft after the
-# row - largest score): p(draft) / max p at temperature 0 (`core.verify`).
+# Numbers a plan may ask for beside the token of each row of a real token. "ratio" is exp(score of
+# the draft after the row - largest score): p(draft) / max p at temperature 0 (`core.verify`).
 Wanted = Measure | Literal["ratio"]
 
 
@@ -31,19 +31,27 @@ class Plan:
     drafts: list[int]
     groups: tuple[MaskGroup, ...] = ()
     wanted: tuple[Wanted, ...] = ()
+    # How sure masks are of what they propose, by the paper's rule; by default how likely they are
+    # to be right as drafts.
+    measure: Measure | None = None
     # Of the pending tokens' rows, those before the last that are read too: the tokens that follow
     # them were committed without them.
     review: int = 0
+    masks: int = field(init=False)  # of all groups
     rows: int = field(init=False)  # added to the pending tokens
 
     def __post_init__(self) -> None:
-        self.rows = len(self.drafts) + sum(group.masks for group in self.groups)
+        self.masks = sum(group.masks for group in self.groups)
+        self.rows = len(self.drafts) + self.masks
 
-    def drafts_before(self) -> list[list[int]]:
-        """The drafts that stand before each of the rows that are read."""
-        causal = [self.drafts[:count] for count in range(len(self.drafts) + 1)]
-        masked = [self.drafts[: g.after] for g in self.groups for _ in range(g.masks)]
-        return causal + masked
+    def masks_behind(self, outcome: int) -> slice:
+        """Which of its masks stand behind so many drafts."""
+        start = 0
+        for group in self.groups:
+            if group.after == outcome:
+                return slice(start, start + group.masks)
+            start += group.masks
+        return slice(0, 0)
 
     @property
     def is_causal(self) -> bool:
@@ -53,12 +61,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A sequence's rows from that of its last committed token on: 1 + those that its plan adds."""
+    """A sequence's rows of real tokens, from that of its last committed one on: 1 + its drafts."""
 
     best: list[int]  # the token of each row: the argmax of its scores (`core.sampling`)
     numbers: dict[Wanted, list[float]]  # what the plan wanted
     log_p_NV: Tensor | None = None  # if the request asks for log-probabilities
     earlier: list[int] = field(default_factory=list)  # the tokens of the rows under review
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What the masks behind a step's outcome say; nothing where there are none."""
+
+    tokens: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)  # see the plan's measure
+    log_p_NV: Tensor | None = None  # if the request asks for log-probabilities
 
 
 class Strategy(Protocol):
@@ -72,6 +89,12 @@ class Strategy(Protocol):
         """What the next forward should hold for this sequence."""
         ...
 
-    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
+    def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:
+        """How many drafts are accepted; the sequence stays as it is."""
+        return 0
+
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+    ) -> list[int]:
         """The tokens this forward commits; sets the sequence's next drafts and `cached`."""
         ...

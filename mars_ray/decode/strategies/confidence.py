@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from mars_ray.config.decode import BlockCachedMode, ConfidenceMode
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows, Strategy
+from mars_ray.decode.strategies.base import MaskGroup, Plan, Proposals, Rows, Strategy
 
 
 class Confidence(Strategy):
@@ -21,9 +21,11 @@ class Confidence(Strategy):
     def plan(self, sequence: Sequence) -> Plan:
         return _plan(sequence, sequence.window)
 
-    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+    ) -> list[int]:
         sequence.cached = sequence.committed
-        return _accepted(sequence, rows)
+        return _committed(sequence, rows, proposals)
 
 
 class BlockCached(Strategy):
@@ -33,11 +35,13 @@ class BlockCached(Strategy):
         left_in_block = _block_end(sequence, sequence.committed) - sequence.committed
         return _plan(sequence, min(sequence.window, left_in_block - 1))
 
-    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+    ) -> list[int]:
         # What of the unfinished block is in the cache already is forgotten.
         size = _block_size(sequence)
         sequence.cached = max(sequence.cached, _block_end(sequence, sequence.committed) - size)
-        return _accepted(sequence, rows)
+        return _committed(sequence, rows, proposals)
 
 
 def _plan(sequence: Sequence, masks: int) -> Plan:
@@ -45,13 +49,14 @@ def _plan(sequence: Sequence, masks: int) -> Plan:
     # The first token of a commit is the causal row's own.
     review = min(sequence.last_commit, len(sequence.pending)) - 1
     groups = (MaskGroup(0, masks),) if masks else ()
-    return Plan([], groups, (_mode(sequence).measure,), max(0, review))
+    measure = _mode(sequence).measure
+    return Plan([], groups, (measure,), measure, max(0, review))
 
 
-def _accepted(sequence: Sequence, rows: Rows) -> list[int]:
+def _committed(sequence: Sequence, rows: Rows, proposals: Proposals) -> list[int]:
     mode = _mode(sequence)
-    passed = takewhile(lambda number: _passes(number, mode), rows.numbers[mode.measure][1:])
-    return rows.best[: 1 + sum(1 for _ in passed)]
+    passed = takewhile(lambda number: _passes(number, mode), proposals.confidences)
+    return [rows.best[0], *proposals.tokens[: sum(1 for _ in passed)]]
 
 
 def _mode(sequence: Sequence) -> ConfidenceMode | BlockCachedMode:

@@ -1,7 +1,7 @@
 """`exact`: plain autoregressive decoding."""
 
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows, Strategy
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Strategy
 
 
 class Exact(Strategy):
@@ -10,6 +10,8 @@ class Exact(Strategy):
     def plan(self, sequence: Sequence) -> Plan:
         return Plan([])
 
-    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+    ) -> list[int]:
         sequence.cached = sequence.committed
         return rows.best[:1]

@@ -2,7 +2,7 @@
 
 from mars_ray.config.decode import JacobiMode
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Rows, Strategy
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Strategy
 
 
 class Jacobi(Strategy):
@@ -11,10 +11,13 @@ class Jacobi(Strategy):
     def plan(self, sequence: Sequence) -> Plan:
         return Plan(sequence.drafts[: sequence.remaining])
 
-    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
-        drafts = plan.drafts
-        agree = [best == draft for best, draft in zip(rows.best, drafts, strict=False)]
-        accepted = [*agree, False].index(False)
+    def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:
+        agree = [best == draft for best, draft in zip(rows.best, plan.drafts, strict=False)]
+        return [*agree, False].index(False)
+
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+    ) -> list[int]:
         sequence.cached = sequence.committed + accepted
         mode = sequence.request.mode
         assert isinstance(mode, JacobiMode)
@@ -22,4 +25,4 @@ class Jacobi(Strategy):
         guesses = rows.best[accepted + 1 :]
         filler = guesses[-1] if guesses else rows.best[accepted]
         sequence.drafts = guesses + [filler] * (mode.guesses - len(guesses))
-        return [*drafts[:accepted], rows.best[accepted]]
+        return [*plan.drafts[:accepted], rows.best[accepted]]

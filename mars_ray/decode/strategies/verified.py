@@ -11,7 +11,7 @@ from mars_ray.core.drafting import Choice
 from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.decode.quality import Budget
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows, Strategy
+from mars_ray.decode.strategies.base import MaskGroup, Plan, Proposals, Rows, Strategy
 
 
 class Verified(Strategy):
@@ -33,52 +33,40 @@ class Verified(Strategy):
         groups = (MaskGroup(len(drafts), masks),) if masks else ()
         return Plan(drafts, groups, ("ratio",))
 
-    def absorb(self, sequence: Sequence, plan: Plan, rows: Rows) -> list[int]:
-        drafts = plan.drafts
-        accepted = _accepted(sequence, plan, rows)
+    def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:
+        """Drafts are accepted which are the row's token, and below threshold 1 those which are
+        nearly as good, while the request's budget allows it."""
+        budget = sequence.request.quality
+        answer = sequence.committed - len(sequence.request.prompt)
+        disagreed = sequence.disagreed
+        for index, draft in enumerate(plan.drafts):
+            if rows.best[index] == draft:
+                continue
+            if sequence.threshold == 1 or rows.numbers["ratio"][index] < sequence.threshold:
+                return index
+            if isinstance(budget, Budget) and not budget.allows(disagreed, answer + index + 1):
+                return index
+            disagreed += 1
+        return len(plan.drafts)
+
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+    ) -> list[int]:
         sequence.cached = sequence.committed + accepted
-        sequence.drafts, sequence.draft_probabilities = _next_drafts(plan, rows, accepted)
-        return [*drafts[:accepted], rows.best[accepted]]
-
-
-def _accepted(sequence: Sequence, plan: Plan, rows: Rows) -> int:
-    """How many drafts are: those which are the row's token, and below threshold 1 those which are
-    nearly as good, while the request's budget allows it."""
-    budget = sequence.request.quality
-    answer = sequence.committed - len(sequence.request.prompt)
-    disagreed = sequence.disagreed
-    for index, draft in enumerate(plan.drafts):
-        if rows.best[index] == draft:
-            continue
-        if sequence.threshold == 1 or rows.numbers["ratio"][index] < sequence.threshold:
-            return index
-        if isinstance(budget, Budget) and not budget.allows(disagreed, answer + index + 1):
-            return index
-        disagreed += 1
-    return len(plan.drafts)
+        sequence.drafts = proposals.tokens
+        sequence.draft_probabilities = proposals.confidences
+        return [*plan.drafts[:accepted], rows.best[accepted]]
 
 
 def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
     drafts = sequence.drafts[: choice.drafts]
     masks = choice.masks[: len(drafts) + 1]
     groups = tuple(MaskGroup(after, count) for after, count in enumerate(masks) if count)
-    return Plan(drafts, groups, ("ratio", "probability") if groups else ("ratio",))
+    return Plan(drafts, groups, ("ratio",))
 
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
     """Nothing is cut at the limit here: it would change which outcomes are the likeliest."""
     outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups)
     groups = tuple(MaskGroup(after, sequence.window) for after in outcomes if sequence.window)
-    return Plan(sequence.drafts, groups, ("ratio", "probability"))
-
-
-def _next_drafts(plan: Plan, rows: Rows, accepted: int) -> tuple[list[int], list[float]]:
-    """What the masks for this outcome say, if it has any."""
-    start = len(plan.drafts) + 1
-    for group in plan.groups:
-        own = slice(start, start + group.masks)
-        if group.after == accepted:
-            probabilities = rows.numbers.get("probability", [0.0] * len(rows.best))
-            return rows.best[own], probabilities[own]
-        start = own.stop
-    return [], []
+    return Plan(sequence.drafts, groups, ("ratio",))

@@ -1,0 +1,200 @@
+"""A draft adapter as the runner uses it: few products, on mask rows alone.
+
+Layers with the same input have their first factors side by side, and their second factors as the
+blocks of one matrix: two products for queries, keys and values together.
+
+Shape suffixes: D depths, H hidden size, I inputs, O outputs, K inner size of the layers of one
+input together, N rows of a forward, R rows of tokens, M mask rows, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from mars_ray.core.draft_head import DraftHead
+from mars_ray.errors import ModelError
+from mars_ray.model.draft_adapter import DraftAdapter
+
+# Of a decoder layer, those with the same input, in the order of the runner's product.
+_SITES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention_out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraProduct:
+    """Of all layers of one input."""
+
+    down_IK: Tensor
+    up_KO: Tensor
+
+    def add_to(self, y_MO: Tensor, x_MI: Tensor) -> None:
+        """What the adapter adds to the layers' results, in place."""
+        y_MO.addmm_(torch.mm(x_MI, self.down_IK), self.up_KO)
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """What the adapter adds."""
+        return torch.mm(torch.mm(x_MI, self.down_IK), self.up_KO)
+
+
+class MaskRows(Protocol):
+    """Which rows of a forward are masks. The others see nothing of the adapter."""
+
+    def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
+        """Tokens by their ids, and masks by their depths: (N, H)."""
+        ...
+
+    def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
+        """An adapter's part in the results of some linear layers, in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """Those from `first` on: a view, so that no other row is touched."""
+
+    first: int
+
+    def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
+        """See MaskRows."""
+        ids_R, depth_M = ids_N[: self.first], ids_N[self.first :]
+        return torch.cat([embedding(ids_R, token_VH), embedding(depth_M, mask_DH)])
+
+    def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
+        """See MaskRows."""
+        if product:
+            product.add_to(y_NO[self.first :], x_NI[self.first :])
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """Those that a tensor says: what a CUDA graph has recorded multiplies all rows it has."""
+
+    is_mask_N1: Tensor
+
+    def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
+        """See MaskRows."""
+        mask_NH = embedding(ids_N.clamp(max=len(mask_DH) - 1), mask_DH)
+        return torch.where(self.is_mask_N1, mask_NH, embedding(ids_N, token_VH))
+
+    def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
+        """See MaskRows."""
+        if product:
+            # Not times 0, which would let infinities through.
+            y_NO.copy_(torch.where(self.is_mask_N1, y_NO + product(x_NI), y_NO))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLora:
+    """Of a decoder layer; None where nothing was trained."""
+
+    qkv: LoraProduct | None
+    attention_out: LoraProduct | None
+    gate_up: LoraProduct | None
+    down: LoraProduct | None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAdapter:
+    """On the model's device, of its type."""
+
+    depths: int
+    candidates: int
+    mask_embedding_DH: Tensor
+    layers: tuple[LayerLora, ...] | None  # None: no LoRA
+    head: DraftHead | None
+
+
+def fused(adapter: DraftAdapter, model: PreTrainedModel) -> FusedAdapter:
+    """Raises ModelError if the adapter's shapes are not those of the model."""
+    size = model.config.hidden_size
+    if adapter.mask_embedding_DH.shape[1] != size:
+        raise ModelError(
+            f"the draft adapter has hidden size {adapter.mask_embedding_DH.shape[1]}, and the "
+            f"model {size}: it was trained for another model"
+        )
+    head = adapter.head
+    if head:
+        weights = {name: _as_of(getattr(head, name), model) for name in DraftHead.__slots__}
+        head = replace(head, **weights)
+    layers = None
+    if adapter.lora:
+        _check(adapter, model)
+        count = model.config.num_hidden_layers
+        layers = tuple(_layer(adapter, model, index) for index in range(count))
+    return FusedAdapter(
+        adapter.card.depths,
+        min(adapter.card.candidates, model.config.vocab_size),
+        _as_of(adapter.mask_embedding_DH, model),
+        layers,
+        head,
+    )
+
+
+def _as_of(weight: Tensor, model: PreTrainedModel) -> Tensor:
+    return weight.to(device=model.device, dtype=model.dtype)
+
+
+def _check(adapter: DraftAdapter, model: PreTrainedModel) -> None:
+    known = {
+        _name(model, index, layer)
+        for index in range(model.config.num_hidden_layers)
+        for layers in _SITES.values()
+        for layer in layers
+    }
+    for name, (down_RI, up_OR) in adapter.lora.items():
+        if name not in known:
+            raise ModelError(f"the draft adapter has weights for {name}, which the model has not")
+        found, wanted = (up_OR.shape[0], down_RI.shape[1]), _shape(model, name)
+        if found != wanted:
+            raise ModelError(
+                f"the draft adapter's weights for {name} have shape {found}, and the model's "
+                f"{wanted}: it was trained for another model"
+            )
+
+
+def _name(model: PreTrainedModel, index: int, layer: str) -> str:
+    return f"{model.base_model_prefix}.layers.{index}.{layer}"
+
+
+def _shape(model: PreTrainedModel, name: str) -> tuple[int, int]:
+    """Outputs and inputs: the weight itself may have been given up (`linear.py`)."""
+    linear: Any = model.get_submodule(name)
+    return linear.out_features, linear.in_features
+
+
+def _layer(adapter: DraftAdapter, model: PreTrainedModel, index: int) -> LayerLora:
+    return LayerLora(
+        **{
+            site: _product(adapter, model, [_name(model, index, layer) for layer in layers])
+            for site, layers in _SITES.items()
+        }
+    )
+
+
+def _product(
+    adapter: DraftAdapter, model: PreTrainedModel, names: Iterable[str]
+) -> LoraProduct | None:
+    """Layers without LoRA have no part of the inner size."""
+    downs: list[Tensor] = []
+    ups: list[Tensor] = []
+    for name in names:
+        outputs, _ = _shape(model, name)
+        if own := adapter.lora.get(name):
+            downs.append(own.down_RI)
+            ups.append(own.up_OR * adapter.card.scale)
+        else:
+            ups.append(torch.zeros(outputs, 0, dtype=adapter.mask_embedding_DH.dtype))
+    if not downs:
+        return None
+    down_IK = torch.cat(downs).t().contiguous()
+    up_KO = torch.block_diag(*ups).t().contiguous()
+    return LoraProduct(_as_of(down_IK, model), _as_of(up_KO, model))

@@ -1,0 +1,112 @@
+"""From logits to scores whose argmax is the token: what each request asks for, in few operations.
+
+Shape suffixes: P rows that are scored, X some of them, V vocabulary, R rows of one request.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mars_ray.config.decode import Sampling
+from mars_ray.core.penalties import adjust
+from mars_ray.core.sampling import scores
+from mars_ray.decode.request import Request
+
+# Stands for the best token of a row without numbers.
+NOT_A_NUMBER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one request, among those that are scored."""
+
+    request: Request
+    own: slice
+    # Of the answer what stands before each row; not needed if the request changes no logits.
+    answers: list[list[int]] = field(default_factory=list)
+    allowed_RV: NDArray[np.bool_] | None = None  # by its grammar, of the first rows
+
+
+def score(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
+    """Turn logits into scores, in place. `position_P` are those of the tokens to come."""
+    adjust_all(logits_PV, blocks, position_P)
+    sample(logits_PV, blocks, position_P)
+
+
+def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
+    """Penalties, biases and grammars of the requests that have some, in place."""
+    for block in blocks:
+        request, own = block.request, block.own
+        if request.sampling.changes_logits:
+            places = (position_P[own] - len(request.prompt)).tolist()
+            adjust(
+                logits_PV[own],
+                request.sampling,
+                request.prompt,
+                block.answers,
+                places,
+                request.stop_ids,
+            )
+        if block.allowed_RV is not None:
+            forbidden_RV = upload(torch.from_numpy(~block.allowed_RV), logits_PV.device)
+            logits_PV[own][: len(forbidden_RV)].masked_fill_(forbidden_RV, -torch.inf)
+
+
+def sample(
+    logits_PV: Tensor,
+    blocks: Several[Block],
+    position_P: Tensor,
+    token_PV: Tensor | None = None,
+) -> None:
+    """Add each request's noise, in place; greedy ones' logits are scores already.
+
+    Requests whose sampling differs by nothing but the seed are scored together. `token_PV` as in
+    `core.sampling.scores`.
+    """
+    alike: dict[tuple, list[tuple[Sampling, np.ndarray]]] = defaultdict(list)
+    for block in blocks:
+        sampling = block.request.sampling
+        if sampling.temperature > 0:
+            key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            alike[key].append((sampling, np.arange(block.own.start, block.own.stop)))
+    device = logits_PV.device
+    for members in alike.values():
+        index_X = torch.from_numpy(np.concatenate([rows for _, rows in members]))
+        seed_X = torch.tensor([sampling.seed for sampling, rows in members for _ in rows])
+        seed_X, position_X = upload(seed_X, device), upload(position_P[index_X], device)
+        index_X = upload(index_X, device)
+        token_XV = None if token_PV is None else token_PV[index_X]
+        scores_XV = scores(logits_PV[index_X], members[0][0], position_X, seed_X, token_XV)
+        logits_PV.index_copy_(0, index_X, scores_XV)
+
+
+def best(scores_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Each row's best token, and how likely its draft is beside that."""
+    if scores_PV.device.type == "cpu":
+        # Several times faster than torch, which looks for a maximum one number at a time.
+        score_PV, row_P = scores_PV.numpy(), np.arange(len(draft_P))
+        best_P = score_PV.argmax(axis=-1)
+        most_P = score_PV[row_P, best_P]
+        # Behind the end of what a grammar allows every token has -inf.
+        with np.errstate(invalid="ignore"):
+            ratio_P = np.exp(score_PV[row_P, draft_P] - most_P)
+        best_P[np.isnan(most_P)] = NOT_A_NUMBER
+        return torch.from_numpy(best_P), torch.from_numpy(ratio_P)
+    best_P = scores_PV.argmax(dim=-1)
+    draft = upload(torch.from_numpy(draft_P), scores_PV.device)
+    pair_P2 = torch.stack([draft, best_P], dim=-1)
+    score_P2 = scores_PV.gather(-1, pair_P2)
+    best_P = best_P.masked_fill(score_P2[:, 1].isnan(), NOT_A_NUMBER)
+    return best_P, (score_P2[:, 0] - score_P2[:, 1]).exp()
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: the forward is still at work there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

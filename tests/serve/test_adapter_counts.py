@@ -1,0 +1,90 @@
+"""Whose forwards a reply's are: no adapter's tokens per forward hold another one's."""
+
+from dataclasses import replace
+
+import pytest
+
+from mars_ray.config.decode import ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.decode.request import Completion, Request, TokenEvent
+from mars_ray.serve.messages import Call, Finish, Served, TokenText
+from mars_ray.serve.replies import usage
+from mars_ray.serve.shapes import MarsUsage
+from mars_ray.serve.transcript import Transcript
+
+A, B = "a@1", "b@2"
+CALL = Call("c", ("x",), VerifiedMode(), Sampling(), 100, 100)
+
+
+def transcript(mode: Mode, call: Call = CALL) -> Transcript:
+    request = Request("c-0", (1, 2), mode, Sampling(), 100, frozenset())
+
+    def token_text(token: int, logprob: float) -> TokenText:
+        return TokenText(str(token), (), logprob)
+
+    return Transcript(call, request, 0, lambda tokens: "x" * len(tokens), token_text)
+
+
+def steps(*said: tuple[str | None, int]) -> list[TokenEvent]:
+    """Of a whole answer: the adapter of each forward, and how many tokens it brought."""
+    events = [
+        TokenEvent("c-0", tuple(range(count)), forward, adapter=adapter)
+        for forward, (adapter, count) in enumerate(said, start=1)
+    ]
+    events[-1] = replace(events[-1], completion=Completion("c-0", (), (), len(events), "length"))
+    return events
+
+
+SAID = ((A, 1), (A, 3), (None, 1), (None, 1), (A, 2), (B, 4), (B, 5))
+SERVED = (Served(A, 4, 2), Served(None, 2, 2), Served(A, 2, 1), Served(B, 9, 2))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_forwards_belong_to_the_adapter_of_their_drafts(at_once, stop):
+    """However many steps come in one message; guards a batch of steps that begins and ends with one
+    adapter and has another between."""
+    events = steps(*SAID)
+    written = transcript(VerifiedMode(), replace(CALL, stop=stop))
+    finish = None
+    for first in range(0, len(events), at_once):
+        piece, _ = written.add(events[first : first + at_once])
+        finish = piece.finish
+    assert finish
+    assert finish.served == SERVED
+    assert finish.completion_tokens == sum(served.tokens for served in SERVED)
+    assert finish.forwards == sum(served.forwards for served in SERVED)
+
+
+def test_without_masks_no_adapter_serves():
+    """`exact` would spoil the mean of whatever adapter is in force."""
+    piece, _ = transcript(ExactMode()).add(steps(*SAID))
+    assert piece.finish
+    assert piece.finish.served == (Served(None, 17, 7),)
+    assert piece.finish.mode == "exact"
+
+
+def finished(*served: Served) -> Finish:
+    tokens, forwards = (sum(getattr(s, name) for s in served) for name in ("tokens", "forwards"))
+    return Finish("stop", 2, tokens, forwards, 0, 1.0, served=served)
+
+
+def test_a_reply_names_its_adapter():
+    """One is a name; of several the last, and what each has served, over all choices."""
+    one = usage(CALL, [finished(Served(A, 9, 3))])["mars"]
+    assert (one["adapter"], "by_adapter" in one) == (A, False)
+    two = usage(replace(CALL, n=2), [finished(*SERVED), finished(Served(B, 1, 1))])["mars"]
+    assert two["adapter"] == B
+    assert two["by_adapter"] == [
+        {"adapter": A, "completion_tokens": 6, "forwards": 3},
+        {"adapter": None, "completion_tokens": 2, "forwards": 2},
+        {"adapter": B, "completion_tokens": 10, "forwards": 3},
+    ]
+    for made in (one, two):
+        MarsUsage.model_validate(made)
+    assert two["forwards"] == sum(each["forwards"] for each in two["by_adapter"])
+
+
+def test_a_reply_says_how_it_was_decoded():
+    """Where the service's own mode needs drafts that nobody makes; `exact` has no threshold."""
+    made = usage(CALL, [replace(finished(Served(None, 3, 3)), threshold=None, mode="exact")])
+    assert (made["mars"]["mode"], made["mars"]["threshold"]) == ("exact", None)
