@@ -4,11 +4,13 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
 from model.small_hub import COMMIT, NAME, hub
+from peft import PeftModel
 from safetensors.torch import load_file
 from train.draft_jobs import STEPS, draft_job, draft_plan, make_plain_model
 from train.small_jobs import ignore_report, losses, make_plan, records, run_alone, spawn, try_alone
@@ -17,6 +19,7 @@ from mars_ray.config.train import TrainJob
 from mars_ray.errors import MarsError, ModelError, NonFiniteLossError
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.load import load_model
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import directory_of
 from mars_ray.train.initial import initial_model
@@ -90,6 +93,21 @@ def test_a_resumed_run_equals_an_undisturbed_one(model, one_rank, tmp_path):
     )
     assert card.training["mask_tokens"] == whole.training["mask_tokens"]
     assert not list(written.glob("model*.safetensors"))
+
+
+def test_other_loaders_find_an_ordinary_lora(model, one_rank):
+    """Guards names, scale and transposition on disk: peft adds what mask rows were trained with."""
+    directory = directory_of(one_rank.run_dir, STEPS) / checkpoint.MODEL
+    adapter = read_draft_adapter(directory, model)
+    plain = load_model(model, dtype=torch.float32)
+    before = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    with_lora: Any = PeftModel.from_pretrained(plain, str(directory))
+    after = with_lora.merge_and_unload().state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name}.weight" for name in adapter.lora}
+    for name, (down, up) in adapter.lora.items():
+        expected = before[f"{name}.weight"] + adapter.card.scale * up @ down
+        torch.testing.assert_close(after[f"{name}.weight"], expected)
 
 
 def test_micro_batches_change_nothing(model, one_rank, tmp_path):
