@@ -18,6 +18,7 @@ from mars_ray.model.draft_adapter import (
 )
 from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model
+from mars_ray.model.source import Source, local_copy
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
@@ -29,6 +30,16 @@ from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.speed import DraftFlops, ModelFlops
 from mars_ray.train.trainee import Trainee
+
+
+def with_base_here(plan: StagePlan) -> StagePlan:
+    """The plan of a worker whose node may have no copy of a base from the hub yet: the same
+    commit. Raises ModelError."""
+    model = plan.job.model
+    if plan.start_model.is_dir() or not isinstance(model, PretrainedModel):
+        return plan
+    source = Source(model.path, revision=plan.start_model.name)
+    return replace(plan, start_model=local_copy(source, cache="")) if source.is_on_hub else plan
 
 
 def draft_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:

@@ -23,7 +23,7 @@ from mars_ray.model.shape import shape_of
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState, newest
 from mars_ray.train.deepspeed import DeepSpeedEngine
-from mars_ray.train.draft_trainee import draft_trainee
+from mars_ray.train.draft_trainee import draft_trainee, with_base_here
 from mars_ray.train.engine import Engine, PlainEngine, Step
 from mars_ray.train.keeping import Keeper
 from mars_ray.train.loop import (
@@ -129,6 +129,8 @@ def _assemble(
     restored: TrainState | None,
     report: Report,
 ) -> StageParts:
+    if plan.config.adapter is not None:
+        plan = with_base_here(plan)
     row = RowSize.of(plan.train, plan.job.data)
     check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
     load = draft_trainee if plan.config.adapter is not None else model_trainee

@@ -18,7 +18,7 @@ def make_plain_model(directory: Path) -> Path:
     return directory
 
 
-def draft_job(model: Path, output_dir: Path, **sections: Any) -> TrainJob:
+def draft_job(model: Path, output_dir: Path, /, **sections: Any) -> TrainJob:
     """One stage; `stage` in `sections` changes its keys, others replace whole top-level keys."""
     stage = {
         "objective": {"type": "draft"},
@@ -32,6 +32,6 @@ def draft_job(model: Path, output_dir: Path, **sections: Any) -> TrainJob:
     return TrainJob.model_validate(content)
 
 
-def draft_plan(model: Path, output_dir: Path, **sections: Any) -> StagePlan:
+def draft_plan(model: Path, output_dir: Path, /, **sections: Any) -> StagePlan:
     """Its stage."""
     return make_plan(draft_job(model, output_dir, **sections), model, "draft")

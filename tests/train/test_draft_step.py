@@ -68,18 +68,8 @@ def reference(
     objective: DraftObjective,
 ) -> Tensor:
     """The loss, by one forward over clean and mask rows, and whole distributions."""
-    embed = model.get_input_embeddings()
-    is_mask_BR = layout.depth_BR > 0
-    masks = weights["mask_embedding_DH"][(layout.depth_BR - 1).clamp_min(0)]
-    x = torch.where(is_mask_BR[..., None], masks, embed(layout.input_ids_BR))
-    with lora_by_hand(model, weights, card, is_mask_BR):
-        hidden = model.base_model(
-            inputs_embeds=x,
-            position_ids=layout.position_BR,
-            attention_mask=dense_mask(layout),
-            use_cache=False,
-        ).last_hidden_state
-    head_weight = output_head(model).weight
+    embed, head_weight = model.get_input_embeddings(), output_head(model).weight
+    hidden = all_hidden(model, weights, card, layout)
     counts = loss_counts(layout)
     coefficient_BR = row_coefficients(layout, counts, 1.0)
     loss = torch.zeros(())
@@ -107,6 +97,22 @@ def reference(
             )
         loss = loss + coefficient_BR[b, r] * total
     return loss
+
+
+def all_hidden(
+    model: PreTrainedModel, weights: dict[str, Tensor], card: DraftCard, layout: Layout
+) -> Tensor:
+    """Last hidden states of all rows."""
+    is_mask_BR = layout.depth_BR > 0
+    masks = weights["mask_embedding_DH"][(layout.depth_BR - 1).clamp_min(0)]
+    embedded = model.get_input_embeddings()(layout.input_ids_BR)
+    with lora_by_hand(model, weights, card, is_mask_BR):
+        return model.base_model(
+            inputs_embeds=torch.where(is_mask_BR[..., None], masks, embedded),
+            position_ids=layout.position_BR,
+            attention_mask=dense_mask(layout),
+            use_cache=False,
+        ).last_hidden_state
 
 
 def correct(weights, h: Tensor, embed: nn.Module, layout: Layout, b: int, r: int) -> Tensor:
@@ -198,6 +204,60 @@ def test_depths_are_weighted_and_blocks_left_out():
         block_size=size, grids=4, depth_weights=(1.0, 0.3, 2.0), noisy_share=0.6
     )
     compare("llama", objective)
+
+
+def test_the_model_stays_as_it_is_while_an_adapter_learns():
+    """Guards in-place operations on the base: steps must not change one bit of what it computes."""
+    objective = DraftObjective(block_size=BLOCKS)
+    model = build("qwen3")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    base = FrozenModel(model)
+    card = card_of(objective.max_block_size)
+    step = DraftStep(base, card, busy_weights(card, base), objective)
+    layout = layout_of(objective)
+    coefficients = row_coefficients(layout, loss_counts(layout), 1.0)
+    optimizer = torch.optim.AdamW(step.parameters(), lr=0.1)
+    losses = []
+    for _ in range(5):
+        loss, _ = step(coefficient_BR=coefficients, **layout_tensors(layout, CPU))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    # Its matrices are joined now; the model's own are views of them.
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_evaluation_says_what_rows_head_and_twins_choose():
+    """Guards the expected T/F: predictions at the columns that acceptance compares."""
+    objective = DraftObjective(block_size=BLOCKS)
+    card = card_of(objective.max_block_size)
+    base = FrozenModel(build())
+    step = DraftStep(base, card, busy_weights(card, base), objective)
+    layout = layout_of(objective)
+    sums, predicted = step(**layout_tensors(layout, CPU))
+    coefficients = row_coefficients(layout, loss_counts(layout), 1.0)
+    loss, trained_sums = step(coefficient_BR=coefficients, **layout_tensors(layout, CPU))
+    torch.testing.assert_close(sums, trained_sums)
+    head, row = (sums / loss_counts(layout)[1]).tolist()
+    assert loss.item() == pytest.approx(0.5 * row + head, rel=1e-5)
+    model = build()
+    embed, weight = model.get_input_embeddings(), output_head(model).weight.detach()
+    adapter = {name: parameter.detach() for name, parameter in step.named_parameters()}
+    with torch.no_grad():
+        hidden = all_hidden(model, adapter, card, layout)
+    for b, r in (layout.target_BR != NO_TARGET).nonzero().tolist():
+        logits = weight @ hidden[b, r]
+        assert predicted[0, b, r] == logits.argmax()
+        corrected = correct(adapter, hidden[b, r], embed, layout, b, r)
+        among = logits.topk(card.candidates).indices
+        assert predicted[1, b, r] == among[(weight @ corrected)[among].argmax()]
+    wanted = (predicted[0] >= 0) & (layout.depth_BR == 0)
+    for b, r in wanted.nonzero().tolist():
+        assert predicted[0, b, r] == predicted[1, b, r] == (weight @ hidden[b, r]).argmax()
+    assert wanted.sum() > 10
 
 
 def test_gradient_checkpointing_changes_nothing():

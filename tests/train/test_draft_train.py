@@ -2,10 +2,15 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
+from model.small_hub import COMMIT, NAME, hub
+from peft import PeftModel
 from safetensors.torch import load_file
 from train.draft_jobs import STEPS, draft_job, draft_plan, make_plain_model
 from train.small_jobs import ignore_report, losses, make_plan, records, run_alone, spawn, try_alone
@@ -13,8 +18,11 @@ from train.small_jobs import ignore_report, losses, make_plan, records, run_alon
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import MarsError, ModelError, NonFiniteLossError
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
+from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.load import load_model
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import directory_of
+from mars_ray.train.initial import initial_model
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
@@ -87,6 +95,21 @@ def test_a_resumed_run_equals_an_undisturbed_one(model, one_rank, tmp_path):
     assert not list(written.glob("model*.safetensors"))
 
 
+def test_other_loaders_find_an_ordinary_lora(model, one_rank):
+    """Guards names, scale and transposition on disk: peft adds what mask rows were trained with."""
+    directory = directory_of(one_rank.run_dir, STEPS) / checkpoint.MODEL
+    adapter = read_draft_adapter(directory, model)
+    plain = load_model(model, dtype=torch.float32)
+    before = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    with_lora: Any = PeftModel.from_pretrained(plain, str(directory))
+    after = with_lora.merge_and_unload().state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name}.weight" for name in adapter.lora}
+    for name, (down, up) in adapter.lora.items():
+        expected = before[f"{name}.weight"] + adapter.card.scale * up @ down
+        torch.testing.assert_close(after[f"{name}.weight"], expected)
+
+
 def test_micro_batches_change_nothing(model, one_rank, tmp_path):
     """Guards the division by global counts: rows of short micro-batches would weigh more."""
     plan = draft_plan(model, tmp_path, stage={"micro_batch_size": 1})
@@ -136,6 +159,26 @@ def test_bfloat16_trains_alike(model, one_rank, tmp_path):
     run_alone(plan)
     assert losses(plan) == pytest.approx(losses(one_rank), rel=0.1)
     assert {weight.dtype for weight in masters(plan).values()} == {torch.float32}
+
+
+def test_a_base_of_the_hub_is_its_snapshot_on_every_node(model, tmp_path, monkeypatch):
+    """Guards workers on nodes whose cache does not have what the driver has fetched."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with hub(model) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        named = {"type": "pretrained", "path": NAME}
+        job = draft_job(model, tmp_path / "run", model=named, stage={"steps": 1})
+        directory = initial_model(job)
+        assert directory.name == COMMIT
+        plan = make_plan(job, directory, "draft")
+        shutil.rmtree(tmp_path / "hub")
+        run_alone(plan)
+    card = read_draft_card(directory_of(plan.run_dir, 1) / checkpoint.MODEL)
+    assert card.base == NAME
+    assert card.base_fingerprint == fingerprint(model)
 
 
 def train_all(plans: list[tuple[StagePlan, Path | None]], results: Path) -> None:
