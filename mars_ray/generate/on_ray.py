@@ -61,16 +61,18 @@ class RayEngines:
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
-        """All requests, as they finish; their ids must differ. None is handed out after `until`.
+        """All requests, as they finish; their ids must differ. After `until` none is handed out,
+        but for the first ones: what engines take to start is in nobody's hands.
 
         Raises EngineError if engines do not start or die again and again, and whatever MarsError
         one of them raises.
         """
         waiting = deque(requests)
+        count = len(waiting)
         self._deaths.clear()
         self._start(len(waiting))
         while waiting or any(actor.held for actor in self._actors):
-            if time.monotonic() > until:
+            if time.monotonic() > until and len(waiting) < count:
                 waiting.clear()
             self._hand_out(waiting)
             done, _ = ray.wait(list(self._pending), timeout=_LOOK_S)

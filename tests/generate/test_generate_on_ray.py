@@ -134,6 +134,15 @@ def test_memory_that_is_not_there_is_said(talker: Path, tmp_path: Path, ray_clus
         run_generation(job, QUIET)
 
 
+def test_starting_may_take_longer_than_a_job_has(talker: Path, tmp_path: Path, ray_cluster):
+    """Guards a short job on a busy machine that ends with nothing, since its engines were ready too
+    late; and so would any later run of it."""
+    own = {"type": "own", "count": 6}
+    prompts = [own, {"type": "corpus", "count": 6}]
+    job = mixed_job(talker, tmp_path / "own.jsonl", prompts=prompts, workers=1, minutes=0.001)
+    assert run_generation(job, QUIET).conversations > 0
+
+
 def dying(when: str) -> type[Worker]:
     """A worker that ends as one for which there is no memory: without a word. Defined here, it
     travels to where it runs with its code."""
