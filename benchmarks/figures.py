@@ -51,7 +51,7 @@ _FORWARDS = ("#9ecae1", "#fdd0a2", "#a1d99b", "#dadaeb")
 def main() -> None:
     """All figures as SVG."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", help="as of make demo: answer the question anew")
+    parser.add_argument("--checkpoint", help="as of jobs/demo-tiny.toml: answer the question anew")
     parser.add_argument("--output", type=Path, default=ROOT / "docs")
     arguments = parser.parse_args()
     if arguments.checkpoint:

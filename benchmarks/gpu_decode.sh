@@ -20,11 +20,11 @@ bench decode_gpu_0_5b 90 jobs/bench-decode-gpu.toml "$@"
 bench decode_gpu_0_5b_long 40 jobs/bench-decode-gpu.toml 'batch_sizes=[1]' prompts=1 \
     random_prompt_tokens=8000 max_context=8192 'step_positions=[]' 'peers=["transformers"]' "$@"
 bench decode_gpu_7b 190 jobs/bench-decode-gpu.toml random_weights=qwen2.5-7b "$@"
-# Real acceptance, on the demo's small model: that of `make demo`, or one trained here.
+# Real acceptance, on the demo's small model: that of jobs/demo-tiny.toml, or one trained here.
 model=runs/demo/models/mars
 if [ ! -d "$model" ]; then
     model=runs/gpu-demo/model
-    PYTHONPATH=. timeout 140 "$python" benchmarks/train_alone.py jobs/demo.toml runs/gpu-demo ||
+    PYTHONPATH=. timeout 140 "$python" benchmarks/train_alone.py jobs/demo-tiny.toml runs/gpu-demo ||
         echo "the demo's model: not trained within 140 s" >&2
 fi
 if [ -d "$model" ]; then

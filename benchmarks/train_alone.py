@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mars_ray.config.demo import DemoJob
+from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.load import load_job
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import MarsError
@@ -27,7 +27,7 @@ def main() -> None:
     """Raises MarsError for what a training job may end with."""
     source, directory, *overrides = sys.argv[1:]
     job = load_job(source, overrides)
-    if isinstance(job, DemoJob):
+    if isinstance(job, TinyDemoJob):
         job = job.train
     assert isinstance(job, TrainJob), f"{source} does not train"
     shutil.rmtree(directory, ignore_errors=True)

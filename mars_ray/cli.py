@@ -20,7 +20,7 @@ from mars_ray.cluster.token import keep_private
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
-from mars_ray.config.demo import DemoJob
+from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
@@ -247,12 +247,16 @@ def demo(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train, measure, serve and ask, end to end."""
-    job = _job(DemoJob, job_file, overrides, dry_run)
-    from mars_ray.demo import run_demo
+    """Adapt or train, measure, serve and ask, end to end; run again to resume."""
+    job = _job((DemoJob, TinyDemoJob), job_file, overrides, dry_run)
+    from mars_ray.demo.run import run_demo
+    from mars_ray.demo.tiny import run_tiny_demo
 
     with _Cluster():
-        result = run_demo(job, _console())
+        if isinstance(job, DemoJob):
+            result = run_demo(job, _console())
+        else:
+            result = run_tiny_demo(job, _console())
     # Last: until the cluster has gone, lines of its workers may come.
     _print_result(result)
 
@@ -334,7 +338,7 @@ def _keep(result: dict[str, Any], output: Path) -> None:
 
 
 def _job(
-    kind: type[AnyJob],
+    kinds: type[AnyJob] | tuple[type[AnyJob], ...],
     source: Path | dict[str, Any],
     overrides: list[str] | None,
     dry_run: bool,
@@ -345,9 +349,10 @@ def _job(
         job = load_job(source, overrides or ())
     else:
         job = parse_job(source, source="command line", overrides=overrides or ())
-    if not isinstance(job, kind):
-        wanted = kind.model_fields["kind"].default
-        raise ConfigError(f"{source}: this command takes a job of kind {wanted!r}")
+    if not isinstance(job, kinds):
+        several = kinds if isinstance(kinds, tuple) else (kinds,)
+        wanted = " or ".join(repr(kind.model_fields["kind"].default) for kind in several)
+        raise ConfigError(f"{source}: this command takes a job of kind {wanted}")
     if dry_run:
         print(job.model_dump_json(indent=2))
         raise typer.Exit

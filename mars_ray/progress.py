@@ -6,6 +6,7 @@ A submitted job has a log and no terminal; without a line now and then it looks 
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -90,3 +91,8 @@ class Bars(Progress):
             done = f": {task.completed:,.0f}" if task.completed else ""
             return task.description + done
         return f"{task.description}: {task.completed:,.0f} of {task.total:,.0f}"
+
+
+def short(path: Path) -> str:
+    """Relative to where the command runs, if it lies below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

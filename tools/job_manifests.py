@@ -117,7 +117,7 @@ SUBMISSIONS = (
     Submission(
         "tune-demo",
         "tune",
-        "a sweep over mask schedules, from the demo's first stage",
+        "a sweep over mask schedules, from the tiny demo's first stage",
         options=f"{_runs('tune-demo')} train.output_dir=/shared/runs/tune-demo/best "
         "train.model.path=/shared/runs/demo/models/ar",
     ),
@@ -137,7 +137,7 @@ SUBMISSIONS = (
     Submission(
         "bench-decode-demo",
         "bench decode",
-        "our modes beside other decoders, on the demo's model",
+        "our modes beside other decoders, on the tiny demo's model",
         options="--output /shared/runs/bench-decode-demo.json "
         "checkpoint=/shared/runs/demo/models/mars",
         cpus=2,
@@ -203,6 +203,9 @@ SUBMISSIONS = (
 # Those that are no jobs of a cluster, and why.
 OTHERS = {
     "demo": "everything on one machine: `make demo`",
+    "demo-tiny": "the same from random weights: `mars-ray demo jobs/demo-tiny.toml`",
+    "adapt-smollm2": "an adaptation of hours, whose data lie beside the checkout: `mars-ray adapt`",
+    "evaluate-smollm2": "its measurement, likewise: `mars-ray evaluate`",
     "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
     "serve-models": "a service: `mars-ray serve`, or deploy/kustomize",
     "serve-qwen2.5-7b": "a service on GPUs: `mars-ray serve`, or deploy/kustomize/overlays/gpu",

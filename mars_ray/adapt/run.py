@@ -41,12 +41,15 @@ from mars_ray.importing import import_model
 from mars_ray.model.complete import CONFIG_FILE
 from mars_ray.model.draft_adapter import adapter_bytes, read_draft_card
 from mars_ray.model.load import read_config
+from mars_ray.progress import short
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path
 from mars_ray.train.run import run_training
 from mars_ray.writer import replaced, sole_writer
 
 _JOB_FILE = "adapt.json"
+# Of a job's minutes, for training, whatever the answers took on a busy machine.
+_LEAST_SHARE = 0.25
 
 
 def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
@@ -94,13 +97,15 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
     frontier = _measure(job, base, places, parts, console)
     speeds = _speeds(job, base, places, parts, console)
     places.service.write_bytes(tomli_w.dumps(service_table(job, base, places)).encode())
-    commands = [f"mars-ray serve {_short(places.service)}", "mars-ray chat"]
-    write_report(_report(job, base, places, frontier, speeds, commands), places.report)
-    console.print(f"report: {_short(places.report)}\nserve it: {commands[0]}", soft_wrap=True)
+    commands = [f"mars-ray serve {short(places.service)}", "mars-ray chat"]
+    curve = _curve(places.training / "stages" / STAGE / "metrics.jsonl")
+    page = adaptation(job, places.adapter, frontier, speeds, curve, commands)
+    write_report(page, places.report)
+    console.print(f"report: {short(places.report)}\nserve it: {commands[0]}", soft_wrap=True)
     return {
-        "adapter": _short(places.adapter),
-        "serve": _short(places.service),
-        "report": _short(places.report),
+        "adapter": short(places.adapter),
+        "serve": short(places.service),
+        "report": short(places.report),
         "points": {
             point.label: {
                 "tokens_per_forward": round(point.tokens_per_forward, 3),
@@ -126,7 +131,9 @@ def _train(
     job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices, answers_s: float
 ) -> dict[str, float]:
     """The adapter in its place; the last metrics of its training."""
-    minutes = None if job.minutes is None else job.minutes - answers_s / 60
+    minutes = job.minutes
+    if minutes is not None:
+        minutes = max(minutes - answers_s / 60, _LEAST_SHARE * minutes)
     trained = run_training(train_job(job, base, places, parts, found, minutes))
     if not places.adapter.exists():
         draft = places.adapter.with_name(".adapter")
@@ -161,23 +168,23 @@ def _speeds(
     return [Speed(**row) for row in json.loads(places.measured.read_text("utf-8"))]
 
 
-def _report(
+def adaptation(
     job: AdaptJob,
-    base: Path,
-    places: Places,
+    adapter: Path,
     frontier: Frontier,
     speeds: list[Speed],
+    curve: list[tuple[float, float]],
     commands: list[str],
 ) -> Adaptation:
-    card = read_draft_card(places.adapter)
+    """What the page shows of an adapter for the job's model."""
     return Adaptation(
         name=job.name,
         base=job.model,
-        adapter=_short(places.adapter),
-        adapter_bytes=adapter_bytes(places.adapter),
+        adapter=short(adapter),
+        adapter_bytes=adapter_bytes(adapter),
         prompts=frontier.points[0].problems,
-        trained_on=card.training,
-        curve=_curve(places.training / "stages" / STAGE / "metrics.jsonl"),
+        trained_on=read_draft_card(adapter).training,
+        curve=curve,
         modes=[_mode(point) for point in frontier.points],
         speeds=speeds,
         next_commands=commands,
@@ -207,8 +214,3 @@ def _curve(metrics_file: Path) -> list[tuple[float, float]]:
         if row["kind"] == "eval":
             curve.append((seen, row["tokens_per_forward"]))
     return curve
-
-
-def _short(path: Path) -> str:
-    """Relative to where the command runs, if it lies below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

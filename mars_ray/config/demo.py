@@ -1,23 +1,61 @@
-"""The demo: train, measure, serve and ask, in one file."""
+"""The demos: from a model to an answer over HTTP, in one file."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
-from mars_ray.config.decode import ConfidenceMode, VerifiedMode
+from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.decode import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 
-# What the last line tells of.
+# What the last line of the tiny demo tells of.
 SUMMED_UP = (VerifiedMode(), ConfidenceMode(threshold=0.95))
 
 
 class DemoJob(Config):
-    """The last stage's model is evaluated and served; the one before it is the AR baseline."""
+    """An adaptation of some minutes, and an adapter of hours of the same job beside it.
+
+    Run again, it goes on where it was.
+    """
 
     kind: Literal["demo"] = "demo"
+    adapt: AdaptJob
+    prompts: str = Field(min_length=1, description="file of prompts on which all is measured")
+    shipped: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory of a draft adapter for the same model; without it, the one that is "
+        "trained here is measured and served",
+    )
+    modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
+        default=(VerifiedMode(), VerifiedMode(threshold=0.3), VerifiedMode(threshold=0.1)),
+        description="of the frontier",
+    )
+    question: str = Field(min_length=1, description="that is asked over HTTP")
+    answer_tokens: int = Field(default=128, ge=1, description="of its answer, at most")
+
+    @model_validator(mode="after")
+    def _measures_its_prompts(self) -> Self:
+        if self.adapt.measure.kinds:
+            raise ValueError("adapt.measure.kinds: the demo measures its `prompts`; leave it out")
+        if self.adapt.measure.engine.dtype == "auto":
+            raise ValueError("adapt.measure.engine.dtype: name the one that transformers gets, too")
+        for key, modes in (
+            ("adapt.measure.modes", self.adapt.measure.modes),
+            ("modes", self.modes),
+        ):
+            if VerifiedMode() not in modes:
+                raise ValueError(f"{key}: the demo's last line tells of verified; add it")
+        return self
+
+
+class TinyDemoJob(Config):
+    """The last stage's model is evaluated and served; the one before it is the AR baseline."""
+
+    kind: Literal["demo-tiny"] = "demo-tiny"
     train: TrainJob
     evaluate: EvaluateJob
     serve: ServeJob

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.bench import BenchDecodeJob
-from mars_ray.config.demo import DemoJob
+from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
@@ -27,6 +27,7 @@ Job = (
     | EvaluateJob
     | ServeJob
     | DemoJob
+    | TinyDemoJob
     | BenchDecodeJob
     | SimulateJob
     | TuneJob
@@ -39,6 +40,7 @@ JOB_KINDS: dict[str, type[Job]] = {
     "evaluate": EvaluateJob,
     "serve": ServeJob,
     "demo": DemoJob,
+    "demo-tiny": TinyDemoJob,
     "bench-decode": BenchDecodeJob,
     "simulate": SimulateJob,
     "export": ExportJob,

@@ -1,17 +1,18 @@
-"""The files of `jobs/` that come with the package."""
+"""What lies in `jobs/` and `adapters/`, and comes with the package."""
 
 from pathlib import Path
 
-_SHIPPED = Path(__file__).parents[1] / "jobs"
+_PACKAGE = Path(__file__).parents[1]
+_SHIPPED = ("jobs", "adapters")
 
 
 def found(path: str | Path) -> Path:
-    """The path; for a `jobs/NAME` that is not there, the file of that name in the package.
+    """The path; for a `jobs/NAME` or `adapters/NAME` that is not there, that of the package.
 
     So the lines of the documentation work where there is no checkout.
     """
     path = Path(path)
-    if path.parts[:1] != ("jobs",) or path.exists():
+    if len(path.parts) < 2 or path.parts[0] not in _SHIPPED or path.exists():
         return path
-    shipped = _SHIPPED.joinpath(*path.parts[1:])
-    return shipped if shipped.is_file() else path
+    shipped = _PACKAGE / path
+    return shipped if shipped.exists() else path

@@ -1,16 +1,22 @@
-"""The model that a job's first stage starts from."""
+"""What a job's first stage starts from: a model, or an adapter that adds nothing yet."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from mars_ray.config.model import PretrainedModel
-from mars_ray.config.train import DraftObjective, TrainJob
+from mars_ray.config.train import DraftAdapterConfig, DraftObjective, TrainJob
 from mars_ray.data.sources import BadRows, read
 from mars_ray.model.card import CARD_FILE
 from mars_ray.model.create import create_model
-from mars_ray.model.load import read_config
+from mars_ray.model.draft_adapter import DraftAdapter
+from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.load import load_model, read_config
 from mars_ray.model.source import Source, local_copy
+from mars_ray.train.draft_adapter import adapter_of, draft_card, fresh_weights
+from mars_ray.train.frozen import FrozenModel
 
 
 def initial_model(job: TrainJob) -> Path:
@@ -43,3 +49,16 @@ def _texts(job: TrainJob) -> Iterator[str]:
         for message in record.messages:
             yield message.content
     report.check(job.data.max_bad_share)
+
+
+def untrained_adapter(
+    directory: Path, config: DraftAdapterConfig, depths: int, seed: int = 0
+) -> DraftAdapter:
+    """What the training of a draft adapter starts from, for the model in `directory`.
+
+    Raises ModelError.
+    """
+    base = FrozenModel(load_model(directory, dtype=torch.float32))
+    hidden = base.embedding_VH.shape[1]
+    card = draft_card(config, depths, hidden, directory.name, fingerprint(directory))
+    return adapter_of(fresh_weights(card, base, seed), card, base)

@@ -237,12 +237,12 @@ def test_the_best_of_a_metric_is_what_is_better(settings, highest):
 def test_a_demo_that_cannot_end_is_refused(override, key):
     """Guards a traceback after ten minutes, in the place of the result."""
     with pytest.raises(ConfigError, match=key):
-        load_job(ROOT / "jobs" / "demo.toml", [override])
+        load_job(ROOT / "jobs" / "demo-tiny.toml", [override])
 
 
 def test_a_demo_of_one_stage_is_refused():
     """It compares the last two."""
-    table = read_toml(ROOT / "jobs" / "demo.toml")
+    table = read_toml(ROOT / "jobs" / "demo-tiny.toml")
     del table["train"]["stages"]["ar"]
     with pytest.raises(ConfigError, match=r"train\.stages"):
         parse_job(table, source="demo.toml")

@@ -7,7 +7,7 @@ from mars_ray.config.shipped import found
 def test_a_job_of_the_package_is_found_from_anywhere(tmp_path, monkeypatch):
     """Guards documentation whose lines only work in a checkout."""
     monkeypatch.chdir(tmp_path)
-    assert load_job("jobs/demo.toml").kind == "demo"
+    assert load_job("jobs/demo-tiny.toml").kind == "demo-tiny"
 
 
 def test_a_file_of_ones_own_comes_first(tmp_path, monkeypatch):

@@ -38,8 +38,9 @@ EXECUTED_BY = {
     "mars-ray simulate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray import ": _PLAIN + "test_a_model_of_others_is_imported",
     # With a cluster of their own.
-    "make demo": _FIRST + "demo",
+    "make demo": _FIRST + "adapted",
     "mars-ray demo": _FIRST + "test_the_demo_goes_on_where_it_was",
+    "mars-ray demo jobs/demo-tiny.toml": _FIRST + "demo",
     "mars-ray serve jobs/serve-demo.toml": _FIRST + "service",
     "mars-ray chat": _FIRST + "test_a_chat",
     "curl http://127.0.0.1:8000/": _FIRST + "test_any_client",

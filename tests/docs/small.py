@@ -22,6 +22,13 @@ def _for_gpus(*stages: str) -> tuple[str, ...]:
 
 SMALL: dict[str, tuple[str, ...]] = {
     "demo": (
+        *("adapt.model=models/plain", "shipped=adapters/none", "answer_tokens=8"),
+        *("adapt.minutes=0.2", "adapt.answers.prompts=[{type='corpus', count=60}]"),
+        *("adapt.answers.max_new_tokens=16", "adapt.recipe.held_out=4"),
+        *("adapt.measure.max_new_tokens=8", "adapt.measure.speed_prompts=1"),
+        *("adapt.service.engine.max_context=512", "adapt.service.port=8000"),
+    ),
+    "demo-tiny": (
         *("train.data.train.count=400", "train.data.eval.count=16"),
         *("train.stages.ar.steps=4", "train.stages.mars.steps=4"),
         *("evaluate.task.count=4", "evaluate.max_new_tokens=8", "serve.port=8000"),

@@ -14,6 +14,7 @@ from docs.checkout import Checkout, make_checkout
 from docs.commands import runs
 from docs.published import publish
 from docs.small import SMALL, small
+from train.small_jobs import make_model
 
 from mars_ray.cluster.port import free_port
 
@@ -38,11 +39,21 @@ def at_port(port: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def demo(checkout: Checkout) -> Checkout:
-    """The checkout after `make demo`."""
-    (command,) = runs("demo")
+def adapted(checkout: Checkout) -> Checkout:
+    """The checkout after `make demo`, of a model that is at hand."""
+    make_model(checkout.directory / "models" / "plain")
+    (command,) = runs("adapted")
     settings = shlex.join(SMALL["demo"])
     done = checkout.run(f"{command} ARGS={shlex.quote(settings)}", timeout_s=400)
+    assert json.loads(done.stdout.splitlines()[-1])["http_ok"]
+    return checkout
+
+
+@pytest.fixture(scope="module")
+def demo(checkout: Checkout) -> Checkout:
+    """The checkout after the tiny demo."""
+    (command,) = runs("demo")
+    done = checkout.run(small(command), timeout_s=400)
     assert json.loads(done.stdout.splitlines()[-1])["http_ok"]
     return checkout
 
@@ -79,13 +90,22 @@ def end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def test_the_demo_goes_on_where_it_was(demo: Checkout):
+def test_the_demo_goes_on_where_it_was(adapted: Checkout):
     """From the package's job file, with nothing trained again."""
+    adapter = adapted.directory / "runs" / "demo-smollm2" / "adapter" / "draft.safetensors"
+    before = adapter.stat().st_mtime_ns
+    (command,) = runs("test_the_demo_goes_on_where_it_was")
+    done = adapted.run(f"{command} {shlex.join(('jobs/demo.toml', *SMALL['demo']))}")
+    assert json.loads(done.stdout.splitlines()[-1])["http_ok"]
+    assert adapter.stat().st_mtime_ns == before
+
+
+def test_the_tiny_demo_goes_on_where_it_was(demo: Checkout):
+    """The same of models that were trained whole."""
     model = demo.directory / "runs" / "demo" / "models" / "mars" / "model.safetensors"
     before = model.stat().st_mtime_ns
-    (command,) = runs("test_the_demo_goes_on_where_it_was")
-    done = demo.run(f"{command} {shlex.join(('jobs/demo.toml', *SMALL['demo']))}")
-    assert json.loads(done.stdout.splitlines()[-1])["http_ok"]
+    (command,) = runs("demo")
+    assert json.loads(demo.run(small(command)).stdout.splitlines()[-1])["http_ok"]
     assert model.stat().st_mtime_ns == before
 
 

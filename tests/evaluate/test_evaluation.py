@@ -9,7 +9,6 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from mars_ray import demo
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import (
     ConfidenceMode,
@@ -18,12 +17,13 @@ from mars_ray.config.decode import (
     SpeculativeMode,
     VerifiedMode,
 )
-from mars_ray.config.demo import DemoJob
+from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
 from mars_ray.config.load import load_job
 from mars_ray.config.model import PresetModel
 from mars_ray.core.frontier import read_frontier
 from mars_ray.data.corpus import problems
+from mars_ray.demo import tiny
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.evaluate import run
 from mars_ray.evaluate.report import print_table, summary
@@ -205,12 +205,12 @@ def test_two_evaluations_do_not_mix_their_files(checkpoint, tmp_path):
         run_evaluation(job(checkpoint, output_dir=str(tmp_path)), Console(quiet=True))
 
 
-def test_the_demos_baseline_does_not_replace_its_result(monkeypatch):
+def test_the_tiny_demos_baseline_does_not_replace_its_result(monkeypatch):
     """Guards a frontier of one point in the job's directory, until the second one is whole."""
     monkeypatch.chdir(ROOT)
-    given = load_job("jobs/demo.toml", ["evaluate.output_dir=results"])
-    assert isinstance(given, DemoJob)
-    assert demo._exact_only(given, Path("models/ar")).output_dir is None
+    given = load_job("jobs/demo-tiny.toml", ["evaluate.output_dir=results"])
+    assert isinstance(given, TinyDemoJob)
+    assert tiny._exact_only(given, Path("models/ar")).output_dir is None
 
 
 def test_every_mode_computes_the_prompts(checkpoint, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make, install = runs("installed")
     for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, directory)
-    for name in ("mars_ray", "jobs"):
+    for name in ("mars_ray", "jobs", "adapters"):
         ignored = shutil.ignore_patterns("__pycache__", "kuberay")
         shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
     add_environment(directory)

@@ -39,7 +39,7 @@ def main() -> None:
         if "step" in task:
             print(json.dumps({"seconds": engine.time_step(*task["step"])}), flush=True)
         else:
-            print(json.dumps(_answer(engine, task)), flush=True)
+            print(json.dumps(answer(engine, task)), flush=True)
 
 
 def _roofline(model: PreTrainedModel) -> dict[str, float]:
@@ -59,7 +59,8 @@ def _roofline(model: PreTrainedModel) -> dict[str, float]:
     return {"weight_bytes": weights, "copy_bytes_per_s": 2 * block.numel() / min(times)}
 
 
-def _answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+def answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+    """The task's batches one after the other, in its mode."""
     mode = _MODE.validate_python(task["mode"])
     limit, stops = task["max_new_tokens"], frozenset(task["stop_ids"])
     completions: list[Completion] = []

@@ -13,16 +13,22 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 def main() -> None:
     """Arguments: checkpoint, dtype; of the others it needs none, as its cache grows."""
     checkpoint, dtype, *_ = sys.argv[1:]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
-    model.to(device).eval()
+    model = load(checkpoint, dtype)
     print(json.dumps({"peer": "transformers", "version": transformers.__version__}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(model, json.loads(line))), flush=True)
+        print(json.dumps(answer(model, json.loads(line))), flush=True)
+
+
+def load(checkpoint: str, dtype: str) -> PreTrainedModel:
+    """As transformers has it, on the device at hand."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+    return model.to(device).eval()
 
 
 @torch.inference_mode()
-def _answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
+def answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
+    """The task's batches one after the other, greedy."""
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
         do_sample=False,

@@ -1,29 +1,28 @@
-"""The demo: everything put together, from random weights to an answer over HTTP."""
+"""The tiny demo: from random weights to an answer over HTTP."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
-from urllib.request import Request
 
 from rich.console import Console
 
-from mars_ray.cluster.direct import urlopen
 from mars_ray.config.decode import ExactMode
-from mars_ray.config.demo import DemoJob
+from mars_ray.config.demo import TinyDemoJob
 from mars_ray.core.frontier import Frontier
 from mars_ray.data.corpus import problems
+from mars_ray.demo.asking import ask
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import run_evaluation
+from mars_ray.progress import short
 from mars_ray.serve.build import check_port, start
 from mars_ray.train.run import run_training
 
 # Another seed than the evaluation's.
 _QUESTION_SEED = 20_260
-_ANSWER_S = 60.0
+_ANSWER_TOKENS = 128
 
 
-def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
+def run_tiny_demo(job: TinyDemoJob, console: Console) -> dict[str, Any]:
     """Train, evaluate before and after MARS, serve and ask. Ray must be connected.
 
     Returns the line that the command prints last. Raises MarsError.
@@ -36,15 +35,16 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
     before_dir, after_dir = list(trained.models.values())[-2:]
     console.rule("measuring: exact before MARS, all modes after")
     before = run_evaluation(_exact_only(job, before_dir), console)
-    evaluate = job.evaluate.model_copy(update={"checkpoint": _short(after_dir)})
+    evaluate = job.evaluate.model_copy(update={"checkpoint": short(after_dir)})
     after = run_evaluation(evaluate, console)
     print_table(after, console)
     console.rule("serving and asking")
     serve = job.serve.model_copy(update={"checkpoint": str(after_dir)})
-    answer = _ask(start(serve), console)
-    command = f"mars-ray serve {_short(after_dir)} model_name={serve.name}"
+    question = problems("test", 1, _QUESTION_SEED)[0].question
+    answer = ask(start(serve), question, _ANSWER_TOKENS, console)
+    command = f"mars-ray serve {short(after_dir)} model_name={serve.name}"
     console.print(f"serve it: {command}", soft_wrap=True)
-    console.print(f"plot: {_short(after.plot)}", soft_wrap=True)
+    console.print(f"plot: {short(after.plot)}", soft_wrap=True)
     return _summary(before.frontier, after.frontier) | {
         "http_ok": bool(answer),
         "train_s": round(sum(trained.seconds.values()), 1),
@@ -52,37 +52,10 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
     }
 
 
-def _exact_only(job: DemoJob, checkpoint: Path) -> Any:
+def _exact_only(job: TinyDemoJob, checkpoint: Path) -> Any:
     # Beside its own model: in the job's directory it would take the place of what is there.
-    changes = {"checkpoint": _short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
+    changes = {"checkpoint": short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
     return job.evaluate.model_copy(update=changes)
-
-
-def _ask(url: str, console: Console) -> str:
-    """Ask a held-out question over HTTP; the answer's text."""
-    question = problems("test", 1, _QUESTION_SEED)[0].question
-    body = {
-        "model": _first_model(url),
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": 128,
-        "temperature": 0,
-    }
-    request = Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urlopen(request, _ANSWER_S) as reply:
-        answer = json.load(reply)
-    text = answer["choices"][0]["message"]["content"]
-    console.print(f"[bold]question[/] {question}\n[bold]answer[/]   {text}")
-    console.print(f"[bold]usage[/]    {json.dumps(answer['usage'])}")
-    return text
-
-
-def _first_model(url: str) -> str:
-    with urlopen(Request(f"{url}/v1/models"), _ANSWER_S) as reply:
-        return json.load(reply)["data"][0]["id"]
 
 
 def _summary(before: Frontier, after: Frontier) -> dict[str, Any]:
@@ -101,8 +74,3 @@ def _summary(before: Frontier, after: Frontier) -> dict[str, Any]:
             "identical": verified.identical,
         },
     }
-
-
-def _short(path: Path) -> str:
-    """Relative to where the command runs, if it lies below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

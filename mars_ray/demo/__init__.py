@@ -1,0 +1,1 @@
+"""Demos: everything put together, to an answer over HTTP."""

@@ -1,0 +1,105 @@
+"""Our modes and transformers' `generate` on the same prompts: batch by batch, in turn.
+
+So what the machine does to one it does to the others, and every answer of ours has one beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from mars_ray.config.decode import Mode
+from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.core.frontier import mode_label
+from mars_ray.decode.loading import load_engine
+from mars_ray.evaluate.parts import Kept
+from mars_ray.evaluate.peers import mars_peer, transformers_peer
+from mars_ray.evaluate.run import problems_of, prompts_of
+from mars_ray.model.stop import stop_ids
+from mars_ray.progress import Bars
+
+TRANSFORMERS = "transformers"
+# Whatever is used for the first time takes longer.
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What one decoder answered to all prompts."""
+
+    tokens: list[list[int]]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all batches, each of which waits for its longest answer."""
+        return sum(map(len, self.tokens)) / self.seconds
+
+    def identical(self, other: "Decoded") -> float:
+        """The share of answers with the other's tokens."""
+        same = [a == b for a, b in zip(self.tokens, other.tokens, strict=True)]
+        return sum(same) / len(same)
+
+
+def decode_beside(
+    job: EvaluateJob, modes: Sequence[Mode], kept: Kept, console: Console
+) -> dict[str, Decoded]:
+    """By `transformers` and the modes' labels; greedy, in batches as large as the engine's, which
+    must be of a given dtype: transformers' is the same.
+
+    Batches that are kept already are not decoded again. Raises MarsError.
+    """
+    labels = {mode_label(mode.model_dump()): mode for mode in modes}
+    problems = problems_of(job.task)
+    size = job.engine.max_batch
+    names = {
+        (label, first): f"{label}, batches of {size}, from {first}"
+        for first in range(0, len(problems), size)
+        for label in (TRANSFORMERS, *labels)
+    }
+    if any(name not in kept for name in names.values()):
+        _decode(job, labels, names, kept, console)
+    return {
+        label: _joined([kept[name] for (own, _), name in names.items() if own == label])
+        for label in (TRANSFORMERS, *labels)
+    }
+
+
+def _decode(
+    job: EvaluateJob,
+    labels: dict[str, Mode],
+    names: dict[tuple[str, int], str],
+    kept: Kept,
+    console: Console,
+) -> None:
+    size, dtype = job.engine.max_batch, job.engine.dtype
+    assert dtype != "auto", "another dtype is another text"
+    config = job.engine.model_copy(update={"prefix_cache": False})
+    engine, tokenizer = load_engine(job.checkpoint, config)
+    prompts = [list(ids) for ids in prompts_of(problems_of(job.task), tokenizer)]
+    task = {"stop_ids": sorted(stop_ids(engine.model)), "max_new_tokens": job.max_new_tokens}
+    peer = transformers_peer.load(job.checkpoint, dtype)
+    answers = {TRANSFORMERS: partial(transformers_peer.answer, peer)}
+    for label, mode in labels.items():
+        answers[label] = partial(_answer, engine, mode)
+    warm_up = task | {"batches": [prompts[:size]], "max_new_tokens": _WARM_UP_TOKENS}
+    for answer in answers.values():
+        answer(warm_up)
+    with Bars(console) as bars:
+        bar = bars.add_task("beside transformers", total=len(names))
+        for (label, first), name in names.items():
+            if name not in kept:
+                batch = prompts[first : first + size]
+                kept[name] = answers[label](task | {"batches": [batch]})
+            bars.advance(bar)
+
+
+def _answer(engine: Any, mode: Mode, task: dict[str, Any]) -> dict[str, Any]:
+    return mars_peer.answer(engine, task | {"mode": mode.model_dump()})
+
+
+def _joined(parts: list[dict[str, Any]]) -> Decoded:
+    tokens = [ids for part in parts for ids in part["tokens"]]
+    return Decoded(tokens, sum(part["seconds"] for part in parts))
