@@ -26,8 +26,9 @@ from mars_ray.core.draft_head import candidate_logits
 
 LossKind = Literal["kl", "ce", "tv"]
 
-_CHUNK_ROWS = {"cpu": 128, "cuda": 4096}
-_PART_ROWS = {"cpu": 16, "cuda": 1024}
+# Of a part's float32 logits: what a CPU's cache holds, or little of a GPU's memory.
+_PART_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}
+_CHUNK_PARTS = 8
 _GROUP = 64
 
 
@@ -70,7 +71,7 @@ class DraftLoss(torch.autograd.Function):
         losses_N2 = torch.zeros_like(coefficient_N2)
         grad_NH = torch.empty_like(hidden_NH)
         grad_corrected_NH = None if corrected_NH is None else torch.empty_like(corrected_NH)
-        for rows in _chunks(hidden_NH):
+        for rows in _chunks(hidden_NH, weight_VH):
             chunk = _Chunk(hidden_NH, weight_VH, targets, rows, kind)
             for part in chunk.parts():
                 if corrected_NH is not None and grad_corrected_NH is not None:
@@ -108,7 +109,7 @@ def draft_choices(
     loss_N = torch.zeros(len(hidden_NH), device=hidden_NH.device)
     token_N = torch.zeros_like(targets.twin_N)
     found = DraftChoices(loss_N, loss_N.clone(), token_N, token_N.clone(), token_N.clone())
-    for rows in _chunks(hidden_NH):
+    for rows in _chunks(hidden_NH, weight_VH):
         for part in _Chunk(hidden_NH, weight_VH, targets, rows, kind).parts():
             here = part.rows
             found.row_N[here], _ = part.slope()
@@ -187,7 +188,7 @@ class _Chunk:
 
     def parts(self) -> Iterator["_Part"]:
         """Its rows, so many at a time that their float32 logits are few."""
-        size = _PART_ROWS[self.logits_CV.device.type]
+        size = _part_rows(self.logits_CV)
         for start in range(0, len(self.logits_CV), size):
             here = slice(start, min(start + size, len(self.logits_CV)))
             twins = self._twin_C[here]
@@ -293,6 +294,10 @@ def _minus(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
     return x_PV
 
 
-def _chunks(hidden_NH: Tensor) -> list[slice]:
-    size, rows = _CHUNK_ROWS[hidden_NH.device.type], len(hidden_NH)
+def _part_rows(logits_CV: Tensor) -> int:
+    return max(1, _PART_BYTES[logits_CV.device.type] // (4 * logits_CV.shape[1]))
+
+
+def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
+    size, rows = _CHUNK_PARTS * _part_rows(weight_VH.t()), len(hidden_NH)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -8,11 +8,12 @@ import torch
 from core.rows import batch_of
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear, silu
-from train.draft_models import ARCHITECTURES, build, busy_weights, card_of
+from train.draft_models import ARCHITECTURES, VOCABULARY, build, busy_weights, card_of
 from transformers import PreTrainedModel
 
 from mars_ray.config.schedule import ConstantBlockSize, MixedBlockSize
 from mars_ray.config.train import DraftAdapterConfig, DraftObjective
+from mars_ray.core import draft_loss
 from mars_ray.core.draft_layout import draft_layout
 from mars_ray.core.layout import NO_TARGET, Layout
 from mars_ray.core.loss import loss_counts, row_coefficients
@@ -195,6 +196,13 @@ def test_parts_may_be_left_out(adapter):
     """Guards ablations: each part is there without the others."""
     config = {"rank": 3, "head_size": 20, "candidates": 8} | adapter
     compare("qwen3", DraftObjective(block_size=BLOCKS), DraftAdapterConfig.model_validate(config))
+
+
+def test_rows_of_one_twin_may_be_in_several_parts(monkeypatch):
+    """Guards the edges of chunks and parts: with three rows each, twins lie on both sides."""
+    monkeypatch.setattr(draft_loss, "_PART_BYTES", {"cpu": 3 * 4 * VOCABULARY})
+    monkeypatch.setattr(draft_loss, "_CHUNK_PARTS", 2)
+    compare("qwen2", DraftObjective(block_size=BLOCKS))
 
 
 def test_depths_are_weighted_and_blocks_left_out():
