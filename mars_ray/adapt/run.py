@@ -39,7 +39,7 @@ from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluat
 from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
 from mars_ray.model.complete import CONFIG_FILE
-from mars_ray.model.draft_adapter import adapter_bytes, read_draft_card
+from mars_ray.model.draft_adapter import adapter_bytes, name_base, read_draft_card
 from mars_ray.model.load import read_config
 from mars_ray.progress import short
 from mars_ray.provenance import provenance
@@ -139,6 +139,7 @@ def _train(
         draft = places.adapter.with_name(".adapter")
         shutil.rmtree(draft, ignore_errors=True)
         shutil.copytree(trained.models[STAGE], draft)
+        name_base(draft, job.model)
         draft.replace(places.adapter)
     return trained.metrics[STAGE] | {"seconds": trained.seconds[STAGE]}
 

@@ -227,6 +227,15 @@ def _adapter(card: DraftCard, own: dict[str, Tensor], lora: dict[str, Tensor]) -
     return DraftAdapter(card, embedding_DH, by_layer, head)
 
 
+def name_base(directory: str | Path, base: str) -> None:
+    """Call the adapter's base by another name: that under which others can get it."""
+    for file, key in ((DRAFT_CARD_FILE, "base"), (_PEFT_CONFIG, "base_model_name_or_path")):
+        path = Path(directory) / file
+        if path.exists():
+            content = json.loads(path.read_text(encoding="utf-8")) | {key: base}
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def adapter_bytes(directory: str | Path) -> int:
     """Size of its files."""
     return sum(path.stat().st_size for path in Path(directory).iterdir() if path.is_file())

@@ -12,6 +12,7 @@ from mars_ray.model.draft_adapter import (
     DraftAdapter,
     DraftCard,
     Lora,
+    name_base,
     read_draft_adapter,
     write_draft_adapter,
 )
@@ -142,3 +143,12 @@ def test_a_card_that_does_not_fit_is_told(tmp_path, change, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=message):
         read_draft_adapter(tmp_path, None)
+
+
+def test_the_base_has_the_name_under_which_others_get_it(tmp_path, base):
+    """Trained from a directory of this machine, a card would name nothing that anybody has."""
+    write_draft_adapter(tmp_path / "adapter", adapter(fingerprint(base)))
+    name_base(tmp_path / "adapter", "org/model")
+    assert read_draft_adapter(tmp_path / "adapter", base).card.base == "org/model"
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/model"
