@@ -209,6 +209,12 @@ PANELS = (
         {"{{replica}}": _chosen("ray_mars_window")},
     ),
     Panel(
+        "Draft adapters",
+        "short",
+        "Replicas in which each is in force.",
+        {"{{adapter}}": f"sum by (adapter) ({_chosen('ray_mars_draft_adapter_info')})"},
+    ),
+    Panel(
         "Requests at replicas",
         "short",
         "Running, and waiting for a place.",
