@@ -204,7 +204,7 @@ def serve(
 
 @app.command()
 def update(target: ServeTarget, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    """Have the running service go on with another checkpoint or job; no request fails."""
+    """Have the running service go on with another checkpoint, adapter or job; no request fails."""
     job = _serve_job(target, overrides, dry_run)
     from mars_ray.serve.build import update as update_service
 

@@ -132,8 +132,8 @@ class EngineConfig(Config):
     )
     draft_adapter: str | None = Field(
         default=None,
-        description="directory of a draft adapter for this model (`mars-ray adapt` makes one): its "
-        "masks take the place of the checkpoint's own",
+        description="directory of a draft adapter for this model (`mars-ray adapt` makes one), or "
+        "in a service a hub name or URI: its masks take the place of the checkpoint's own",
     )
     window_control: bool = Field(
         default=True,

@@ -21,6 +21,8 @@ from mars_ray.model.object_store import copy_file, copy_from_store, shown
 from mars_ray.model.source import Source, hub_snapshot
 
 _DIGEST_CHARS = 8
+# `mars-ray adapt` has the same last part for all.
+_NAME_PARTS = 2
 
 
 def pinned_adapter(name: str) -> tuple[str, DraftCard]:
@@ -55,7 +57,8 @@ def local_adapter(name: str, cache: str) -> Path:
 
 
 def adapter_name(name: str, directory: Path) -> str:
-    """As replies and metrics call it: the last part of its place, and a digest of what is in it.
+    """As replies and metrics call it: the end of its place, and a digest of what is in it, such as
+    `adapt-smollm2/adapter@3f9a21c4`.
 
     So another adapter at the same place has another name. Raises ModelError.
     """
@@ -67,8 +70,8 @@ def adapter_name(name: str, directory: Path) -> str:
     except OSError as error:
         raise ModelError(f"the draft adapter {directory} cannot be read: {error}") from error
     source = _source(name)
-    last = shown(source.name).rstrip("/").rsplit("/", 1)[-1]
-    return f"{last}@{digest.hexdigest()[:_DIGEST_CHARS]}"
+    parts = [part for part in shown(source.name).split("/") if part]
+    return f"{'/'.join(parts[-_NAME_PARTS:])}@{digest.hexdigest()[:_DIGEST_CHARS]}"
 
 
 def _source(name: str) -> Source:

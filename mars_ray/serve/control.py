@@ -154,13 +154,15 @@ def control_of(model: str, setting: Setting) -> Any:
     return ray.remote(Control).options(**options).remote(setting)
 
 
-async def swapped(model: str, setting: Setting) -> Swap | None:
+async def swapped(model: str, built_s: float) -> Swap | None:
     """What replicas of this application take in place of the job's adapter; None also if the actor
     does not answer in time: who follows it hears of it then."""
     try:
         async with asyncio.timeout(_ANSWER_S):
-            control = await asyncio.to_thread(control_of, model, setting)
-            return await control.swapped.remote(setting.at_s)
+            control = await asyncio.to_thread(_actor, model)
+            return await control.swapped.remote(built_s)
+    except ValueError:
+        return None  # of the first replica
     except (TimeoutError, RayError) as error:
         logger.warning("whether %s has another draft adapter is not known yet: %s", model, error)
         return None

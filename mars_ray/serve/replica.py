@@ -38,7 +38,7 @@ class Replica:
     # Serve awaits it: the loop that runs here is that of the requests.
     async def __init__(self, job: ServeJob, setting: Setting) -> None:
         sys.setswitchinterval(_SWITCH_S)
-        self._swap = await swapped(job.name, setting)
+        self._swap = await swapped(job.name, setting.at_s)
         if self._swap:
             job = _with_adapter(job, self._swap.adapter)
         checkpoint, engine_config = _fetched(job)

@@ -53,7 +53,7 @@ def test_the_hub_is_asked_once_and_then_for_a_commit(made, tmp_path, monkeypatch
             assert (pinned, card.depths) == (f"{NAME}@{COMMIT}", DEPTHS)
         directory = local_adapter(pinned, cache="")
         assert read_draft_card(directory) == card
-        assert adapter_name(pinned, directory).startswith("name@")
+        assert adapter_name(pinned, directory).startswith(f"{NAME}@")
 
 
 def test_a_store_gives_a_whole_copy_or_none(made, tmp_path):
@@ -74,7 +74,7 @@ def test_a_store_gives_a_whole_copy_or_none(made, tmp_path):
 def test_another_adapter_at_the_same_place_has_another_name(made):
     """By its weights and its card; other files beside it, as a frontier, change nothing."""
     first = adapter_name(str(made), made)
-    assert first.startswith("adapter@")
+    assert first.startswith("store/adapter@")
     (made / "frontier.json").write_text("{}")
     assert adapter_name(str(made), made) == first
     weights = load_file(made / "draft.safetensors")
@@ -85,7 +85,7 @@ def test_another_adapter_at_the_same_place_has_another_name(made):
 def test_secrets_of_a_place_are_not_part_of_a_name(made):
     """Guards a password in replies and metrics."""
     name = adapter_name("s3://KEY:SECRET@bucket/adapters/one?endpoint_override=minio", made)
-    assert name.startswith("one@")
+    assert name.startswith("adapters/one@")
     assert "SECRET" not in name
 
 

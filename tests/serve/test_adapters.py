@@ -179,9 +179,10 @@ def test_what_was_prepared_is_taken_whatever_becomes_of_its_files(client, served
     """Guards a swap of which one replica has done its part and the next one cannot."""
     _, adapters = served
     place = shutil.copytree(folder / "good", tmp_path / "good")
+    name = named(tmp_path, "good")
 
     async def scenario() -> None:
-        assert (await adapters.prepare(str(place))).name == named(folder, "good")
+        assert (await adapters.prepare(str(place))).name == name
         shutil.rmtree(place)
         await adapters.take(str(place))
         # Once: the next time the files count.
@@ -189,7 +190,7 @@ def test_what_was_prepared_is_taken_whatever_becomes_of_its_files(client, served
             await adapters.take(str(place))
 
     asyncio.run(scenario())
-    assert ask(client, mode=None).json()["usage"]["mars"]["adapter"] == named(folder, "good")
+    assert ask(client, mode=None).json()["usage"]["mars"]["adapter"] == name
 
 
 def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job, folder):
