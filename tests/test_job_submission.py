@@ -44,7 +44,7 @@ def test_ray_job_submit_trains_and_reports_its_exit_code(ray_cluster, tmp_path):
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for _ in range(20):
+    for _ in range(60):
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment, timeout=240
         )
