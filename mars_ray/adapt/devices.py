@@ -1,8 +1,12 @@
 """What the cluster at hand has for training and for answers."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mars_ray.model.load import multiplies_bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,7 @@ class Devices:
     gpus_per_worker: float
     engines: int  # that answer
     cpus_per_engine: float
+    precision: Literal["float32", "bfloat16"]  # the faster one, for all workers
 
 
 def devices() -> Devices:
@@ -21,14 +26,24 @@ def devices() -> Devices:
 
     Answers come from one engine a node, or a GPU: a CPU's engines would share its memory bandwidth.
     """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in alive]
     cpus = [node.get("CPU", 0.0) for node in nodes if node.get("CPU", 0.0) >= 1]
     gpus = int(sum(node.get("GPU", 0.0) for node in nodes))
     if gpus:
         each = max(1.0, min(cpus, default=1.0) // max(1, gpus // len(nodes)))
-        return Devices(gpus, each, 1.0, gpus, each)
+        return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
     least = min(cpus, default=1.0)
+    precision = _precision(alive)
     if len(cpus) > 1:
-        return Devices(len(cpus), least, 0.0, len(cpus), least)
+        return Devices(len(cpus), least, 0.0, len(cpus), least, precision)
     workers = 2 if least >= 2 else 1
-    return Devices(workers, least // workers, 0.0, 1, least)
+    return Devices(workers, least // workers, 0.0, 1, least, precision)
+
+
+def _precision(nodes: list[dict[str, Any]]) -> Literal["float32", "bfloat16"]:
+    """As the CPUs of these nodes have it, which need not be those of the machine that asks."""
+    asked = ray.remote(num_cpus=0)(multiplies_bfloat16)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    said = ray.get([asked.options(scheduling_strategy=place).remote() for place in places])
+    return "bfloat16" if all(said) else "float32"

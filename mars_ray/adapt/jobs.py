@@ -111,7 +111,7 @@ def train_job(
             packing=False,
         ),
         stages={STAGE: stage},
-        precision=recipe.precision,
+        precision=recipe.precision or devices.precision,
         cluster=ClusterConfig(
             workers=workers,
             cpus_per_worker=devices.cpus_per_worker,

@@ -47,7 +47,9 @@ class RecipeConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-3, betas=(0.9, 0.99))
     epochs: float | None = Field(default=None, gt=0, description="default: 1, or `minutes`")
     conversations_per_worker: int = Field(default=1, ge=1, description="in an optimizer step")
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    precision: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="default: bfloat16 where all workers' devices multiply it"
+    )
     max_length: int = Field(default=512, ge=8, description="tokens of prompt and answer")
     held_out: int = Field(default=96, ge=1, description="answers that do not train, at most")
     eval_every_steps: int | None = Field(default=None, ge=1)

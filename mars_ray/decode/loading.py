@@ -13,7 +13,7 @@ from mars_ray.decode.request import check_context
 from mars_ray.errors import ModelError
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
-from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
+from mars_ray.model.load import load_model, load_tokenizer, multiplies_bfloat16, stored_dtype
 from mars_ray.model.stop import stop_at_turn_end
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,4 @@ def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dt
         return torch.float32
     if device != "cpu":
         return stored
-    return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU does. One that only knows float32 is slower with each step of converting."""
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32

@@ -42,6 +42,12 @@ _COMPLAINTS = (
 T = TypeVar("T")
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU does. One that only knows float32 converts, which takes several times as
+    long as float32 itself."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
 def quiet_unless_watched() -> None:
     """No progress bars of transformers in log files."""
     if not sys.stderr.isatty():

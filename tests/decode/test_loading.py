@@ -53,7 +53,7 @@ def test_the_dtype_is_the_checkpoints(
     """As far as the processor goes, whatever the model's size. Guards rotary frequencies that are
     rounded along with the weights: after some hundred tokens a large model loses its way, and a
     small one never shows it."""
-    monkeypatch.setattr(loading, "_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: multiplies)
     model, tokenizer = load_model(checkpoint, dtype=stored), load_tokenizer(checkpoint)
     save_model(tmp_path / "model", model, tokenizer, read_card(checkpoint))
     engine, _ = load_engine(tmp_path / "model", SIZE)
