@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.decode import ExactMode, Mode, SpeculativeMode, VerifiedMode
+from mars_ray.config.evaluate import PromptsTask
 from mars_ray.config.model import PresetName
 
 Peer = Literal["vllm", "transformers", "transformers-continuous"]
@@ -26,6 +27,9 @@ class BenchDecodeJob(Config):
     random_weights: PresetName | None = Field(
         default=None, description="instead of a checkpoint: a shape, for the cost of a step"
     )
+    draft_adapter: str | None = Field(
+        default=None, description="of our modes, as `engine.draft_adapter` of a service"
+    )
     modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
         default=(ExactMode(), VerifiedMode()), min_length=1
     )
@@ -41,8 +45,11 @@ class BenchDecodeJob(Config):
         default=(), description="measure a step by positions per sequence, at every batch size"
     )
     prompts: int = Field(default=16, ge=1, description="per round, in batches; at least one batch")
+    task: PromptsTask | None = Field(
+        default=None, description="prompts of files, as many of each kind; default: the corpus"
+    )
     random_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="default: questions of the built-in corpus"
+        default=None, ge=1, description="default: those of the task"
     )
     max_new_tokens: int = Field(default=128, ge=1)
     max_context: int = Field(default=512, ge=8, description="tokens")

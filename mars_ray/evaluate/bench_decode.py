@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,12 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.config.bench import BenchDecodeJob
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel, PresetName
 from mars_ray.core.frontier import mode_label
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
+from mars_ray.decode.loading import drafting_card
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
+from mars_ray.evaluate.run import problems_of
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -64,7 +68,7 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
     with ExitStack() as stack:
         bars = stack.enter_context(Bars(console))
         checkpoint = stack.enter_context(_checkpoint(job))
-        _check_modes(job, read_card(checkpoint))
+        _check_modes(job, drafting_card(checkpoint, EngineConfig(draft_adapter=job.draft_adapter)))
         tasks = _tasks(job, checkpoint)
         peers = {
             peer: stack.enter_context(_running(peer, job, checkpoint))
@@ -89,12 +93,13 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
                 bars.advance(task)
                 seconds += [answer["seconds"]] * bool(round_)
         versions = {name: peer.hello["version"] for name, peer in peers.items()}
-        roofline = peers["mars"].hello["roofline"]
+        ours = peers["mars"].hello
     result = {
         # Where a peer lives on this machine is nobody else's business.
         "job": job.model_dump(mode="json", exclude={"peer_pythons"}),
         "peers": versions,
-        "roofline": roofline,
+        "draft_adapter": ours["draft_adapter"],
+        "roofline": ours["roofline"],
         "cases": _cases(contenders, measured, job),
         "steps": [
             {"batch": batch, "positions": positions, "seconds": statistics.median(seconds)}
@@ -177,6 +182,8 @@ def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]
     script = f"{name.replace('-', '_')}_peer.py"
     limits = (job.max_context, max(job.batch_sizes))
     command = [python, str(_PEERS / script), checkpoint, job.dtype, *map(str, limits)]
+    if name == "mars" and job.draft_adapter:
+        command.append(job.draft_adapter)
     threads = {"OMP_NUM_THREADS": str(job.threads)}
     pipe, environment = subprocess.PIPE, os.environ | threads
     try:
@@ -223,8 +230,7 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         stops: Sequence[int] = ()
     else:
         tokenizer = load_tokenizer(checkpoint)
-        asked = problems("test", count, _PROMPT_SEED)
-        prompts = [encode_prompt([Message("user", p.question)], tokenizer) for p in asked]
+        prompts = [encode_prompt(messages, tokenizer) for messages in _asked(job, count)]
         model = load_model(checkpoint, dtype=None)
         stop_at_turn_end(model, tokenizer)
         stops = sorted(stop_ids(model))
@@ -242,6 +248,20 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         }
         for batch in job.batch_sizes
     }
+
+
+def _asked(job: BenchDecodeJob, count: int) -> list[list[Message]]:
+    """So many prompts: of the job's files as many of each kind, or of the corpus. Raises DataError
+    and ConfigError."""
+    if job.task is None:
+        return [[Message("user", p.question)] for p in problems("test", count, _PROMPT_SEED)]
+    by_kind: dict[str, list[list[Message]]] = {}
+    for problem in problems_of(job.task):
+        by_kind.setdefault(problem.kind or "", []).append(list(problem.messages))
+    in_turn = [messages for each in zip_longest(*by_kind.values()) for messages in each if messages]
+    if len(in_turn) < count:
+        raise ConfigError(f"the task has {len(in_turn)} prompts: set prompts to that at most")
+    return in_turn[:count]
 
 
 def _cases(

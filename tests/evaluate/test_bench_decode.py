@@ -8,6 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
+from serve.bigram import write_base, write_perfect
 
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.core.frontier import mode_label
@@ -134,3 +135,37 @@ def test_a_measuring_process_that_is_killed_ends_the_measurement():
     assert bench_train_step._in_new_process(abs, -7) == 7
     with pytest.raises(MarsError, match="a measuring process was ended"):
         bench_train_step._in_new_process(os._exit, 9)
+
+
+@pytest.mark.slow
+def test_a_draft_adapter_is_measured_on_prompts_of_files(tmp_path):
+    """Guards an adapter that never reaches the engine, and prompts of the first kind alone."""
+    base = write_base(tmp_path / "base")
+    kinds = {}
+    for kind in ("letters", "digits"):
+        path = tmp_path / f"{kind}.jsonl"
+        path.write_text("".join(f'{{"prompt": "{kind} {n}"}}\n' for n in range(4)))
+        kinds[kind] = {"type": "files", "paths": [str(path)]}
+    settings = {
+        "checkpoint": str(base),
+        "draft_adapter": str(write_perfect(base, tmp_path / "perfect")),
+        "task": {"kinds": kinds},
+        "modes": [{"type": "exact"}, {"type": "verified"}],
+        "peers": ["transformers"],
+        "batch_sizes": (2,),
+        "prompts": 4,
+        "max_new_tokens": 16,
+        "max_context": 256,
+        "repeats": 1,
+        "threads": 1,
+    }
+    job = BenchDecodeJob.model_validate(settings)
+    asked = [messages[0].content for messages in bench_decode._asked(job, 4)]
+    assert asked == ["letters 0", "digits 0", "letters 1", "digits 1"]
+    with pytest.raises(ConfigError, match="the task has 8 prompts: set prompts to that at most"):
+        bench_decode._asked(job, 9)
+    result = run_bench_decode(job, Console(file=io.StringIO(), width=120))
+    assert result["draft_adapter"] == "perfect"
+    exact, verified, theirs = result["cases"]
+    assert exact["tokens"] == verified["tokens"] == theirs["tokens"] == 4 * 16
+    assert exact["same_output"] == verified["same_output"] == theirs["same_output"] == 1

@@ -20,7 +20,7 @@ _MODE: TypeAdapter[Any] = TypeAdapter(Mode)
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence, largest batch."""
+    """Arguments: checkpoint, dtype, longest sequence, largest batch, draft adapter if any."""
     checkpoint, dtype, max_context, max_batch = sys.argv[1:5]
     config = EngineConfig.model_validate(
         {
@@ -29,10 +29,14 @@ def main() -> None:
             "max_step_tokens": 2048,
             "dtype": dtype,
             "prefix_cache": False,
+            "draft_adapter": next(iter(sys.argv[5:]), None),
         }
     )
     engine, _ = load_engine(checkpoint, config)
-    hello = {"peer": "mars-ray", "version": __version__, "roofline": _roofline(engine.model)}
+    hello = {
+        **{"peer": "mars-ray", "version": __version__, "roofline": _roofline(engine.model)},
+        "draft_adapter": engine.adapter_name,
+    }
     print(json.dumps(hello), flush=True)
     for line in sys.stdin:
         task = json.loads(line)
