@@ -34,7 +34,9 @@ def main() -> None:
     )
     engine, _ = load_engine(checkpoint, config)
     hello = {
-        **{"peer": "mars-ray", "version": __version__, "roofline": _roofline(engine.model)},
+        "peer": "mars-ray",
+        "version": __version__,
+        "roofline": _roofline(engine.model),
         "draft_adapter": engine.adapter_name,
     }
     print(json.dumps(hello), flush=True)
