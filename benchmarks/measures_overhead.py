@@ -29,10 +29,12 @@ class _Timed(LiveMeasures):
 
     seconds = 0.0
 
-    def observe(self, sequence: Any, plan: Any, rows: Any, proposals: Any, tokens: Any) -> None:
+    def observe(
+        self, sequence: Any, plan: Any, rows: Any, outcome: int, proposals: Any, tokens: Any
+    ) -> None:
         """As ever."""
         started = time.perf_counter()
-        super().observe(sequence, plan, rows, proposals, tokens)
+        super().observe(sequence, plan, rows, outcome, proposals, tokens)
         self.seconds += time.perf_counter() - started
 
 

@@ -31,6 +31,13 @@ class VerifiedMode(Config):
         le=65,
         description="outcomes of a step that get masks, likeliest first; default: as many as pay",
     )
+    branches: int | None = Field(
+        default=None,
+        ge=1,
+        le=8,
+        description="alternatives for a step's first draft, each with a chain of drafts behind it; "
+        "default: as many as pay, and one where the threshold is fixed below 1",
+    )
 
 
 class ConfidenceMode(Config):

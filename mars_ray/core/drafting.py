@@ -1,7 +1,7 @@
 """Which drafts and masks of a sequence are worth their rows, at a price of a row.
 
-A step checks the first drafts of a sequence, and its outcome is how many of them are accepted.
-Masks behind an outcome become the next step's drafts if that is the outcome, and nothing
+A step checks some drafts of a sequence, a tree (`core.tree`), and its outcome is the node where it
+ends. Masks behind an outcome become the next step's drafts if that is the outcome, and nothing
 otherwise: the next step then has none to check. So a doubtful draft is not only a row. Checked, it
 may end the step at an outcome without masks; left out, the step ends before it, where masks are
 sure to be of use.
@@ -12,14 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from mars_ray.core.tree import chain, reaches_of
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a sequence's step has: the first of its drafts, and masks behind each outcome."""
+    """What a sequence's step has: some of its drafts, and masks behind each outcome."""
 
     drafts: int
-    masks: tuple[int, ...]  # by how many drafts are accepted
+    masks: tuple[int, ...]  # behind the last committed token, and behind each of these drafts
     value: float = field(default=0.0, compare=False)  # tokens that it brings beyond its price
+    nodes: tuple[int, ...] = ()  # the drafts' numbers (`core.tree`); by default they are the first
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            object.__setattr__(self, "nodes", tuple(range(1, self.drafts + 1)))
 
     @property
     def rows(self) -> int:
@@ -58,45 +65,46 @@ class Prospects:
 
 
 def best_choice(
-    accept: Sequence[float], rooms: Sequence[int], prospects: Prospects, groups: int | None = None
+    accept: Sequence[float],
+    rooms: Sequence[int],
+    prospects: Prospects,
+    groups: int | None = None,
+    parents: Sequence[int] | None = None,
 ) -> Choice:
-    """That which brings most beyond its price.
+    """That which brings most beyond its price, of those with the drafts that are reached likeliest.
 
-    `accept` are the probabilities that each draft is accepted if those before it are, `rooms` the
-    most masks behind each outcome, one more than drafts. At most `groups` outcomes have masks,
-    the last one always counted among them.
+    `accept` are the probabilities that each draft is accepted if its parent is; without `parents`
+    the drafts are a chain. `rooms` are the most masks behind each node (`core.tree`). At most
+    `groups` outcomes have masks, that of the last draft always counted among them.
     """
-    survival, gained, behind = 1.0, 0.0, 0.0
-    own, most = prospects.masks(1.0, rooms[0])
-    best = Choice(0, (own,), most)
-    masks: list[int] = []  # behind the outcomes before the last
-    gains: list[float] = []
-    for index, probability in enumerate(accept):
-        # The draft is a row, and what is left to the outcome before it is the draft's rejection.
-        rejected = survival * (1 - probability)
-        survival *= probability
-        if survival <= prospects.price:
-            break  # what is left is not worth a row, and what masks bring only falls
-        gained += survival - prospects.price
-        own, gain = prospects.masks(rejected, rooms[index])
-        masks.append(own)
-        gains.append(gain)
-        behind += gain
-        if groups is not None:
-            behind -= _drop_one(groups - 1, masks, gains)
-        own, gain = prospects.masks(survival, rooms[index + 1])
-        if gained + behind + gain > most:
-            most = gained + behind + gain
-            best = Choice(index + 1, (*masks, own), most)
-    return best
+    parents = chain(len(accept)) if parents is None else parents
+    reached = reaches_of(parents, accept)
+    # What is not worth a row is left out: so is what follows it, and what masks bring only falls.
+    order = [node for node in range(1, len(reached)) if reached[node] > prospects.price]
+    order.sort(key=lambda node: -reached[node])  # no draft before its parent
+    ending = [1.0] + [0.0] * len(accept)  # how likely the step ends at each node
+    masks = {0: prospects.masks(1.0, rooms[0])}
+    checked, most, count, kept = 0.0, masks[0][1], 0, dict(masks)
+    for index, node in enumerate(order):
+        # The draft is a row, and to its parent is left that no draft behind it is accepted.
+        parent = parents[node - 1]
+        checked += reached[node] - prospects.price
+        ending[node] = reached[node]
+        ending[parent] -= reached[node]
+        masks[parent] = prospects.masks(ending[parent], rooms[parent])
+        masks[node] = prospects.masks(ending[node], rooms[node])
+        own = masks if groups is None else _fewer(masks, node, groups)
+        value = checked + sum(gain for _, gain in own.values())
+        if value > most:
+            most, count, kept = value, index + 1, dict(own)
+    nodes = sorted(order[:count])
+    return Choice(count, tuple(kept[node][0] for node in (0, *nodes)), most, tuple(nodes))
 
 
-def _drop_one(groups: int, masks: list[int], gains: list[float]) -> float:
-    """Of more outcomes with masks than groups the one that brings least loses its, which is
-    returned; outcomes to come can only take more away."""
-    places = [place for place, own in enumerate(masks) if own]
-    if len(places) <= groups:
-        return 0.0
-    least = min(places, key=lambda place: gains[place])
-    lost, masks[least], gains[least] = gains[least], 0, 0.0
-    return lost
+def _fewer(
+    masks: dict[int, tuple[int, float]], last: int, groups: int
+) -> dict[int, tuple[int, float]]:
+    """Those of so many outcomes, the last one and what brings most beside it."""
+    others = [node for node, (own, _) in masks.items() if own and node != last]
+    others.sort(key=lambda node: masks[node][1])
+    return masks | dict.fromkeys(others[: max(0, len(others) + 1 - groups)], (0, 0.0))

@@ -78,8 +78,11 @@ class Drafter:
             sequence.extended = sequence.forwards
         for event in events:
             sequence = by_id[event.request_id]
-            sequence.drafts += event.tokens
-            sequence.draft_probabilities += [math.exp(e.logprob) for e in event.logprobs]
+            probabilities = [math.exp(each.logprob) for each in event.logprobs]
+            sequence.set_drafts(
+                [*sequence.drafts, *event.tokens],
+                [*sequence.draft_probabilities, *probabilities],
+            )
 
     def _request(self, sequence: Sequence, count: int) -> Request:
         """With the sequence's seed: the same noise chooses the draft and verifies it."""

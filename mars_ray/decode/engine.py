@@ -14,7 +14,7 @@ from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.batch import forward, nothing
 from mars_ray.decode.drafter import Drafter
 from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.kv_cache import PagedCache, page_count
+from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
 from mars_ray.decode.measures import LiveMeasures
 from mars_ray.decode.pages import PagePool
 from mars_ray.decode.quality import Budget, Thresholds
@@ -27,6 +27,7 @@ from mars_ray.decode.request import (
     check_request,
     check_sees_all,
     most_rows,
+    widest_rows,
     window_of,
 )
 from mars_ray.decode.runner import Runner
@@ -41,8 +42,8 @@ from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 
-# A step that has as many rows as any; and the depth of adapters that there is always room for.
-_WIDEST, _ADAPTERS_DEPTH = VerifiedMode(groups=65), 8
+# The depth of adapters that there is always room for.
+_ADAPTERS_DEPTH = 8
 
 # A sequence's rows, its outcome and what the masks behind that say.
 _Read = tuple[Rows, int, Proposals]
@@ -72,7 +73,7 @@ class Engine:
         depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
         # The last step's rows may lie beyond the limit.
         rows = config.max_step_tokens
-        self._spare = rows if draft_engine else min(rows, most_rows(_WIDEST, depth))
+        self._spare = rows if draft_engine else min(rows, widest_rows(depth))
         positions = config.max_context + self._spare
         runner = Runner(model, positions)
         pages = page_count(model, positions, config)  # of what the runner has left
@@ -168,7 +169,7 @@ class Engine:
     def _fitting(self, adapter: DraftAdapter) -> FusedAdapter:
         own, rows = fused(adapter, self.model), self.config.max_step_tokens
         if (
-            min(rows, most_rows(_WIDEST, own.depths)) > self._spare
+            min(rows, widest_rows(own.depths)) > self._spare
             or most_rows(VerifiedMode(), own.depths) > rows
         ):
             raise ModelError(
@@ -225,6 +226,12 @@ class Engine:
             raise RequestError(
                 f"mode {request.mode.type!r} needs forwards of {rows} rows, more than "
                 f"max_step_tokens={self.config.max_step_tokens}",
+                field="mode",
+            )
+        if rows > self._spare:
+            raise RequestError(
+                f"so many branches and groups need forwards of {rows} rows, more than the "
+                f"{self._spare} that this engine has room for: ask for fewer",
                 field="mode",
             )
 
@@ -296,7 +303,7 @@ class Engine:
 
     def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
         """What the forward's rows mean for each sequence."""
-        events = []
+        events, moves = [], Moves(self.config.page_size)
         for item in work:
             sequence = item.sequence
             if item.plan is None:
@@ -304,7 +311,9 @@ class Engine:
                 self._scheduler.publish(sequence)
                 continue
             try:
-                event = self._absorb(sequence, item.plan, *next(read))
+                rows, outcome, proposals = next(read)
+                moves.add(sequence.pages, sequence.committed, item.plan.path(outcome))
+                event = self._absorb(sequence, item.plan, rows, outcome, proposals)
             except Exception as error:  # noqa: BLE001 - the fault of this request, and no other
                 event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
             if event.completion or event.failure:
@@ -312,6 +321,7 @@ class Engine:
             else:
                 self._scheduler.publish(sequence)
             events.append(event)
+        moves.make(self._backend.cache)
         return events
 
     def _prepare(self, running: list[Sequence], meanwhile: Callable[[], None]) -> None:
@@ -332,12 +342,11 @@ class Engine:
     ) -> TokenEvent:
         """What the sequence's rows commit, and what is learnt from them."""
         disagreed = sequence.disagreed
-        confidences = sequence.draft_probabilities[: len(plan.drafts)]
         tokens = strategy_of(sequence).absorb(sequence, plan, rows, outcome, proposals)
         if self.control:
-            self.control.observe(sequence, confidences, len(tokens))
+            self.control.observe(sequence, plan, outcome, len(tokens))
         kept = sequence.kept(tokens)
-        self.measures.observe(sequence, plan, rows, proposals, kept)
+        self.measures.observe(sequence, plan, rows, outcome, proposals, kept)
         quality = sequence.request.quality
         if quality and plan.drafts:
             assert sequence.lowest_threshold is not None
@@ -354,7 +363,7 @@ class Engine:
             first = rows.numbers[plan.measure][0]
             event = replace(event, confidences=(first, *proposals.confidences)[: len(kept)])
         if rows.log_p_NV is not None:
-            log_p_NV = rows.log_p_NV
+            log_p_NV = rows.log_p_NV[[0, *plan.path(outcome)]]
             if proposals.log_p_NV is not None:
                 log_p_NV = torch.cat([log_p_NV, proposals.log_p_NV])
             event = replace(event, logprobs=_logprobs(event, log_p_NV, sequence.request))

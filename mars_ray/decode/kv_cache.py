@@ -7,6 +7,8 @@ its next forward overwrites before any row may look at it, so nothing ever needs
 Shape suffixes: X rows, P places of the pool, C places of a table, H key-value heads, D head size.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,10 +65,9 @@ class PagedCache:
         self.shared_heads = config.num_attention_heads // heads  # query heads of a key head
         # Zeros, not whatever was there: a place that no row may look at has weight 0, but 0 * NaN
         # is NaN. Memory that is never used is still never touched.
-        self.layers = [
-            torch.zeros((pages * page_size, 2, heads, size), device=device, dtype=dtype)
-            for _ in range(config.num_hidden_layers)
-        ]
+        shape = (config.num_hidden_layers, pages * page_size, 2, heads, size)
+        self._all = torch.zeros(shape, device=device, dtype=dtype)
+        self.layers = list(self._all.unbind())
         # The same memory, a row for each page.
         self.pages = [layer.view(pages, -1) for layer in self.layers]
 
@@ -80,6 +81,12 @@ class PagedCache:
         window_PC = self._line.as_strided((most, places), (1, 1))
         return window_PC.index_select(0, most - 1 - index_X)
 
+    def move(self, from_X: np.ndarray, to_X: np.ndarray) -> None:
+        """Copy what lies at some places to others, which may be among the former."""
+        device = self._all.device
+        moved = self._all.index_select(1, torch.from_numpy(from_X).to(device))
+        self._all.index_copy_(1, torch.from_numpy(to_X).to(device), moved)
+
     def clear(self, place_N: np.ndarray) -> None:
         """Zeros again: what a forward has left there is nobody's."""
         place = torch.from_numpy(place_N).to(self.layers[0].device)
@@ -90,6 +97,31 @@ class PagedCache:
     def bytes(self) -> int:
         """Memory held."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+class Moves:
+    """Of a step: what of accepted drafts does not lie where that of committed tokens goes."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._from: list[int] = []
+        self._to: list[int] = []
+
+    def add(self, pages: Sequence[int], first: int, path: Sequence[int]) -> None:
+        """A sequence's: its pages, its first draft's place, and the drafts that are accepted, by
+        their numbers (`core.tree`)."""
+        for offset, node in enumerate(path):
+            if node != offset + 1:
+                self._from.append(self._place(pages, first + node - 1))
+                self._to.append(self._place(pages, first + offset))
+
+    def make(self, cache: PagedCache) -> None:
+        """All in one copy."""
+        if self._from:
+            cache.move(np.array(self._from), np.array(self._to))
+
+    def _place(self, pages: Sequence[int], index: int) -> int:
+        return pages[index // self._page_size] * self._page_size + index % self._page_size
 
 
 def _heads(config: PretrainedConfig) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from mars_ray.config.decode import (
     SpeculativeMode,
     VerifiedMode,
 )
+from mars_ray.core.tree import children_of
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 
@@ -96,6 +97,7 @@ class LiveMeasures:
         sequence: Sequence,
         plan: Plan,
         rows: Rows,
+        outcome: int,
         proposals: Proposals,
         tokens: Several[int],
     ) -> None:
@@ -103,11 +105,11 @@ class LiveMeasures:
         mode = sequence.request.mode
         if len(tokens) > 1:
             self._beyond.setdefault(mode.type, Counter())[len(tokens) - 1] += 1
-        drafts = len(plan.drafts)
         if isinstance(mode, _VERIFYING):
-            values = rows.numbers["ratio"][:drafts]
-            committed = tokens[: sequence.cached - sequence.committed]  # the accepted drafts
-            own = rows.best
+            path = plan.path(outcome)
+            values = _ratios(plan, rows, path)
+            committed = tokens[: len(path)]  # the accepted drafts
+            own = [rows.best[node] for node in (0, *path)]
         elif isinstance(mode, _CONFIDENT) and mode.measure == "probability":
             values, own = proposals.confidences, rows.earlier
             committed = sequence.tokens[-len(own) :] if own else ()
@@ -122,3 +124,14 @@ class LiveMeasures:
             measures.checked += len(committed)
             measures.disagreed += disagreed
             sequence.disagreed += disagreed
+
+
+def _ratios(plan: Plan, rows: Rows, path: list[int]) -> list[float]:
+    """Of the drafts on the path that was taken, and on from its end of the best that follow."""
+    ratios = rows.numbers["ratio"]
+    if plan.is_chain:
+        return ratios[: len(plan.drafts)]
+    children, path = children_of(plan.parents), path or [0]
+    while followers := children[path[-1]]:
+        path = [*path, max(followers, key=lambda child: ratios[child - 1])]
+    return [ratios[node - 1] for node in path if node]

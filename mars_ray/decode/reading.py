@@ -142,7 +142,7 @@ class Reader:
             log_p.append(logits_PV[own].log_softmax(dim=-1) if is_asked else None)
             blocks.append(planned.block(own))
         score(logits_PV, blocks, position_P)
-        best_P, measured["ratio"] = best(logits_PV, _drafts(plans, len(logits_PV)))
+        best_P, measured["ratio"] = best(logits_PV, *_drafts(plans, len(logits_PV)))
         meanwhile()
         tokens, *values = _lists(self._runner, [best_P, *(measured[name] for name in wanted)])
         tokens = [int(token) for token in tokens]
@@ -176,7 +176,7 @@ class _Planned:
         if request.sampling.changes_logits:
             answer = sequence.tokens[len(request.prompt) :]
             answers = [answer[: index - plan.review] for index in range(plan.review)]
-            answers += [answer + plan.drafts[:count] for count in range(len(plan.drafts) + 1)]
+            answers += [answer + plan.tokens(node) for node in range(len(plan.drafts) + 1)]
         grammar = sequence.grammar
         allowed_RV = grammar.allowed(plan.review, plan.drafts) if grammar else None
         return Block(request, own, answers, allowed_RV)
@@ -205,12 +205,15 @@ def _rows(
     )
 
 
-def _drafts(plans: Several[Plan], rows: int) -> np.ndarray:
-    """The draft after each row, 0 where there is none."""
-    draft_P = np.zeros(rows, np.int64)
+def _drafts(plans: Several[Plan], rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The drafts, one after another from each plan's last committed token's row on, and their
+    parents' rows; 0 and the row itself where there is none."""
+    draft_P, parent_P = np.zeros(rows, np.int64), np.arange(rows)
     row = 0
     for plan in plans:
         row += plan.review
-        draft_P[row : row + len(plan.drafts)] = plan.drafts
-        row += 1 + len(plan.drafts)
-    return draft_P
+        drafts = len(plan.drafts)
+        draft_P[row : row + drafts] = plan.drafts
+        parent_P[row : row + drafts] = row + np.array(plan.parents, np.int64)
+        row += 1 + drafts
+    return draft_P, parent_P

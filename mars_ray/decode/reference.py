@@ -31,8 +31,16 @@ from mars_ray.core.accept import Measure, accepted_prefix, confidence, passes
 from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.core.penalties import adjust
 from mars_ray.core.sampling import scores
+from mars_ray.core.tree import chain, first_chain, path_to
 from mars_ray.core.verify import accepts
-from mars_ray.decode.request import Completion, Request, check_request, window_of
+from mars_ray.decode.request import (
+    Completion,
+    Request,
+    branches_of,
+    check_request,
+    groups_of,
+    window_of,
+)
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.forward import hidden_states, output_head
@@ -61,21 +69,40 @@ class _Run:
     adapter: DraftAdapter | None = None
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
+    draft_parents: list[int] = field(default_factory=list)
 
-    def rows(self, drafts: list[int], groups: list[tuple[int, int]]) -> "_Rows":
+    def rows(
+        self,
+        drafts: list[int],
+        groups: list[tuple[int, int]],
+        parents: list[int] | None = None,
+    ) -> "_Rows":
         """The rows from that of the last committed token on, for [tokens | drafts | masks].
 
-        A group (after, masks) of masks stands behind so many drafts and sees nothing of the others.
+        A draft sees those on the path to it (`core.tree`); without parents they are a chain. A
+        group (after, masks) of masks stands behind a node, and sees the drafts on the path to it.
         """
+        parents = chain(len(drafts)) if parents is None else parents
+        paths = [path_to(parents, node) for node in range(len(drafts) + 1)]
         real, device = self.tokens + drafts, self.model.device
         total = len(real) + sum(masks for _, masks in groups)
         ids = real + [self.card.mask_token_id or 0] * (total - len(real))
-        position = list(range(len(real)))
+        committed = len(self.tokens)
+        position = list(range(committed))
         sees_NN = torch.ones(total, total, dtype=torch.bool).tril()
+
+        def stand_behind(path: list[int], rows: int) -> None:
+            """The next rows see the tokens, the drafts of a path, and each other as in a text."""
+            row = len(position)
+            sees_NN[row : row + rows, committed:row] = False
+            for node in path:
+                sees_NN[row : row + rows, committed + node - 1] = True
+            position.extend(range(committed + len(path), committed + len(path) + rows))
+
+        for path in paths[1:]:
+            stand_behind(path[:-1], 1)
         for after, masks in groups:
-            row, start = len(position), len(self.tokens) + after
-            sees_NN[row : row + masks, start:row] = False
-            position += range(start, start + masks)
+            stand_behind(paths[after], masks)
         depths = [depth for _, masks in groups for depth in range(masks)]
         with _adapted(self.model, self.adapter, depths):
             hidden = hidden_states(
@@ -92,8 +119,8 @@ class _Run:
             logits_NV[:, self.card.mask_token_id] = -torch.inf
         # The row at position t predicts the token of position t + 1.
         position_N = torch.tensor(position[first:]) + 1
-        before = [drafts[:count] for count in range(len(drafts) + 1)]
-        before += [drafts[:after] for after, masks in groups for _ in range(masks)]
+        before = [[drafts[node - 1] for node in path] for path in paths]
+        before += [before[after] for after, masks in groups for _ in range(masks)]
         scores_NV = self.scored(logits_NV, position_N, before)
         return _Rows(hidden_NH, logits_NV, scores_NV, position_N)
 
@@ -223,38 +250,75 @@ def _confident(run: _Run, mode: ConfidenceMode | BlockCachedMode, masks: int) ->
 
 
 def _proposed(
-    run: _Run, rows: _Rows, masks: slice, before: list[int], measure: Measure | None
+    run: _Run,
+    rows: _Rows,
+    masks: slice,
+    before: list[int],
+    measure: Measure | None,
+    first: tuple[int, float] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Tokens of a group of masks, `before` being all guesses and the token before them, and how
-    sure each is: by the measure, or as a draft."""
-    head = run.adapter.head if run.adapter else None
-    logits_MV = rows.logits_NV[masks]
-    if head is None:
-        return rows.tokens[masks], confidence(logits_MV, measure or "probability").tolist()
-    assert run.adapter
-    vocabulary_VH = cast(nn.Linear, output_head(run.model)).weight
-    tokens, confidences = [], []
-    for index, (hidden_H, row_V) in enumerate(zip(rows.hidden_NH[masks], logits_MV, strict=True)):
-        said = [*before, *tokens]
-        previous_1H = run.model.get_input_embeddings()(torch.tensor(said[-1:]))
-        corrected_1H = head.correct(hidden_H[None], previous_1H, torch.tensor([index + 1]))
-        # Only the likeliest tokens of the row itself, and never what it may not say.
-        candidates = row_V.topk(min(run.adapter.card.candidates, len(row_V))).indices
-        candidates = candidates[row_V[candidates] > -torch.inf]
-        corrected_1V = torch.full_like(row_V, -torch.inf)[None]
-        corrected_1V[0, candidates] = (corrected_1H @ vocabulary_VH[candidates].t())[0].float()
-        position_1 = rows.position_N[masks][index : index + 1]
-        scores_1V = run.scored(corrected_1V, position_1, [said])
+    sure each is: by the measure, or as a draft. `first` takes the place of what the first says."""
+    count = len(rows.logits_NV[masks])
+    if run.adapter is None or run.adapter.head is None:
+        tokens = rows.tokens[masks]
+        confidences = confidence(rows.logits_NV[masks], measure or "probability").tolist()
+        if first and count:
+            tokens[0], confidences[0] = first
+        return tokens, confidences
+    tokens, confidences = ([first[0]], [first[1]]) if first and count else ([], [])
+    for index in range(len(tokens), count):
+        corrected_1V, scores_1V = _by_head(run, rows, masks.start + index, index, before + tokens)
         tokens.append(int(scores_1V.argmax()))
         sure = confidence(corrected_1V, measure) if measure else scores_1V.softmax(dim=-1).amax()
         confidences.append(float(sure))
     return tokens, confidences
 
 
+def _by_head(
+    run: _Run, rows: _Rows, row: int, depth: int, said: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Logits and scores of a mask's row by the sequential head, which knows what is said before."""
+    assert run.adapter
+    assert run.adapter.head
+    row_V = rows.logits_NV[row]
+    vocabulary_VH = cast(nn.Linear, output_head(run.model)).weight
+    previous_1H = run.model.get_input_embeddings()(torch.tensor(said[-1:]))
+    corrected_1H = run.adapter.head.correct(
+        rows.hidden_NH[row][None], previous_1H, torch.tensor([depth + 1])
+    )
+    # Only the likeliest tokens of the row itself, and never what it may not say.
+    candidates = row_V.topk(min(run.adapter.card.candidates, len(row_V))).indices
+    candidates = candidates[row_V[candidates] > -torch.inf]
+    corrected_1V = torch.full_like(row_V, -torch.inf)[None]
+    corrected_1V[0, candidates] = (corrected_1H @ vocabulary_VH[candidates].t())[0].float()
+    return corrected_1V, run.scored(corrected_1V, rows.position_N[row : row + 1], [said])
+
+
+def _alternatives(
+    run: _Run, rows: _Rows, masks: slice, before: list[int]
+) -> list[tuple[int, float]]:
+    """What the first of some masks may say, the best first, and how likely each is."""
+    if not len(rows.logits_NV[masks]):
+        return []
+    scores_V = rows.scores_NV[masks.start]
+    p_V = rows.logits_NV[masks.start].softmax(dim=-1)
+    if run.adapter and run.adapter.head:
+        _, scores_1V = _by_head(run, rows, masks.start, 0, before)
+        scores_V = scores_1V[0]
+        p_V = scores_V.softmax(dim=-1)
+    tokens = scores_V.argsort(descending=True).tolist()
+    return [
+        (token, float(p_V[token]))
+        for token in tokens
+        if scores_V[token] > -torch.inf and p_V[token] > 0
+    ]
+
+
 def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
     """Drafts are checked by the causal rows before them, the first rejection is corrected, and the
     masks that stand behind just so many drafts say the next drafts."""
-    return _verify(run, mode.threshold, mode.groups or 1)
+    return _verify(run, mode.threshold, groups_of(mode, run.window), branches_of(mode, run.window))
 
 
 def _speculative(run: _Run, mode: SpeculativeMode) -> list[int]:
@@ -274,26 +338,54 @@ def _add_drafts(run: _Run, count: int) -> None:
         rows = own.rows([], [])
         token = rows.tokens[0]
         own.tokens.append(token)
+        run.draft_parents.append(len(run.drafts))
         run.drafts.append(token)
         run.draft_probabilities.append(float(rows.logits_NV[0].softmax(dim=-1)[token]))
 
 
-def _verify(run: _Run, threshold: float, groups: int) -> list[int]:
-    drafts = run.drafts
-    outcomes = [len(drafts)]  # one group stands behind all drafts, whatever their probabilities
+def _verify(run: _Run, threshold: float, groups: int, branches: int = 1) -> list[int]:
+    drafts, parents = run.drafts, run.draft_parents
+    # One group stands behind the whole first chain, whatever the probabilities.
+    outcomes = [first_chain(parents)]
     if groups > 1:
-        outcomes = likeliest_outcomes(run.draft_probabilities, groups)
-    rows = run.rows(drafts, [(after, run.window) for after in outcomes])
-    count, tokens = len(drafts), rows.tokens
-    draft_K = torch.tensor(drafts, dtype=torch.long, device=rows.scores_NV.device)
-    accepted = accepted_prefix(accepts(rows.scores_NV[:count], draft_K, threshold))
-    run.drafts, run.draft_probabilities = [], []
-    if accepted in outcomes:
-        start = count + 1 + outcomes.index(accepted) * run.window
-        masks = slice(start, start + run.window)
-        before = [*drafts[:accepted], tokens[accepted]]
-        run.drafts, run.draft_probabilities = _proposed(run, rows, masks, before, None)
-    return [*drafts[:accepted], tokens[accepted]]
+        outcomes = likeliest_outcomes(run.draft_probabilities, groups, parents)
+    rows = run.rows(drafts, [(after, run.window) for after in outcomes], parents)
+    node, said = 0, []
+    while (child := _follower(run, rows, node, threshold)) is not None:
+        node = child
+        said.append(drafts[node - 1])
+    said.append(rows.tokens[node])
+    run.drafts, run.draft_probabilities, run.draft_parents = [], [], []
+    if node in outcomes:
+        start = len(drafts) + 1 + outcomes.index(node) * run.window
+        _draft(run, rows, slice(start, start + run.window), said, branches)
+    return said
+
+
+def _follower(run: _Run, rows: _Rows, node: int, threshold: float) -> int | None:
+    """The draft that is accepted behind a node: the row's token, or else the best that passes."""
+    scores_V = rows.scores_NV[node]
+    children = [n for n, parent in enumerate(run.draft_parents, start=1) if parent == node]
+    children.sort(key=lambda child: float(scores_V[run.drafts[child - 1]]), reverse=True)
+    draft_K = torch.tensor([run.drafts[child - 1] for child in children], dtype=torch.long)
+    scores_KV = scores_V.expand(len(children), -1)
+    for wanted in (1.0, threshold):
+        passed = accepts(scores_KV, draft_K.to(scores_V.device), wanted).tolist()
+        if any(passed):
+            return children[passed.index(True)]
+    return None
+
+
+def _draft(run: _Run, rows: _Rows, masks: slice, before: list[int], branches: int) -> None:
+    """The next drafts: what a group of masks says, and the same with every alternative for the
+    first of them."""
+    firsts = [None, *_alternatives(run, rows, masks, before)[1:branches]]
+    for first in firsts:
+        tokens, confidences = _proposed(run, rows, masks, before, None, first)
+        start = len(run.drafts)
+        run.drafts += tokens
+        run.draft_probabilities += confidences
+        run.draft_parents += [start + level if level else 0 for level in range(len(tokens))]
 
 
 def _jacobi(run: _Run, mode: JacobiMode) -> list[int]:

@@ -24,6 +24,10 @@ from mars_ray.model.card import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window
 
 _MOST_LOGPROBS = 20  # OpenAI's limit
+# Of a sequence's step, where they are no chain: what a row sees of them are bits of a number.
+MOST_DRAFTS = 63
+# What window control may choose: more would take longer to choose from than it brings.
+_MOST_BRANCHES, _CONTROLLED_DRAFTS = 4, 16
 FinishReason = Literal["stop", "length", "deadline"]
 
 
@@ -139,11 +143,19 @@ def needs_drafts(mode: Mode) -> bool:
     return isinstance(mode, VerifiedMode | ConfidenceMode | BlockCachedMode)
 
 
+def branches_of(mode: Mode, window: int) -> int:
+    """Alternatives for the first draft of a step, each with a chain of as many drafts as masks,
+    unless window control decides."""
+    if not isinstance(mode, VerifiedMode) or not window:
+        return 1
+    return max(1, min(mode.branches or 1, MOST_DRAFTS // window))
+
+
 def groups_of(mode: Mode, window: int) -> int:
     """Outcomes of a step that get masks, unless window control decides."""
     match mode:
         case VerifiedMode(groups=groups):
-            return min(groups or 1, window + 1)
+            return min(groups or 1, branches_of(mode, window) * window + 1)
         case SpeculativeMode(draft_tokens=drafts, groups=groups):
             outcomes = window + drafts + 1
             return min(groups or outcomes, outcomes)
@@ -160,7 +172,7 @@ def most_rows(mode: Mode, window: int) -> int:
     """Rows of a decoding step at most, the last committed token's included."""
     match mode:
         case VerifiedMode():
-            return 1 + window + groups_of(mode, window) * window
+            return 1 + (branches_of(mode, window) + groups_of(mode, window)) * window
         case SpeculativeMode(draft_tokens=drafts):
             return 1 + window + drafts + groups_of(mode, window) * window
         case ConfidenceMode():
@@ -172,6 +184,16 @@ def most_rows(mode: Mode, window: int) -> int:
             return size + window
         case ExactMode():
             return 1
+
+
+def controlled_branches(depth: int) -> int:
+    """Alternatives for the first draft at most where window control decides."""
+    return max(1, min(_MOST_BRANCHES, _CONTROLLED_DRAFTS // max(1, depth)))
+
+
+def widest_rows(depth: int) -> int:
+    """Rows of a step that has masks behind every draft that window control may choose."""
+    return most_rows(VerifiedMode(groups=65, branches=controlled_branches(depth)), depth)
 
 
 def check_context(max_context: int, model_config: Any) -> None:

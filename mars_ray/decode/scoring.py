@@ -85,8 +85,12 @@ def sample(
         logits_PV.index_copy_(0, index_X, scores_XV)
 
 
-def best(scores_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Each row's best token, and how likely its draft is beside that."""
+def best(
+    scores_PV: Tensor, draft_P: np.ndarray, parent_P: np.ndarray | None = None
+) -> tuple[Tensor, Tensor]:
+    """Each row's best token, and how likely each draft is beside that of its parent's row, by
+    default the one in the same place."""
+    parent_P = np.arange(len(draft_P)) if parent_P is None else parent_P
     if scores_PV.device.type == "cpu":
         # Several times faster than torch, which looks for a maximum one number at a time.
         score_PV, row_P = scores_PV.numpy(), np.arange(len(draft_P))
@@ -94,15 +98,16 @@ def best(scores_PV: Tensor, draft_P: np.ndarray) -> tuple[Tensor, Tensor]:
         most_P = score_PV[row_P, best_P]
         # Behind the end of what a grammar allows every token has -inf.
         with np.errstate(invalid="ignore"):
-            ratio_P = np.exp(score_PV[row_P, draft_P] - most_P)
+            ratio_P = np.exp(score_PV[parent_P, draft_P] - most_P[parent_P])
         best_P[np.isnan(most_P)] = NOT_A_NUMBER
         return torch.from_numpy(best_P), torch.from_numpy(ratio_P)
     best_P = scores_PV.argmax(dim=-1)
-    draft = upload(torch.from_numpy(draft_P), scores_PV.device)
-    pair_P2 = torch.stack([draft, best_P], dim=-1)
-    score_P2 = scores_PV.gather(-1, pair_P2)
-    best_P = best_P.masked_fill(score_P2[:, 1].isnan(), NOT_A_NUMBER)
-    return best_P, (score_P2[:, 0] - score_P2[:, 1]).exp()
+    draft, parent = (
+        upload(torch.from_numpy(each), scores_PV.device) for each in (draft_P, parent_P)
+    )
+    most_P = scores_PV.gather(-1, best_P[:, None]).squeeze(-1)
+    ratio_P = (scores_PV[parent, draft] - most_P[parent]).exp()
+    return best_P.masked_fill(most_P.isnan(), NOT_A_NUMBER), ratio_P
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,16 +4,19 @@
 |--- prompt ---|--- answer ---|-- pending --|                  |
 """
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 from mars_ray.config.decode import SpeculativeMode, VerifiedMode
 from mars_ray.core.drafting import Choice
+from mars_ray.core.tree import chain, first_chain, renumbered
 from mars_ray.decode.constraint import GrammarState
 from mars_ray.decode.request import (
     Completion,
     FinishReason,
     Request,
     TokenEvent,
+    branches_of,
     groups_of,
     has_drafts,
     most_rows,
@@ -31,12 +34,14 @@ class Sequence:
     cached: int = 0
     found: int | None = None  # of these, in the prefix cache when it first came in
     groups: int = field(init=False)  # outcomes of a step that get masks, unless chosen otherwise
+    branches: int = field(init=False)  # alternatives for the first of the next drafts
     choice: Choice | None = None  # of window control for the next step
     forwards: int = 0
     last_commit: int = 0  # tokens that the last of them committed
     token_forward: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
+    draft_parents: list[int] = field(default_factory=list)  # the drafts as a tree (`core.tree`)
     threshold: float = field(init=False)  # in force in the next step, in modes that verify
     lowest_threshold: float | None = field(init=False)  # of all steps so far
     grammar: GrammarState | None = field(init=False)
@@ -57,6 +62,7 @@ class Sequence:
     def __post_init__(self) -> None:
         mode = self.request.mode
         self.groups = groups_of(mode, self.widest)
+        self.branches = 1 if self.request.grammar else branches_of(mode, self.widest)
         verifies = isinstance(mode, VerifiedMode | SpeculativeMode)
         # With a quality the mode's own threshold is never in force; the engine sets another one.
         self.threshold = mode.threshold if verifies and not self.request.quality else 1.0
@@ -115,8 +121,24 @@ class Sequence:
         self.groups = groups_of(mode, widest)
         if widest and (excess := most_rows(mode, widest) - rows) > 0:
             self.groups = max(1, self.groups - -(-excess // widest))
+            self.branches = 1
         if isinstance(mode, VerifiedMode):
-            del self.drafts[widest:], self.draft_probabilities[widest:]
+            self.keep_drafts(range(1, min(widest, first_chain(self.draft_parents)) + 1))
+
+    def set_drafts(
+        self, tokens: list[int], probabilities: list[float], parents: list[int] | None = None
+    ) -> None:
+        """The next step has these to verify: a chain, unless their parents are given."""
+        self.drafts, self.draft_probabilities = tokens, probabilities
+        self.draft_parents = chain(len(tokens)) if parents is None else parents
+
+    def keep_drafts(self, nodes: Several[int]) -> None:
+        """Of the drafts only these, in increasing order and none without its parent."""
+        self.set_drafts(
+            [self.drafts[node - 1] for node in nodes],
+            [self.draft_probabilities[node - 1] for node in nodes],
+            renumbered(self.draft_parents, nodes),
+        )
 
     def drafted_by(self, adapter: str | None) -> None:
         """Note whose drafts or masks a forward has had."""
@@ -167,10 +189,9 @@ class Sequence:
         count = self.grammar.admissible(self.drafts)
         forced = self.grammar.forced()[: max(len(self.drafts), self.widest)]
         if len(forced) >= count:
-            self.drafts, self.draft_probabilities = forced, [1.0] * len(forced)
+            self.set_drafts(forced, [1.0] * len(forced))
         else:
-            self.drafts = self.drafts[:count]
-            self.draft_probabilities = self.draft_probabilities[:count]
+            self.set_drafts(self.drafts[:count], self.draft_probabilities[:count])
 
     def completion(self, reason: FinishReason) -> Completion:
         """The result as it stands."""

@@ -8,14 +8,18 @@ of its depth became. Under load rows cost more, and fewer of them are worth it, 
 that of `exact`.
 """
 
+import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from mars_ray.config.decode import VerifiedMode
 from mars_ray.core.cost import StepCost
 from mars_ray.core.drafting import Choice, Prospects, best_choice
+from mars_ray.core.tree import depths_of, first_chain
 from mars_ray.decode.acceptance import Acceptance
+from mars_ray.decode.request import controlled_branches
 from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies.base import Plan
 
 # What a step's speed-up still counts for after another one.
 _STEP_DECAY = 0.95
@@ -85,6 +89,9 @@ class WindowControl:
             return
         if self._price is None:
             self._price = self._price_at(least, least, speed_up)
+        for sequence in members:
+            _leave_out_useless(sequence)
+            sequence.branches = _branches(sequence, self._price)
         accept = [self._accept(sequence) for sequence in members]
         price, prospects = self._price, self._prospects(members, self._price)
         rows = least + _choose_at(prospects, members, accept)
@@ -132,21 +139,23 @@ class WindowControl:
             sequence, own = members[place % len(members)], accept[place % len(members)]
             if own and sequence.choice and not sequence.grammar:
                 sampled = _is_sampled(sequence)
-                self.acceptance[sampled].observe_drafts(own, sequence.choice, prospects[sampled])
+                self.acceptance[sampled].observe_drafts(
+                    own, sequence.choice, prospects[sampled], sequence.draft_parents
+                )
 
     def _accept(self, sequence: Sequence) -> list[float]:
-        """Of the drafts that may be of use, how likely each is accepted."""
-        known = self.acceptance[_is_sampled(sequence)]
-        return known.of(sequence.draft_probabilities[: _useful(sequence)])
+        """How likely each draft is accepted."""
+        return self.acceptance[_is_sampled(sequence)].of(sequence.draft_probabilities)
 
-    def observe(self, sequence: Sequence, confidences: Several[float], committed: int) -> None:
-        """What a step made of a sequence's drafts, by their confidences."""
+    def observe(self, sequence: Sequence, plan: Plan, outcome: int, committed: int) -> None:
+        """What a step made of a sequence's drafts."""
         if not _is_controlled(sequence):
             return
         self._speed_up.committed += committed
         # Where a grammar forces tokens, acceptance says nothing about masks.
-        if confidences and not sequence.grammar:
-            self.acceptance[_is_sampled(sequence)].observe(confidences, committed - 1)
+        if plan.drafts and not sequence.grammar:
+            known = self.acceptance[_is_sampled(sequence)]
+            known.observe(plan.confidences, outcome, plan.parents)
 
 
 def _choose_at(
@@ -158,7 +167,8 @@ def _choose_at(
         mode = sequence.request.mode
         assert isinstance(mode, VerifiedMode)
         known = prospects[_is_sampled(sequence)]
-        choice = best_choice(own, _rooms(sequence, len(own)), known, mode.groups)
+        parents = sequence.draft_parents
+        choice = best_choice(own, _rooms(sequence), known, mode.groups, parents)
         sequence.choice = choice
         rows += choice.rows
     return rows
@@ -166,8 +176,8 @@ def _choose_at(
 
 def _probe(sequence: Sequence) -> None:
     """Where masks do not pay nothing is learnt of them: now and then there are some."""
-    drafts = _useful(sequence)
-    masks = _rooms(sequence, drafts)[drafts]
+    drafts = first_chain(sequence.draft_parents)
+    masks = _rooms(sequence)[drafts]
     sequence.choice = Choice(drafts, (*([0] * drafts), masks))
 
 
@@ -183,18 +193,37 @@ def _is_sampled(sequence: Sequence) -> bool:
     return sequence.request.sampling.temperature > 0
 
 
-def _useful(sequence: Sequence) -> int:
-    """Drafts that the answer may end with: the last token comes without one."""
-    drafts = sequence.drafts[: sequence.remaining - 1]
-    stop = sequence.request.stop_ids
-    ends = (index + 1 for index, draft in enumerate(drafts) if draft in stop)
-    return next(ends, len(drafts))
+def _branches(sequence: Sequence, price: float) -> int:
+    """Alternatives for the next first draft that may be worth a row: of so many tokens the last is
+    at most as likely as if all were alike."""
+    mode = sequence.request.mode
+    assert isinstance(mode, VerifiedMode)
+    if sequence.grammar:
+        return 1
+    most = min(mode.branches or 8, controlled_branches(sequence.widest))
+    return max(1, min(most, math.ceil(1 / price) - 1))
 
 
-def _rooms(sequence: Sequence, drafts: int) -> list[int]:
-    """Masks that the answer may need, behind each outcome of so many drafts."""
-    left = sequence.remaining - 2
-    rooms = [max(0, min(sequence.widest, left - outcome)) for outcome in range(drafts + 1)]
-    if drafts and sequence.drafts[drafts - 1] in sequence.request.stop_ids:
-        rooms[drafts] = 0
+def _leave_out_useless(sequence: Sequence) -> None:
+    """Drafts that no answer ends with: behind a token that ends it, or in place of the last token,
+    which comes without one."""
+    stop, depths = sequence.request.stop_ids, depths_of(sequence.draft_parents)
+    if max(depths) < sequence.remaining and stop.isdisjoint(sequence.drafts):
+        return
+    nodes = {0}
+    for node, parent in enumerate(sequence.draft_parents, start=1):
+        is_behind_end = parent > 0 and sequence.drafts[parent - 1] in stop
+        if parent in nodes and depths[node] < sequence.remaining and not is_behind_end:
+            nodes.add(node)
+    sequence.keep_drafts(sorted(nodes)[1:])
+
+
+def _rooms(sequence: Sequence) -> list[int]:
+    """Masks that the answer may need, behind each node."""
+    left, stop = sequence.remaining - 2, sequence.request.stop_ids
+    depths = depths_of(sequence.draft_parents)
+    rooms = [max(0, min(sequence.widest, left - depth)) for depth in depths]
+    for node, draft in enumerate(sequence.drafts, start=1):
+        if draft in stop:
+            rooms[node] = 0
     return rooms

@@ -49,6 +49,8 @@ MODES = [
     ConfidenceMode(threshold=0.5),
     ConfidenceMode(threshold=0.5, measure="margin", window=3),
     ConfidenceMode(threshold=0.5, measure="entropy"),
+    VerifiedMode(branches=3, groups=4, window=2),
+    VerifiedMode(branches=2, groups=4, threshold=0.5),
 ]
 
 

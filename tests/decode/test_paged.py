@@ -43,6 +43,11 @@ PLANS = [
     Plan([5], (MaskGroup(0, 3), MaskGroup(1, 2))),
     Plan([1, 2, 3, 4], tuple(MaskGroup(after, 4) for after in range(5))),
     Plan([], (MaskGroup(0, 1),)),
+    Plan(
+        [1, 2, 3, 4, 5],
+        (MaskGroup(4, 3), MaskGroup(0, 2), MaskGroup(2, 2)),
+        parents=[0, 1, 0, 3, 1],
+    ),
 ]
 
 
@@ -82,7 +87,7 @@ def test_the_kernels_compute_what_torch_computes(heads, shares, monkeypatch):
     for plans, starts in [
         (PLANS[:1], [0]),
         (PLANS[1:2], [7]),
-        (PLANS, [0, 130, 65, 20, 3]),
+        (PLANS, [0, 130, 65, 20, 3, 61]),
         ([PLANS[3], PLANS[2]], [64, 63]),
         ([Plan(list(range(20)) * 4), PLANS[3]], [10, 40]),  # a prompt beside a step
     ]:
@@ -181,7 +186,8 @@ turn = dict(qkv_ptr="*bf16", cos_ptr="*bf16", sin_ptr="*bf16", cache_ptr="*bf16"
     place_ptr="*i64", turn_stride="i32")
 tile = dict(query_ptr="*bf16", cache_ptr="*bf16", out_ptr="*OUT", log_sum_ptr="*fp32",
     tile_ptr="*i64", order_ptr="*i64", own_ptr="*i64", clean_ptr="*i64", begin_ptr="*i64",
-    page_ptr="*i64", query_stride="i32", page_stride="i32", rows="i32", scale="fp32")
+    bits_ptr="*i64", page_ptr="*i64", query_stride="i32", page_stride="i32", rows="i32",
+    scale="fp32")
 join = dict(part_ptr="*fp32", log_sum_ptr="*fp32", out_ptr="*bf16", lines="i32")
 for heads, shared, size, block in ((2, 7, 64, 64), (4, 7, 128, 64), (8, 4, 128, 64)):
     for shares, out in ((1, "bf16"), (8, "fp32")):

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mars_ray.decode.adapter import FusedAdapter, Last
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.request import MOST_DRAFTS
 from mars_ray.decode.runner import Runner, Turn
 
 # Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
@@ -134,7 +135,7 @@ def _step(tables: Tables, cache: PagedCache, runner: Runner) -> DenseAttention:
                 len(member_B),
                 None if is_plain else _tensor(row_BQ.ravel(), runner),
                 _tensor(page_BM.ravel(), runner),
-                _bias(tables, member_B, row_BQ.shape[1], places, cache, runner),
+                _bias(tables, member_B, row_BQ, places, cache, runner),
             )
         )
     place_N = _tensor(tables.places(cache.page_size), runner)
@@ -166,27 +167,39 @@ def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: Runner) -> Tensor
 def _bias(
     tables: Tables,
     member_B: np.ndarray,
-    width: int,
+    row_BQ: np.ndarray,
     places: int,
     cache: PagedCache,
     runner: Runner,
 ) -> Tensor:
     """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
-    shared = cache.shared_heads
+    shared, width = cache.shared_heads, row_BQ.shape[1]
     index_BR = tables.start_S[member_B][:, None] + np.arange(width).repeat(shared)
     # Padding may lie behind all places.
     index_BR = index_BR.clip(max=places - 1)
     bias_XC = cache.causal(_tensor(index_BR.ravel(), runner), places)
     bias_BRC = bias_XC.view(len(member_B), -1, places)
-    among = {sequence: place for place, sequence in enumerate(member_B.tolist())}
-    for group in tables.apart:
-        if group.sequence in among:
-            # The drafts behind what they see, and the groups before them.
-            own_RC = bias_BRC[among[group.sequence]]
-            rows = slice(group.row * shared, (group.row + group.masks) * shared)
-            begin = int(tables.start_S[group.sequence]) + group.row
-            own_RC[rows, group.seen : begin] = -torch.inf
+    if {group.sequence for group in tables.apart}.intersection(member_B.tolist()):
+        hidden = _hidden(tables, member_B, row_BQ)
+        member_X, row_X, place_X = (_tensor(each, runner) for each in hidden)
+        bias_BQGC = bias_BRC.view(len(member_B), width, shared, places)
+        bias_BQGC[member_X, row_X, :, place_X] = -torch.inf
     return bias_BRC[:, None]
+
+
+def _hidden(
+    tables: Tables, member_B: np.ndarray, row_BQ: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What rows that stand apart do not see, though it lies before them: the member, the row among
+    the member's and the place, of each pair."""
+    clean_BQ1, begin_BQ1, bits_BQ1 = (column_N[row_BQ][..., None] for column_N in tables.sight())
+    start_B11 = tables.start_S[member_B][:, None, None]
+    place_BQT = start_B11 + np.arange(row_BQ.shape[1])
+    bit_BQT = (place_BQT - clean_BQ1).clip(0, MOST_DRAFTS)
+    is_other_BQT = (bits_BQ1 >> bit_BQT) & 1 > 0
+    hidden_BQT = (place_BQT >= clean_BQ1) & (place_BQT < begin_BQ1) & ~is_other_BQT
+    member_X, row_X, offset_X = hidden_BQT.nonzero()
+    return member_X, row_X, tables.start_S[member_B][member_X] + offset_X
 
 
 def _tensor(array: np.ndarray, runner: Runner) -> Tensor:

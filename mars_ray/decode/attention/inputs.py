@@ -25,6 +25,7 @@ class Inputs:
             "own_N": (rows,),
             "clean_N": (rows,),
             "begin_N": (rows,),
+            "bits_N": (rows,),
             "order_N": (rows,),
             "is_mask_N": (rows,),
             "tile_A3": (rows, 3),
@@ -41,6 +42,7 @@ class Inputs:
         self.ids_N, self.position_N = views["ids_N"], views["position_N"]
         self.place_N, self.own_N = views["place_N"], views["own_N"]
         self.clean_N, self.begin_N = views["clean_N"], views["begin_N"]
+        self.bits_N = views["bits_N"]
         self.order_N, self.is_mask_N = views["order_N"], views["is_mask_N"]
         self.tile_A3, self.page_SM = views["tile_A3"], views["page_SM"]
 
@@ -62,7 +64,7 @@ class Inputs:
         tile_rows: int,
     ) -> None:
         """A step's; its padding writes nothing, and sees the first place of the first sequence."""
-        clean_N, begin_N = tables.sight()
+        clean_N, begin_N, bits_N = tables.sight()
         columns = {
             "ids_N": ids_N,
             "position_N": position_N,
@@ -70,6 +72,7 @@ class Inputs:
             "own_N": tables.index_N,
             "clean_N": clean_N,
             "begin_N": begin_N,
+            "bits_N": bits_N,
             "order_N": tables.order_N,
             "is_mask_N": np.arange(len(ids_N)) >= len(ids_N) - tables.masks,
         }

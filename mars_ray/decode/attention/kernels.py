@@ -4,7 +4,7 @@ A sequence's rows are cut into tiles; a program attends with one tile and one ke
 one share of the sequence's places, in the order of its page table, with a running softmax as in
 FlashAttention (arXiv 2205.14135). Several shares, as in Flash-Decoding, keep the device busy while
 there are few sequences; a second kernel puts them together. Every row says itself what it sees
-(`Tables.sight`), so drafts, masks and groups of masks need no mask in memory.
+(`Tables.sight`), so trees of drafts and groups of masks need no mask in memory.
 
 Shape suffixes: A tiles, M rows of a program (a tile's rows, each with the G query heads that share
 the key-value head), C places of a step, D head size, N rows of the forward, S shares.
@@ -49,10 +49,14 @@ def turn_and_store(
 
 
 @triton.jit
-def _sees(place_C, here_C, own_M, clean_M, begin_M):
+def _sees(place_C, here_C, own_M, clean_M, begin_M, bits_M):
     """(M, C): who sees what."""
     own_MC = (place_C[None, :] >= begin_M[:, None]) & (place_C[None, :] <= own_M[:, None])
-    return ((place_C[None, :] < clean_M[:, None]) | own_MC) & here_C[None, :]
+    sees_MC = (place_C[None, :] < clean_M[:, None]) | own_MC
+    if tl.max(bits_M, axis=0) > 0:
+        bit_MC = tl.minimum(tl.maximum(place_C[None, :] - clean_M[:, None], 0), 63)
+        sees_MC = sees_MC | (((bits_M[:, None] >> bit_MC) & 1) != 0)
+    return sees_MC & here_C[None, :]
 
 
 @triton.jit
@@ -74,6 +78,7 @@ def _over(
     own_M,
     clean_M,
     begin_M,
+    bits_M,
     start,
     end,
     cache_ptr,
@@ -97,7 +102,7 @@ def _over(
         at_CD = cache_ptr + at_C[:, None] + tl.arange(0, SIZE)[None, :]
         key_CD = tl.load(at_CD, mask=here_C[:, None], other=0.0)
         score_MC = tl.dot(query_MD, tl.trans(key_CD), input_precision="ieee") * scale
-        sees_MC = _sees(place_C, here_C, own_M, clean_M, begin_M)
+        sees_MC = _sees(place_C, here_C, own_M, clean_M, begin_M, bits_M)
         score_MC = tl.where(sees_MC, score_MC, float("-inf"))
         value_CD = tl.load(at_CD + KEY_HEADS * SIZE, mask=here_C[:, None], other=0.0)
         out_MD, sum_M, top_M = _add(out_MD, sum_M, top_M, score_MC, value_CD)
@@ -114,7 +119,8 @@ def attend_tile(
     order_ptr,  # (N): the rows, sequence by sequence
     own_ptr,  # (N): a row's place
     clean_ptr,  # (N): it sees the places before this one,
-    begin_ptr,  # (N): and those from this one to its own
+    begin_ptr,  # (N): those from this one to its own,
+    bits_ptr,  # (N): and of those from `clean` on the j-th if bit j is set
     page_ptr,  # (sequences, page_stride)
     query_stride,
     page_stride,
@@ -141,6 +147,7 @@ def attend_tile(
     own_M = tl.load(own_ptr + row_M, mask=real_M, other=-1)
     clean_M = tl.load(clean_ptr + row_M, mask=real_M, other=0)
     begin_M = tl.load(begin_ptr + row_M, mask=real_M, other=0)
+    bits_M = tl.load(bits_ptr + row_M, mask=real_M, other=0)
     index_D = tl.arange(0, SIZE)
     at_MD = (row_M * query_stride + query_head_M * SIZE)[:, None] + index_D[None, :]
     query_MD = tl.load(query_ptr + at_MD, mask=real_M[:, None], other=0.0)
@@ -150,7 +157,7 @@ def attend_tile(
     start = share * part
     end = tl.minimum(start + part, length)
     out_MD, sum_M, top_M = _over(
-        query_MD, own_M, clean_M, begin_M, start, end, cache_ptr + head * SIZE,
+        query_MD, own_M, clean_M, begin_M, bits_M, start, end, cache_ptr + head * SIZE,
         page_ptr + sequence * page_stride, scale, KEY_HEADS, SIZE, PAGE, BLOCK_M, BLOCK_C,
     )  # fmt: skip
 

@@ -206,6 +206,7 @@ class _PagedAttention:
             inputs.own_N,
             inputs.clean_N,
             inputs.begin_N,
+            inputs.bits_N,
             inputs.page_SM,
             qkv_NTD.stride(0),
             inputs.page_SM.stride(0),

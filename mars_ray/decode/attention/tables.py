@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from mars_ray.decode.scheduler import Work
+from mars_ray.decode.strategies.base import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Masks that do not see all that stands before them."""
+    """A draft, or a group of masks, that does not see all that stands before it."""
 
     sequence: int
     row: int  # the first of them, among the sequence's rows
-    masks: int
+    rows: int
     seen: int  # of the sequence's places, the first so many: what they see beside each other
+    others: int = 0  # and of the places from there on, the j-th if bit j is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +96,23 @@ class Tables:
         return page_N * page_size + self.index_N % page_size
 
     def positions(self) -> np.ndarray:
-        """A row's position is its place in the sequence, unless its masks stand elsewhere."""
+        """A row's position is its place in the sequence, unless it sees less: then it is behind
+        what it sees."""
         position_N = self.index_N.copy()
         for group in self.apart:
-            row = self._row(group)
-            position_N[row : row + group.masks] = np.arange(group.seen, group.seen + group.masks)
+            row, first = self._row(group), group.seen + group.others.bit_count()
+            position_N[row : row + group.rows] = np.arange(first, first + group.rows)
         return position_N
 
-    def sight(self) -> tuple[np.ndarray, np.ndarray]:
-        """A row sees the places before the first number, and those from the second to its own."""
-        clean_N, begin_N = np.zeros_like(self.index_N), np.zeros_like(self.index_N)
+    def sight(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A row sees the places before the first number, those from the second to its own, and of
+        those from the first number on the j-th if bit j of the third is set."""
+        clean_N, begin_N, bits_N = (np.zeros_like(self.index_N) for _ in range(3))
         for group in self.apart:
             row = self._row(group)
-            clean_N[row : row + group.masks] = group.seen
-            begin_N[row : row + group.masks] = self.index_N[row]
-        return clean_N, begin_N
+            rows = slice(row, row + group.rows)
+            clean_N[rows], begin_N[rows], bits_N[rows] = group.seen, self.index_N[row], group.others
+        return clean_N, begin_N, bits_N
 
     def rows_of(self, member_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Some sequences' rows among the forward's, in the order of their places and padded to the
@@ -121,15 +125,32 @@ class Tables:
         return np.where(is_row_BQ, row_BQ, first_B1), is_row_BQ
 
     def _row(self, group: Apart) -> int:
-        """Where the group's masks begin among the forward's rows."""
-        return int(self.first_mask_S[group.sequence] + group.row - self.real_S[group.sequence])
+        """Where it begins among the forward's rows."""
+        masks_before = group.row - int(self.real_S[group.sequence])
+        if masks_before < 0:
+            return int(self.first_S[group.sequence]) + group.row
+        return int(self.first_mask_S[group.sequence]) + masks_before
 
 
 def _apart(work: Several[Work]) -> Iterator[Apart]:
     for index, item in enumerate(work):
-        if item.plan and not item.plan.is_causal:
-            row = item.count + len(item.plan.drafts)
-            for group in item.plan.groups:
-                seen = item.sequence.cached + item.count + group.after
-                yield Apart(index, row, group.masks, seen)
-                row += group.masks
+        plan = item.plan
+        if plan is None or plan.is_causal:
+            continue
+        first = item.sequence.cached + item.count  # the place of the first draft
+        sights = [_sight(first, plan, node) for node in range(len(plan.drafts) + 1)]
+        for draft, parent in enumerate(plan.parents):
+            if parent != draft or sights[parent][1]:
+                yield Apart(index, item.count + draft, 1, *sights[parent])
+        row = item.count + len(plan.drafts)
+        for group in plan.groups:
+            yield Apart(index, row, group.masks, *sights[group.after])
+            row += group.masks
+
+
+def _sight(first: int, plan: Plan, node: int) -> tuple[int, int]:
+    """What rows behind a node see: `seen` and `others` of Apart."""
+    if plan.is_chain:
+        return first + node, 0
+    bits = sum(1 << (draft - 1) for draft in plan.path(node))
+    return (first + node, 0) if bits == (1 << node) - 1 else (first, bits)

@@ -9,16 +9,18 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from mars_ray.core.accept import Measure
+from mars_ray.core.tree import chain, path_to
 from mars_ray.decode.sequence import Sequence
 
-# Numbers a plan may ask for beside the token of each row of a real token. "ratio" is exp(score of
-# the draft after the row - largest score): p(draft) / max p at temperature 0 (`core.verify`).
+# Numbers a plan may ask for beside the token of each row of a real token. "ratio" is one of each
+# draft: exp(its score in its parent's row - largest score there), which is p(draft) / max p at
+# temperature 0 (`core.verify`).
 Wanted = Measure | Literal["ratio"]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskGroup:
-    """Masks that stand behind the first `after` drafts and see nothing of the others."""
+    """Masks that stand behind a node (`core.tree`) and see no drafts but those on its path."""
 
     after: int
     masks: int
@@ -26,7 +28,10 @@ class MaskGroup:
 
 @dataclass(slots=True)
 class Plan:
-    """A sequence's rows are [pending | drafts | masks of each group]."""
+    """A sequence's rows are [pending | drafts | masks of each group].
+
+    The drafts are a tree (`core.tree`); an outcome is the node where the step ends.
+    """
 
     drafts: list[int]
     groups: tuple[MaskGroup, ...] = ()
@@ -37,15 +42,29 @@ class Plan:
     # Of the pending tokens' rows, those before the last that are read too: the tokens that follow
     # them were committed without them.
     review: int = 0
+    parents: list[int] = field(default_factory=list)  # of the drafts; by default they are a chain
+    confidences: list[float] = field(default_factory=list)  # of the drafts, where they have any
+    is_chain: bool = field(init=False)
     masks: int = field(init=False)  # of all groups
     rows: int = field(init=False)  # added to the pending tokens
 
     def __post_init__(self) -> None:
         self.masks = sum(group.masks for group in self.groups)
         self.rows = len(self.drafts) + self.masks
+        own = chain(len(self.drafts))
+        self.parents = self.parents or own
+        self.is_chain = self.parents == own
+
+    def path(self, outcome: int) -> list[int]:
+        """The drafts that are accepted if the step ends at this node, by their numbers."""
+        return chain(outcome + 1)[1:] if self.is_chain else path_to(self.parents, outcome)
+
+    def tokens(self, outcome: int) -> list[int]:
+        """The drafts on the path to a node."""
+        return [self.drafts[node - 1] for node in self.path(outcome)]
 
     def masks_behind(self, outcome: int) -> slice:
-        """Which of its masks stand behind so many drafts."""
+        """Which of its masks stand behind a node."""
         start = 0
         for group in self.groups:
             if group.after == outcome:
@@ -56,12 +75,13 @@ class Plan:
     @property
     def is_causal(self) -> bool:
         """Whether every row sees all rows before it."""
-        return len(self.groups) <= 1 and all(g.after == len(self.drafts) for g in self.groups)
+        at_end = all(group.after == len(self.drafts) for group in self.groups)
+        return self.is_chain and len(self.groups) <= 1 and at_end
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A sequence's rows of real tokens, from that of its last committed one on: 1 + its drafts."""
+    """A sequence's rows of real tokens, from that of its last committed one on: of its nodes."""
 
     best: list[int]  # the token of each row: the argmax of its scores (`core.sampling`)
     numbers: dict[Wanted, list[float]]  # what the plan wanted
@@ -75,6 +95,7 @@ class Proposals:
 
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # see the plan's measure
+    parents: list[int] = field(default_factory=list)  # of the tokens, which are a tree
     log_p_NV: Tensor | None = None  # if the request asks for log-probabilities
 
 
@@ -90,11 +111,11 @@ class Strategy(Protocol):
         ...
 
     def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:
-        """How many drafts are accepted; the sequence stays as it is."""
+        """The node where the step ends, 0 if no draft is accepted; the sequence stays as it is."""
         return 0
 
     def absorb(
-        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
         """The tokens this forward commits; sets the sequence's next drafts and `cached`."""
         ...

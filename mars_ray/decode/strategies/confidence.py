@@ -22,7 +22,7 @@ class Confidence(Strategy):
         return _plan(sequence, sequence.window)
 
     def absorb(
-        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
         sequence.cached = sequence.committed
         return _committed(sequence, rows, proposals)
@@ -36,7 +36,7 @@ class BlockCached(Strategy):
         return _plan(sequence, min(sequence.window, left_in_block - 1))
 
     def absorb(
-        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
         # What of the unfinished block is in the cache already is forgotten.
         size = _block_size(sequence)

@@ -11,7 +11,7 @@ class Exact(Strategy):
         return Plan([])
 
     def absorb(
-        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
         sequence.cached = sequence.committed
         return rows.best[:1]

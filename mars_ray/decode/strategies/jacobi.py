@@ -16,13 +16,13 @@ class Jacobi(Strategy):
         return [*agree, False].index(False)
 
     def absorb(
-        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
-        sequence.cached = sequence.committed + accepted
+        sequence.cached = sequence.committed + outcome
         mode = sequence.request.mode
         assert isinstance(mode, JacobiMode)
         # What the rows behind said is the next guess; where there was none, the last token again.
-        guesses = rows.best[accepted + 1 :]
-        filler = guesses[-1] if guesses else rows.best[accepted]
+        guesses = rows.best[outcome + 1 :]
+        filler = guesses[-1] if guesses else rows.best[outcome]
         sequence.drafts = guesses + [filler] * (mode.guesses - len(guesses))
-        return [*plan.drafts[:accepted], rows.best[accepted]]
+        return [*plan.drafts[:outcome], rows.best[outcome]]

@@ -3,12 +3,18 @@
 row        [ last committed | draft 1 | draft 2 | mask | mask | ... ]
 predicts     draft 1?         draft 2?  the token after the drafts, then new drafts
 
-The step's outcome is how many drafts are accepted. Masks behind all drafts mean something only if
-all are; a group of masks for another outcome stands behind fewer drafts and sees no others.
+The drafts may be a tree (`core.tree`): alternatives for the first of them, each with what follows
+it. The step's outcome is the node where it ends. Masks behind all drafts of a chain mean something
+only if all are accepted; a group of masks for another outcome stands behind another node, and sees
+no drafts but those on the path to it.
 """
+
+from collections.abc import Sequence as Several
+from dataclasses import replace
 
 from mars_ray.core.drafting import Choice
 from mars_ray.core.outcomes import likeliest_outcomes
+from mars_ray.core.tree import children_of, depths_of, first_chain, renumbered
 from mars_ray.decode.quality import Budget
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan, Proposals, Rows, Strategy
@@ -28,45 +34,66 @@ class Verified(Strategy):
             return _plan_for_outcomes(sequence)
         # Drafts up to the limit, even the one that this forward could commit without: so a shorter
         # limit gives the beginning of what a longer one gives, also with relaxed acceptance.
-        drafts = sequence.drafts[: sequence.remaining]
-        masks = min(sequence.window, max(0, sequence.remaining - len(drafts) - 1))
-        groups = (MaskGroup(len(drafts), masks),) if masks else ()
-        return Plan(drafts, groups, ("ratio",))
+        depths = depths_of(sequence.draft_parents)
+        nodes = [n for n in range(1, len(depths)) if depths[n] <= sequence.remaining]
+        plan = _plan(sequence, nodes)
+        end = first_chain(plan.parents)
+        masks = min(sequence.window, max(0, sequence.remaining - end - 1))
+        return replace(plan, groups=(MaskGroup(end, masks),)) if masks else plan
 
     def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:
-        """Drafts are accepted which are the row's token, and below threshold 1 those which are
-        nearly as good, while the request's budget allows it."""
+        """From each node it goes on to the draft which is the row's token; below threshold 1, where
+        there is none, to the best which is nearly as good, while the request's budget allows it."""
         budget = sequence.request.quality
         answer = sequence.committed - len(sequence.request.prompt)
-        disagreed = sequence.disagreed
-        for index, draft in enumerate(plan.drafts):
-            if rows.best[index] == draft:
-                continue
-            if sequence.threshold == 1 or rows.numbers["ratio"][index] < sequence.threshold:
-                return index
-            if isinstance(budget, Budget) and not budget.allows(disagreed, answer + index + 1):
-                return index
-            disagreed += 1
-        return len(plan.drafts)
+        disagreed, ratios = sequence.disagreed, rows.numbers["ratio"]
+        children, node, depth = children_of(plan.parents), 0, 0
+        while followers := children[node]:
+            equal = (child for child in followers if plan.drafts[child - 1] == rows.best[node])
+            child = next(equal, None)
+            if child is None:
+                child = max(followers, key=lambda follower: ratios[follower - 1])
+                if sequence.threshold == 1 or ratios[child - 1] < sequence.threshold:
+                    break
+                if isinstance(budget, Budget) and not budget.allows(disagreed, answer + depth + 1):
+                    break
+                disagreed += 1
+            node, depth = child, depth + 1
+        return node
 
     def absorb(
-        self, sequence: Sequence, plan: Plan, rows: Rows, accepted: int, proposals: Proposals
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
-        sequence.cached = sequence.committed + accepted
-        sequence.drafts = proposals.tokens
-        sequence.draft_probabilities = proposals.confidences
-        return [*plan.drafts[:accepted], rows.best[accepted]]
+        accepted = plan.tokens(outcome)
+        sequence.cached = sequence.committed + len(accepted)
+        sequence.set_drafts(proposals.tokens, proposals.confidences, proposals.parents)
+        return [*accepted, rows.best[outcome]]
+
+
+def _plan(sequence: Sequence, nodes: Several[int], groups: tuple[MaskGroup, ...] = ()) -> Plan:
+    """With these of the sequence's drafts."""
+    return Plan(
+        [sequence.drafts[node - 1] for node in nodes],
+        groups,
+        ("ratio",),
+        parents=renumbered(sequence.draft_parents, nodes),
+        confidences=[sequence.draft_probabilities[node - 1] for node in nodes],
+    )
 
 
 def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
-    drafts = sequence.drafts[: choice.drafts]
-    masks = choice.masks[: len(drafts) + 1]
-    groups = tuple(MaskGroup(after, count) for after, count in enumerate(masks) if count)
-    return Plan(drafts, groups, ("ratio",))
+    """What was chosen for another step may not be there any more."""
+    masks = {0: choice.masks[0]}
+    for node, count in zip(choice.nodes, choice.masks[1:], strict=True):
+        if node <= len(sequence.drafts) and sequence.draft_parents[node - 1] in masks:
+            masks[node] = count
+    groups = tuple(MaskGroup(after, count) for after, count in enumerate(masks.values()) if count)
+    return _plan(sequence, [node for node in masks if node], groups)
 
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
     """Nothing is cut at the limit here: it would change which outcomes are the likeliest."""
-    outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups)
+    parents = sequence.draft_parents
+    outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups, parents)
     groups = tuple(MaskGroup(after, sequence.window) for after in outcomes if sequence.window)
-    return Plan(sequence.drafts, groups, ("ratio",))
+    return _plan(sequence, range(1, len(parents) + 1), groups)
