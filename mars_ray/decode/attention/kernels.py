@@ -151,7 +151,6 @@ def attend_tile(
     index_D = tl.arange(0, SIZE)
     at_MD = (row_M * query_stride + query_head_M * SIZE)[:, None] + index_D[None, :]
     query_MD = tl.load(query_ptr + at_MD, mask=real_M[:, None], other=0.0)
-
     length = tl.max(own_M, axis=0) + 1
     part = tl.cdiv(tl.cdiv(length, BLOCK_C), SHARES) * BLOCK_C
     start = share * part
@@ -160,7 +159,6 @@ def attend_tile(
         query_MD, own_M, clean_M, begin_M, bits_M, start, end, cache_ptr + head * SIZE,
         page_ptr + sequence * page_stride, scale, KEY_HEADS, SIZE, PAGE, BLOCK_M, BLOCK_C,
     )  # fmt: skip
-
     real_sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)  # zero where a row saw nothing in this share
     out_MD = out_MD / real_sum_M[:, None]
     line_M = row_M * (KEY_HEADS * SHARED) + query_head_M
