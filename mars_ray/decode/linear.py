@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mars_ray.model.load import multiplies_bfloat16
+
 # Weights of a matrix from which reordering pays.
 _LARGE = 1 << 17
 # The blocks that oneDNN chooses for this many rows are good for fewer and for more.
@@ -100,5 +102,5 @@ def _is_reorderable(weight_OI: Tensor) -> bool:
     ):
         return False
     return weight_OI.dtype == torch.float32 or (
-        weight_OI.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        weight_OI.dtype == torch.bfloat16 and multiplies_bfloat16()
     )
