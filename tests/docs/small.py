@@ -53,7 +53,6 @@ SMALL: dict[str, tuple[str, ...]] = {
     "generate-demo": ("prompts.count=8", "max_new_tokens=8"),
     "evaluate-gsm8k": ("task.count=4", "modes=[{type='verified'}]", "max_new_tokens=8"),
     "bench-decode-demo": (*_BENCH, "lockstep=[]"),
-    "bench-decode-smollm2": (*_BENCH, "draft_adapter="),
     "bench-decode-0.5b": (*_BENCH, "random_weights=tiny", "step_positions=[1]"),
     "simulate-usual": (*_SIMULATE, *_SERVEGEN),
     "simulate-fast": (*_SIMULATE, "traces.ramp.stage_s=10", *_FLASH, *_SINE, *_SERVEGEN),
