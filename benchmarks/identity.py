@@ -4,10 +4,12 @@
 
 Every prompt of the job is answered greedily by transformers in batches of 16 (and the first 100
 alone), and by this engine in `exact` and in every mode of the job at threshold 1, with the job's
-draft adapter and without. Float32: where two answers differ, the first difference is listed with
-the margin between the two likeliest tokens, as transformers alone computes it. bfloat16: our modes
-against our own `exact`, and `exact` against itself in batches of another size as the floor. Answers
-lie in OUTPUT.answers/ as they come, so a run that was stopped goes on.
+draft adapter and without; modes with trees of drafts answer the first 100 only. Kinds of prompts
+take turns, so that the first 100 are of all kinds. Float32: where two answers differ, the first
+difference is listed with the margin between the two likeliest tokens, as transformers alone
+computes it. bfloat16, on a processor that multiplies it: our modes against our own `exact`, and
+`exact` against itself in batches of another size as the floor. Answers lie in OUTPUT.answers/ as
+they come, so a run that was stopped goes on.
 """
 
 import hashlib
@@ -31,8 +33,9 @@ from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.evaluate.run import problems_of, prompts_of
+from mars_ray.evaluate.tasks.prompts import kinds_in_turn
 from mars_ray.model.complete import weight_files
-from mars_ray.model.load import load_tokenizer
+from mars_ray.model.load import load_tokenizer, multiplies_bfloat16
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
@@ -47,7 +50,7 @@ class Comparison:
 
     def __init__(self, job: EvaluateJob, folder: Path, console: Console) -> None:
         self.job, self.folder, self.console = job, folder, console
-        self.problems = problems_of(job.task)
+        self.problems = kinds_in_turn(problems_of(job.task))
         self.prompts = prompts_of(self.problems, load_tokenizer(job.checkpoint))
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -63,7 +66,8 @@ class Comparison:
 
     def engine(self, **changes: Any) -> Engine:
         """Of the job, changed."""
-        config = self.job.engine.model_copy(update={"prefix_cache": False} | changes)
+        own = {"prefix_cache": False, "window_control": False}  # so all masks are there
+        config = self.job.engine.model_copy(update=own | changes)
         return load_engine(self.job.checkpoint, EngineConfig(**config.model_dump()))[0]
 
     def ours(
@@ -182,22 +186,29 @@ def main() -> None:
     run = Comparison(job, output.with_suffix(".answers"), Console(stderr=True))
     before = tensor_hashes(job.checkpoint)
     lossless = [m for m in job.modes if isinstance(m, VerifiedMode) and m.threshold == 1]
+    single = float32(run, lossless)
     result = {
         "job": job.model_dump(mode="json"),
         "prompts": len(run.prompts),
-        "float32": float32(run, lossless),
-        "bfloat16": (half := bfloat16(run, lossless)),
+        "float32": single,
+        "bfloat16": bfloat16(run, lossless) if multiplies_bfloat16() else None,
         "tokens_per_forward": {
-            "one_group" if row["mode"]["groups"] == 1 else "groups": row["tokens_per_forward"][
-                "without_loops"
-            ]
-            for row in half["rows"]
+            drafts_of(VerifiedMode(**row["mode"])): row["tokens_per_forward"]["without_loops"]
+            for row in single["rows"]
+            if row.get("mode", {}).get("type") == "verified" and row["batch"] == BATCH
         },
         "base_sha256": {"before": before, "after": tensor_hashes(job.checkpoint)},
         "provenance": provenance(),
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: result[k] for k in ("prompts", "base_sha256")}))
+    print(json.dumps({k: result[k] for k in ("prompts", "tokens_per_forward", "base_sha256")}))
+
+
+def drafts_of(mode: VerifiedMode) -> str:
+    """What a mode's drafts are."""
+    if (mode.branches or 1) > 1:
+        return "tree"
+    return "groups" if (mode.groups or 1) > 1 else "one_group"
 
 
 def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
@@ -211,30 +222,29 @@ def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
         "transformers_16", lambda: theirs(model, run.prompts, stops, limit, BATCH)
     )
     alone = run.answers("transformers_1", lambda: theirs(model, few, stops, limit, 1))
-    kinds = [problem.kind or "" for problem in run.problems]
-    rows = []
+    rows = [compared("transformers, batch 1 against 16", together[: len(few)], alone)]
 
-    def add(name: str, reference: Answers, answers: Answers, mode: Mode) -> None:
-        row = compared(name, reference, answers) | {"mode": mode.model_dump()}
+    def add(engine: Engine, mode: Mode, batch: int, name: str) -> None:
+        is_tree = isinstance(mode, VerifiedMode) and drafts_of(mode) == "tree"
+        prompts = run.prompts if batch == BATCH and not is_tree else few
+        reference = (together if batch == BATCH else alone)[: len(prompts)]
+        name = f"{mode_label(mode.model_dump())}, {name}, batch {batch}"
+        own = run.ours(f"float32 {name}", engine, mode, prompts)
+        row = compared(name, reference, own) | {"mode": mode.model_dump(), "batch": batch}
         add_margins(row, model, run.prompts, reference)
-        row["tokens_per_forward"] = tokens_per_forward(answers, kinds[: len(answers)])
-        rows.append(row)
+        kinds = [problem.kind or "" for problem in run.problems[: len(prompts)]]
+        rows.append(row | {"tokens_per_forward": tokens_per_forward(own, kinds)})
 
-    add("transformers, batch 1 against 16", together[: len(few)], alone, ExactMode())
-    for with_adapter in (True, False):
-        if not with_adapter:
-            engine = run.engine(dtype="float32", max_batch=BATCH, draft_adapter=None)
-        kind = "with adapter" if with_adapter else "without adapter"
-        for mode in [ExactMode(), *(modes if with_adapter else [])]:
-            label = mode_label(mode.model_dump())
-            own = run.ours(f"float32 {label} {kind} 16", engine, mode, run.prompts)
-            add(f"{label}, {kind}, batch 16", together, own, mode)
+    for mode in [ExactMode(), *modes]:
+        add(engine, mode, BATCH, "with adapter")
+    engine.set_adapter(None)
+    add(engine, ExactMode(), BATCH, "without adapter")
     engine = run.engine(dtype="float32", max_batch=1)
     for mode in [ExactMode(), *modes]:
-        label = mode_label(mode.model_dump())
-        own = run.ours(f"float32 {label} 1", engine, mode, few)
-        add(f"{label}, with adapter, batch 1", alone, own, mode)
-    ours = [row for row in rows if not row["name"].startswith("transformers")]
+        add(engine, mode, 1, "with adapter")
+    engine.set_adapter(None)
+    add(engine, ExactMode(), 1, "without adapter")
+    ours: list[dict[str, Any]] = rows[1:]
     return {
         "against": "transformers.generate, float32",
         "prompts": len(run.prompts),
@@ -249,6 +259,7 @@ def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
 def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
     """Against our own `exact`; the floor is `exact` against itself in another batch."""
     engine = run.engine(dtype="bfloat16", max_batch=BATCH)
+    modes = [mode for mode in modes if drafts_of(mode) != "tree"]
     kinds = [problem.kind or "" for problem in run.problems]
     exact = run.ours("bfloat16 exact 16", engine, ExactMode(), run.prompts)
     rows = []

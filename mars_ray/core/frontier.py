@@ -19,6 +19,7 @@ _SHOWN = {
     "measure": " {}",
     "window": " W={}",
     "groups": " G={}",
+    "branches": " B={}",
     "cache_block": ", blocks of {}",
     "guesses": ", {} guesses",
     "draft_tokens": ", {} drafts",

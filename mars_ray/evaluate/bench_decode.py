@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +29,7 @@ from mars_ray.decode.loading import drafting_card
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
 from mars_ray.evaluate.run import problems_of
+from mars_ray.evaluate.tasks.prompts import kinds_in_turn
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -255,13 +255,10 @@ def _asked(job: BenchDecodeJob, count: int) -> list[list[Message]]:
     and ConfigError."""
     if job.task is None:
         return [[Message("user", p.question)] for p in problems("test", count, _PROMPT_SEED)]
-    by_kind: dict[str, list[list[Message]]] = {}
-    for problem in problems_of(job.task):
-        by_kind.setdefault(problem.kind or "", []).append(list(problem.messages))
-    in_turn = [messages for each in zip_longest(*by_kind.values()) for messages in each if messages]
-    if len(in_turn) < count:
-        raise ConfigError(f"the task has {len(in_turn)} prompts: set prompts to that at most")
-    return in_turn[:count]
+    asked = kinds_in_turn(problems_of(job.task))
+    if len(asked) < count:
+        raise ConfigError(f"the task has {len(asked)} prompts: set prompts to that at most")
+    return [problem.messages for problem in asked[:count]]
 
 
 def _cases(
