@@ -101,13 +101,40 @@ def train_step(result: dict[str, Any]) -> list[str]:
     steps = " and ".join(str(case["sft"]["steps"]) for case in result["cases"].values())
     facts = machine(result["provenance"])
     types = "float32"
-    if "smollm2-135m" in result["cases"]:
-        types += " (smollm2-135m bfloat16)"
+    if "precisions" in result:
+        types = ", ".join(f"{case} in {kind}" for case, kind in result["precisions"].items())
     return [
         *lines,
         "",
         f"Medians of {steps} steps, ours interleaved, {types}, {result['threads']} threads, "
         f"{facts}.",
+    ]
+
+
+def identity(result: dict[str, Any]) -> list[str]:
+    """How many answers are those of transformers, and the tokens per forward of the same runs."""
+    single, limit = result["float32"], result["job"]["max_new_tokens"]
+    kinds = list(result["job"]["task"]["kinds"])
+    lines = [
+        "| decoder | answers | identical | T/F | without loops | " + " | ".join(kinds) + " |",
+        "|---|" + "---|" * (4 + len(kinds)),
+    ]
+    for row in single["rows"]:
+        counted = row.get("tokens_per_forward")
+        numbers = ["-"] * (2 + len(kinds))
+        if counted:
+            own = [counted["all"], counted["without_loops"], *map(counted["by_kind"].get, kinds)]
+            numbers = [f"{number:.2f}" if number else "-" for number in own]
+        lines.append(
+            f"| {row['name']} | {row['answers']} | {row['identical']:.1%} | {' | '.join(numbers)} |"
+        )
+    margin = single["largest_margin"]
+    worst = f"; the largest margin at a first difference is {margin:.1e}" if margin else ""
+    return [
+        *lines,
+        "",
+        f"Against {single['against']}, greedy, at most {limit} new tokens{worst}; "
+        f"{machine(result['provenance'])}.",
     ]
 
 
@@ -271,6 +298,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
     "gsm8k": gsm8k,
     "smollm2_frontier": prompts,
+    "smollm2_identity": identity,
+    "smollm2_decode": decode,
+    "adapter_step": train_step,
     "train_step": train_step,
     "decode_demo": decode,
     "decode_demo_large": decode,

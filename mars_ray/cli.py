@@ -301,7 +301,9 @@ def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fal
 @bench.command("train-step")
 def bench_train_step(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    case: Annotated[list[str] | None, typer.Option(help="tiny, qwen2.5-0.5b.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="tiny, qwen2.5-0.5b, smollm2-135m.")
+    ] = None,
 ) -> None:
     """Time and peak memory of a MARS step over an SFT step on the same tokens."""
     from mars_ray.evaluate.bench_train_step import CASES, run_bench

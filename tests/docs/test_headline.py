@@ -35,8 +35,8 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     results that are not there are named and nothing else."""
     (tmp_path / "smollm2_decode.json").write_text(json.dumps(DECODE))
     cases = {
-        "one": {"adapter": {"time_ratio": 0.9, "memory_ratio": 0.5}},
-        "two": {"adapter": {"time_ratio": 0.8, "memory_ratio": 0.6}},
+        "one": {"draft, 1 grid": {"time_ratio": 0.9, "memory_ratio": 0.5}},
+        "two": {"draft, 1 grid": {"time_ratio": 0.8, "memory_ratio": 0.6}},
     }
     (tmp_path / "adapter_step.json").write_text(json.dumps({"cases": cases}))
     found, lacking = headline.headlines(tmp_path)
@@ -56,7 +56,9 @@ def test_each_value_is_computed_from_its_result(tmp_path):
 
 def test_a_result_without_the_number_leaves_it_out(tmp_path):
     """Guards a traceback in place of the numbers that there are."""
-    (tmp_path / "smollm2_identity.json").write_text(json.dumps({"float32": {"prompts": 500}}))
+    (tmp_path / "smollm2_identity.json").write_text(
+        json.dumps({"float32": {"prompts": 500}, "bfloat16": None})
+    )
     found, lacking = headline.headlines(tmp_path)
     assert found == {
         "smollm2.prompts": {"value": 500, "from": "benchmarks/results/smollm2_identity.json"}
