@@ -88,6 +88,9 @@ LINEAR_NAMES: tuple[LinearName, ...] = get_args(LinearName)
 class DraftAdapterConfig(Config):
     """What is trained beside a frozen model: mask embeddings, LoRA on mask rows, a head."""
 
+    train_mask_embeddings: bool = Field(
+        default=True, description="otherwise they stay where they start: the vocabulary's mean"
+    )
     rank: int = Field(default=32, ge=0, description="of the LoRA; 0: none")
     alpha: float | None = Field(
         default=None, gt=0, description="it is added with alpha / rank; default: 2 * rank"

@@ -25,7 +25,7 @@ from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
 from mars_ray.train.frozen import GROUPS, FrozenModel
 from mars_ray.train.lora import LoraGroup
 
-_EMBEDDING = "mask_embedding_DH"
+EMBEDDING = "mask_embedding_DH"
 _HEAD = tuple(field.name for field in fields(DraftHead))
 _ALPHA_OVER_RANK = 2.0
 
@@ -59,7 +59,7 @@ def fresh_weights(card: DraftCard, base: FrozenModel, seed: int) -> dict[str, Te
         return (torch.rand(outputs, inputs, generator=random) * 2 - 1) / math.sqrt(inputs)
 
     mean_H = base.embedding_VH.float().mean(dim=0).cpu()
-    weights = {_EMBEDDING: mean_H.repeat(card.depths, 1)}
+    weights = {EMBEDDING: mean_H.repeat(card.depths, 1)}
     hidden, inner = len(mean_H), card.head_size
     if inner:
         weights |= {
@@ -93,7 +93,7 @@ def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dic
             raise ModelError(
                 f"the adapter to start from has {key} {mine}, and the job's adapter {wanted}"
             )
-    weights = {_EMBEDDING: _with_depths(adapter.mask_embedding_DH, card.depths)}
+    weights = {EMBEDDING: _with_depths(adapter.mask_embedding_DH, card.depths)}
     if adapter.head is not None:
         depth_DK = _with_depths(adapter.head.depth_DK, card.depths)
         head = replace(adapter.head, depth_DK=depth_DK)
@@ -116,7 +116,7 @@ def adapter_of(weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel
         for name, down in zip(names, downs, strict=True):
             up = weights[f"layer_{layer}_{name}_up_OR"]
             lora[base.layer_name(layer, name)] = Lora(down, up)
-    return DraftAdapter(card, weights[_EMBEDDING], lora, head_of(weights, card))
+    return DraftAdapter(card, weights[EMBEDDING], lora, head_of(weights, card))
 
 
 def head_of(

@@ -22,7 +22,13 @@ from mars_ray.model.source import Source, local_copy
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
-from mars_ray.train.draft_adapter import adapter_of, draft_card, fresh_weights, weights_of
+from mars_ray.train.draft_adapter import (
+    EMBEDDING,
+    adapter_of,
+    draft_card,
+    fresh_weights,
+    weights_of,
+)
 from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.objective import StageObjective
@@ -61,18 +67,23 @@ def draft_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Tr
         _base_name(plan),
         fingerprint(plan.start_model),
     )
+    weights = _start(plan, card, base, resume_from)
     step = DraftStep(
         base,
         card,
-        _start(plan, card, base, resume_from),
+        weights,
         settings,
         gradient_checkpointing=plan.job.gradient_checkpointing,
     )
+    if not config.train_mask_embeddings:
+        step.get_parameter(EMBEDDING).requires_grad_(False)
+    fixed = {name: weights[name] for name, p in step.named_parameters() if not p.requires_grad}
     lora = [p.numel() for name, p in step.named_parameters() if name.startswith("layer_")]
     head = [p.numel() for name, p in step.named_parameters() if name.startswith("head_")]
 
     def write(directory: Path, weights: dict[str, Tensor], state: TrainState) -> None:
-        whole = {name: w.detach().float().cpu().contiguous() for name, w in weights.items()}
+        written = (fixed | weights).items()
+        whole = {name: w.detach().float().cpu().contiguous() for name, w in written}
         save_file(whole, directory.with_name(checkpoint.ADAPTERS))
         said = replace(card, training=_training(plan, state))
         write_draft_adapter(directory, adapter_of(whole, said, base))

@@ -110,6 +110,18 @@ def test_other_loaders_find_an_ordinary_lora(model, one_rank):
         torch.testing.assert_close(after[f"{name}.weight"], expected)
 
 
+def test_mask_embeddings_may_stay_where_they_start(model, tmp_path):
+    """What they bring is told by leaving them out; a resumed run finds them again."""
+    adapter = {"rank": 4, "train_mask_embeddings": False}
+    plan = draft_plan(model, tmp_path, stage={"adapter": adapter, "steps": 12})
+    run_alone(plan)
+    run_alone(plan, directory_of(plan.run_dir, 10))
+    embedding_DH = masters(plan, 12)["mask_embedding_DH"]
+    mean_H = load_model(model, dtype=torch.float32).get_input_embeddings().weight.mean(dim=0)
+    torch.testing.assert_close(embedding_DH, mean_H.detach().expand_as(embedding_DH))
+    assert masters(plan, 12)["head_out_HK"].any()
+
+
 def test_micro_batches_change_nothing(model, one_rank, tmp_path):
     """Guards the division by global counts: rows of short micro-batches would weigh more."""
     plan = draft_plan(model, tmp_path, stage={"micro_batch_size": 1})
