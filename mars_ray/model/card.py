@@ -26,6 +26,11 @@ class ModelCard:
     mask_token_id: int | None
     block_size: int
 
+    @property
+    def trained_mask_id(self) -> int | None:
+        """The mask token of a model that was trained with it."""
+        return self.mask_token_id if self.block_size else None
+
 
 # Any Hugging Face model as it is: decoded by `exact`, or by a draft adapter.
 PLAIN = ModelCard(mask_token=None, mask_token_id=None, block_size=0)

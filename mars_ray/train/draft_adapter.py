@@ -47,10 +47,13 @@ def draft_card(
     )
 
 
-def fresh_weights(card: DraftCard, base: FrozenModel, seed: int) -> dict[str, Tensor]:
+def fresh_weights(
+    card: DraftCard, base: FrozenModel, seed: int, mask_token_id: int | None = None
+) -> dict[str, Tensor]:
     """An adapter that adds nothing yet: up-projections and the head's output are zero.
 
-    Mask embeddings start at the mean of the vocabulary's.
+    Mask embeddings start as that of the model's own mask token, if it was trained to have one, and
+    else at the mean of the vocabulary's.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -58,9 +61,12 @@ def fresh_weights(card: DraftCard, base: FrozenModel, seed: int) -> dict[str, Te
         """As torch's linear layers and peft's down-projections start."""
         return (torch.rand(outputs, inputs, generator=random) * 2 - 1) / math.sqrt(inputs)
 
-    mean_H = base.embedding_VH.float().mean(dim=0).cpu()
-    weights = {EMBEDDING: mean_H.repeat(card.depths, 1)}
-    hidden, inner = len(mean_H), card.head_size
+    if mask_token_id is None:
+        start_H = base.embedding_VH.float().mean(dim=0).cpu()
+    else:
+        start_H = base.embedding_VH[mask_token_id].float().cpu()
+    weights = {EMBEDDING: start_H.repeat(card.depths, 1)}
+    hidden, inner = len(start_H), card.head_size
     if inner:
         weights |= {
             "head_hidden_KH": uniform(inner, hidden),

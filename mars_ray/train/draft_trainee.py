@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import DraftObjective
+from mars_ray.model.card import read_card
 from mars_ray.model.draft_adapter import (
     DraftCard,
     read_draft_adapter,
@@ -104,7 +105,7 @@ def _start(
     if plan.start_adapter is not None:
         adapter = read_draft_adapter(plan.start_adapter, plan.start_model)
         return weights_of(adapter, card, base)
-    return fresh_weights(card, base, plan.seed)
+    return fresh_weights(card, base, plan.seed, read_card(plan.start_model).trained_mask_id)
 
 
 def _base_name(plan: StagePlan) -> str:

@@ -9,7 +9,7 @@ import torch
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import DraftAdapterConfig, DraftObjective, TrainJob
 from mars_ray.data.sources import BadRows, read
-from mars_ray.model.card import CARD_FILE
+from mars_ray.model.card import CARD_FILE, read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.fingerprint import fingerprint
@@ -61,4 +61,5 @@ def untrained_adapter(
     base = FrozenModel(load_model(directory, dtype=torch.float32))
     hidden = base.embedding_VH.shape[1]
     card = draft_card(config, depths, hidden, directory.name, fingerprint(directory))
-    return adapter_of(fresh_weights(card, base, seed), card, base)
+    mask_token_id = read_card(directory).trained_mask_id
+    return adapter_of(fresh_weights(card, base, seed, mask_token_id), card, base)

@@ -17,15 +17,18 @@ from train.small_jobs import ignore_report, losses, make_plan, records, run_alon
 
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import MarsError, ModelError, NonFiniteLossError
+from mars_ray.model.card import ModelCard, write_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.fingerprint import fingerprint
-from mars_ray.model.load import load_model
+from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import directory_of
 from mars_ray.train.initial import initial_model
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
+
+MASK = 5
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +123,27 @@ def test_mask_embeddings_may_stay_where_they_start(model, tmp_path):
     mean_H = load_model(model, dtype=torch.float32).get_input_embeddings().weight.mean(dim=0)
     torch.testing.assert_close(embedding_DH, mean_H.detach().expand_as(embedding_DH))
     assert masters(plan, 12)["head_out_HK"].any()
+
+
+def test_a_mars_model_gets_a_head_alone(model, tmp_path):
+    """Guards the head of a model that drafts by itself: it starts from the drafts that are there,
+    and its rows stay what the fine-tuning has made of them."""
+    base = shutil.copytree(model, tmp_path / "mars")
+    token = load_tokenizer(base).convert_ids_to_tokens(MASK)
+    write_card(base, ModelCard(token, MASK, 4))
+    adapter = {"rank": 0, "train_mask_embeddings": False}
+    stage = {"adapter": adapter, "objective": {"type": "draft", "row_loss_weight": 0}}
+    plan = draft_plan(base, tmp_path / "run", stage=stage)
+    run_alone(plan)
+    row_H = load_model(base, dtype=torch.float32).get_input_embeddings().weight[MASK]
+    written = read_draft_adapter(directory_of(plan.run_dir, STEPS) / checkpoint.MODEL, base)
+    assert torch.equal(written.mask_embedding_DH.float(), row_H.bfloat16().float().expand(4, -1))
+    assert not written.lora
+    assert written.head is not None
+    assert written.head.out_HK.any()
+    first, last = records(plan)[0], records(plan)[-1]
+    assert last["head_loss"] < first["head_loss"]
+    assert last["row_loss"] == pytest.approx(first["row_loss"], rel=0.3)
 
 
 def test_micro_batches_change_nothing(model, one_rank, tmp_path):
