@@ -206,7 +206,7 @@ OTHERS = {
     "demo-tiny": "the same from random weights: `mars-ray demo jobs/demo-tiny.toml`",
     "adapt-smollm2": "an adaptation of hours, whose data lie beside the checkout: `mars-ray adapt`",
     "evaluate-smollm2": "its measurement, likewise: `mars-ray evaluate`",
-    "bench-decode-smollm2": "its tokens per second beside vLLM, likewise: `mars-ray bench decode`",
+    "bench-decode-smollm2": "its tokens per second beside vLLM, which is installed apart",
     "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
     "serve-models": "a service: `mars-ray serve`, or deploy/kustomize",
     "serve-qwen2.5-7b": "a service on GPUs: `mars-ray serve`, or deploy/kustomize/overlays/gpu",
