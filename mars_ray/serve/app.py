@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -30,6 +30,7 @@ from mars_ray.serve.calls import to_call, turns_of
 from mars_ray.serve.gate import Gate
 from mars_ray.serve.keys import Key, Keys
 from mars_ray.serve.messages import Call, Message, Piece, Refusal
+from mars_ray.serve.metrics_endpoint import page
 from mars_ray.serve.models import Backend, Model, Models
 from mars_ray.serve.openapi import openapi
 from mars_ray.serve.replies import (
@@ -50,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Streams must reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_PROMETHEUS = "text/plain; version=0.0.4"
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
     # Its own lines and this server, nothing else.
@@ -139,7 +139,7 @@ class _Routes:
             message = "this key is not good for all models, and the metrics are those of all"
             raise ApiError(Refusal(401, message, code="invalid_api_key"))
         text = await self._metrics() if self._metrics else ""
-        return PlainTextResponse(text, media_type=_PROMETHEUS)
+        return await page(text, request.headers.get("accept-encoding", ""))
 
     async def version(self, request: Request) -> dict[str, str]:
         self._holder(request)

@@ -1,0 +1,49 @@
+"""The page of metrics of a cluster that counts a lot."""
+
+import asyncio
+import gzip
+import random
+
+import pytest
+from fastapi.responses import Response
+
+from mars_ray.serve.metrics_endpoint import PIECE_BYTES, page
+
+LINES = "".join(
+    f'ray_mars_requests{{replica="{i}"}} {random.Random(i).random()}\n' for i in range(90_000)
+)
+
+
+def sent(reply: Response) -> list[bytes]:
+    """The bodies of the messages that a server is given."""
+    bodies: list[bytes] = []
+
+    async def send(message) -> None:
+        bodies.append(message.get("body", b""))
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    asyncio.run(reply({"type": "http", "method": "GET", "headers": []}, receive, send))
+    return bodies
+
+
+@pytest.mark.parametrize("accepted", ["gzip", "deflate, GZIP;q=0.5", "", "identity"])
+def test_no_message_is_larger_than_a_proxy_takes(accepted):
+    """Guards a page that ends in the proxy as an internal error once a cluster counts megabytes."""
+    assert len(LINES) > 4 * PIECE_BYTES
+    reply = asyncio.run(page(LINES, accepted))
+    bodies = sent(reply)
+    assert max(map(len, bodies)) <= PIECE_BYTES
+    whole = b"".join(bodies)
+    if "gzip" in accepted.lower():
+        assert reply.headers["content-encoding"] == "gzip"
+        whole = gzip.decompress(whole)
+    assert whole.decode() == LINES
+    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+def test_a_small_page_is_one_message():
+    """With its length, as clients of old want it."""
+    reply = asyncio.run(page("ray_mars_requests 1\n", ""))
+    assert reply.headers["content-length"] == "20"
