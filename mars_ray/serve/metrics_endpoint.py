@@ -16,7 +16,7 @@ _PAUSE_S = 0.01
 
 
 async def page(text: str, accepted: str) -> Response:
-    """The text, compressed for a client whose `Accept-Encoding` has gzip; in pieces if it is long."""
+    """The text, compressed for a client that says it takes gzip; in pieces if it is long."""
     content, headers = text.encode(), {"vary": "accept-encoding"}
     if "gzip" in accepted.lower():
         content = await asyncio.to_thread(gzip.compress, content, 5)
