@@ -12,7 +12,7 @@ chunk. On a CPU a part stays in its cache, and each pass over it counts: exp and
 rows of 49,152 take 0.75 ms, softmax alone 0.28, the products with the matrix 3.9.
 
 Shape suffixes: N mask rows with a target, T clean rows, C rows of a chunk, P rows of a part, U
-distinct twins of a part, H hidden size, V vocabulary, S candidates, J groups of the vocabulary.
+distinct twins of a part, H hidden size, V vocabulary, S candidates.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mars_ray.core.draft_head import candidate_logits
+from mars_ray.core.likeliest import likeliest
 
 LossKind = Literal["kl", "ce", "tv"]
 
 # Of a part's float32 logits: what a CPU's cache holds, or little of a GPU's memory.
 _PART_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}
 _CHUNK_PARTS = 8
-_GROUP = 64
 
 
 class DraftTargets(NamedTuple):
@@ -126,26 +126,6 @@ def draft_choices(
                 best_P1 = logits_PS.argmax(dim=-1, keepdim=True)
                 found.head_choice_N[here] = candidate_PS.gather(1, best_P1)[:, 0]
     return found
-
-
-def likeliest(logits_PV: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest logits of each row, int64 (P, count), largest first.
-
-    A row's largest are among its groups with the largest maxima, so only those are sorted: on a CPU
-    topk over a whole vocabulary costs more than the product that made the logits.
-    """
-    rows, size = logits_PV.shape
-    groups = size // _GROUP
-    if groups <= count:
-        return logits_PV.topk(min(count, size), dim=-1).indices
-    even = groups * _GROUP
-    best_PJ = logits_PV[:, :even].unflatten(1, (groups, _GROUP)).amax(dim=-1)
-    group_PS = best_PJ.topk(count, dim=-1, sorted=False).indices
-    place = torch.arange(_GROUP, device=group_PS.device)
-    index = (group_PS[:, :, None] * _GROUP + place).flatten(1)
-    rest = torch.arange(even, size, device=index.device).expand(rows, -1)
-    index = torch.cat([index, rest], dim=1)
-    return index.gather(1, logits_PV.gather(1, index).topk(count, dim=-1).indices)
 
 
 class _Distributions(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mars_ray.core.accept import Measure, confidence
 from mars_ray.core.draft_head import DraftHead, candidate_logits
+from mars_ray.core.likeliest import likeliest
 from mars_ray.core.penalties import adjust
 from mars_ray.core.tree import fan
 from mars_ray.decode.adapter import FusedAdapter
@@ -160,7 +161,8 @@ class _Drafts:
         self._runner, self._head, self._vocabulary_VH = runner, head, runner.vocabulary_VH
         self._hidden_MH, self._logits_MV, self._position_M = hidden_MH, logits_MV, position_M
         self._masks = masks
-        likeliest_MC, self._candidate_MC = logits_MV.topk(adapter.candidates)
+        self._candidate_MC = likeliest(logits_MV, adapter.candidates)
+        likeliest_MC = logits_MV.gather(-1, self._candidate_MC)
         # What is never emitted is no candidate either, where the vocabulary is small.
         self._banned_MC = torch.zeros_like(likeliest_MC).masked_fill_(
             likeliest_MC == -torch.inf, -torch.inf

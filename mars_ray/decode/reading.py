@@ -115,6 +115,7 @@ class Reader:
         logits_PV = self._banned(self._runner.logits(hidden_PH))
         if is_at_once:
             logits_PV, self._mask_logits_MV = logits_PV.split([len(index), masks])
+        self._runner.read_again(hidden_PH[: len(index)], logits_PV)
         return logits_PV
 
     def _banned(self, logits_PV: Tensor) -> Tensor:

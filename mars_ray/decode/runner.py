@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
+from mars_ray.core.likeliest import likeliest
 from mars_ray.decode.adapter import FusedAdapter, LayerLora, MaskRows
 from mars_ray.decode.linear import Linear, ReorderedLinear, linear_of
 from mars_ray.errors import ModelError
@@ -29,6 +30,8 @@ from mars_ray.model.forward import output_head
 
 # Rotary embeddings whose angles depend on nothing but the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Logits of a row that are computed again: those that rounding may have made equal.
+_READ_AGAIN = 8
 
 
 # Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, in one shape for
@@ -72,6 +75,8 @@ class Runner:
         head = cast(nn.Linear, output_head(model))
         self._is_tied = head.weight is self._embedding
         self._head = linear_of([head], self._embedding)
+        is_dense = self._is_tied or isinstance(self._head, Linear)
+        self._dense_vocabulary: Tensor | None = head.weight if is_dense else None
         self.vocabulary_VH: Tensor | None = None
         index_1N = torch.arange(positions, device=model.device)[None]
         cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
@@ -123,6 +128,24 @@ class Runner:
         logits_PV = self._head(hidden_PH).float()
         self.seconds += time.perf_counter() - started
         return logits_PV
+
+    def read_again(self, hidden_PH: Tensor, logits_PV: Tensor) -> None:
+        """The largest logits of each row once more, as float32 products, in place.
+
+        In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and the likeliest token is
+        often one of several equals. Nothing is done where the vocabulary's matrix is reordered.
+        """
+        vocabulary_VH = self._dense_vocabulary
+        if self.dtype == torch.float32 or vocabulary_VH is None:
+            return
+        started = time.perf_counter()
+        token_PC = likeliest(logits_PV, _READ_AGAIN)
+        weight_PCH = embedding(token_PC, vocabulary_VH).float()
+        exact_PC = (weight_PCH @ hidden_PH.float()[:, :, None]).squeeze(-1)
+        # What is never emitted stays so.
+        known_PC = logits_PV.gather(-1, token_PC)
+        logits_PV.scatter_(-1, token_PC, torch.where(known_PC.isinf(), known_PC, exact_PC))
+        self.seconds += time.perf_counter() - started
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,30 @@ def test_large_matrices_are_reordered_and_given_up_by_the_model(dtype, tied):
     assert {name.split(".")[-2] for name in empty} == (LARGE if tied else LARGE | {"lm_head"})
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_that_bfloat16_makes_equal_are_told_apart(tied):
+    """Guards the first of several equal logits as the answer: the float32 products differ, and what
+    is never emitted is not brought back."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=tied)).eval().bfloat16()
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    with torch.inference_mode():
+        # Logits of 20, give or take 0.3.
+        head.weight.copy_(torch.randn_like(head.weight) * 0.05 + 20 / head.in_features)
+        runner = Runner(model, 64)
+        hidden_NH = 1 + 0.1 * torch.randn(30, head.in_features).bfloat16()
+        logits_NV = runner.logits(hidden_NH)
+        expected_NV = hidden_NH.float() @ head.weight.float().t()
+        rounded_N = logits_NV.argmax(dim=-1)
+        banned = int(expected_NV[0].argmax())
+        logits_NV[0, banned] = -torch.inf
+        expected_NV[0, banned] = -torch.inf
+        runner.read_again(hidden_NH, logits_NV)
+    assert (rounded_N != expected_NV.argmax(dim=-1)).sum() > 3
+    assert torch.equal(logits_NV.argmax(dim=-1), expected_NV.argmax(dim=-1))
+
+
 def test_unsupported_models_are_refused():
     """Better than text that is wrong."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

@@ -1,9 +1,9 @@
-"""What the losses of draft adapters search: a row's likeliest tokens."""
+"""The search for a row's likeliest tokens."""
 
 import pytest
 import torch
 
-from mars_ray.core.draft_loss import likeliest
+from mars_ray.core.likeliest import likeliest
 
 
 @pytest.mark.parametrize(("size", "count"), [(49, 8), (640, 4), (1000, 8), (1000, 1), (6, 8)])
