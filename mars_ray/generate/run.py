@@ -179,7 +179,8 @@ class _Generation:
             choice.take(known[number] for number in numbers if number in known)
             bars.update(task, completed=len(choice.records))
         bars.update(task, total=len(choice.records), completed=len(choice.records))
-        if not choice.records or time.monotonic() < until:
+        # Where time has run out, what there is will do.
+        if not (choice.records or prompts) or time.monotonic() < until:
             choice.check()
         if len(choice.records) < source.count:
             bars.say(f"{choice.tries} tries gave {len(choice.records)} of {source.count} prompts")
