@@ -188,13 +188,12 @@ class Engine:
         """
         own = self._fitting(adapter) if adapter else None
         depth = own.depths if own else self._own_card.block_size
-        rows = self.config.max_step_tokens
         self._backend.set_adapter(own)
         self.card = replace(self._own_card, block_size=depth)
         self._adapters += 1
         self.adapter_name = (name or f"adapter-{self._adapters}") if adapter else None
         for sequence in self._scheduler.all():
-            sequence.refit(depth, rows)
+            sequence.refit(depth, self._spare)
         if self.control:
             self.control.forget(max(1, depth))
 

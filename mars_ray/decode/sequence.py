@@ -61,13 +61,17 @@ class Sequence:
 
     def __post_init__(self) -> None:
         mode = self.request.mode
-        self.groups = groups_of(mode, self.widest)
-        self.branches = 1 if self.request.grammar else branches_of(mode, self.widest)
+        self._set_size()
         verifies = isinstance(mode, VerifiedMode | SpeculativeMode)
         # With a quality the mode's own threshold is never in force; the engine sets another one.
         self.threshold = mode.threshold if verifies and not self.request.quality else 1.0
         self.lowest_threshold = self.threshold if verifies else None
         self.grammar = self.request.grammar.start() if self.request.grammar else None
+
+    def _set_size(self) -> None:
+        self.groups = groups_of(self.request.mode, self.widest)
+        # A grammar knows one text after another.
+        self.branches = 1 if self.request.grammar else branches_of(self.request.mode, self.widest)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -118,7 +122,7 @@ class Sequence:
             # Its rows may be as many as there is room for.
             widest = min(widest, self.widest)
         self.widest, self.choice = widest, None
-        self.groups = groups_of(mode, widest)
+        self._set_size()
         if widest and (excess := most_rows(mode, widest) - rows) > 0:
             self.groups = max(1, self.groups - -(-excess // widest))
             self.branches = 1

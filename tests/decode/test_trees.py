@@ -225,15 +225,17 @@ def test_adapters_are_swapped_with_a_tree_under_way(unsure):
     """Only the first chain of the old drafts is kept, as far as the new adapter goes."""
     engine = Engine(unsure, PLAIN, SIZE, adapter=good_adapter(unsure))
     exact = generate_all(engine, items([ExactMode()], new=30))
-    for each in items([TREES[2]], new=30):
+    for each in items([VerifiedMode(branches=8, groups=17)], new=30):
         engine.submit(each)
     done = {}
-    for adapter in (good_adapter(unsure, depths=2), random_adapter(unsure, depths=6), None):
+    for adapter in (good_adapter(unsure, depths=2), random_adapter(unsure, depths=8), None):
         for _ in range(3):
             done |= {e.request_id: e.completion for e in engine.step() if e.completion}
         engine.set_adapter(adapter)
         depth = adapter.card.depths if adapter else 0
-        assert all(len(s.drafts) <= depth for s in engine._scheduler.all())
+        for sequence in engine._scheduler.all():
+            assert len(sequence.drafts) <= depth
+            assert 1 + (sequence.branches + sequence.groups) * depth <= engine._spare
     while engine.has_work:
         done |= {e.request_id: e.completion for e in engine.step() if e.completion}
         engine.check_integrity()
