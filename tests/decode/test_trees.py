@@ -221,11 +221,13 @@ def test_below_threshold_one_trees_are_followed_too(unsure):
     ]
 
 
-def test_adapters_are_swapped_with_a_tree_under_way(unsure):
-    """Only the first chain of the old drafts is kept, as far as the new adapter goes."""
+@pytest.mark.parametrize("groups", [1, 17])
+def test_adapters_are_swapped_with_a_tree_under_way(unsure, groups):
+    """Only the first chain of the old drafts is kept, as far as the new adapter goes, and a deeper
+    one has fewer branches: guards more drafts than bits, and more rows than there is room for."""
     engine = Engine(unsure, PLAIN, SIZE, adapter=good_adapter(unsure))
     exact = generate_all(engine, items([ExactMode()], new=30))
-    for each in items([VerifiedMode(branches=8, groups=17)], new=30):
+    for each in items([VerifiedMode(branches=8, groups=groups)], new=30):
         engine.submit(each)
     done = {}
     for adapter in (good_adapter(unsure, depths=2), random_adapter(unsure, depths=8), None):
@@ -235,6 +237,7 @@ def test_adapters_are_swapped_with_a_tree_under_way(unsure):
         depth = adapter.card.depths if adapter else 0
         for sequence in engine._scheduler.all():
             assert len(sequence.drafts) <= depth
+            assert sequence.branches * depth <= 63
             assert 1 + (sequence.branches + sequence.groups) * depth <= engine._spare
     while engine.has_work:
         done |= {e.request_id: e.completion for e in engine.step() if e.completion}
