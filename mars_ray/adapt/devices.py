@@ -28,13 +28,14 @@ def devices() -> Devices:
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
-    cpus = [node.get("CPU", 0.0) for node in nodes if node.get("CPU", 0.0) >= 1]
+    working = [node for node in alive if node["Resources"].get("CPU", 0.0) >= 1]
+    cpus = [node["Resources"]["CPU"] for node in working]
     gpus = int(sum(node.get("GPU", 0.0) for node in nodes))
     if gpus:
         each = max(1.0, min(cpus, default=1.0) // max(1, gpus // len(nodes)))
         return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
     least = min(cpus, default=1.0)
-    precision = _precision(alive)
+    precision = _precision(working)
     if len(cpus) > 1:
         return Devices(len(cpus), least, 0.0, len(cpus), least, precision)
     workers = 2 if least >= 2 else 1

@@ -89,7 +89,9 @@ class DraftAdapterConfig(Config):
     """What is trained beside a frozen model: mask embeddings, LoRA on mask rows, a head."""
 
     train_mask_embeddings: bool = Field(
-        default=True, description="otherwise they stay where they start: the vocabulary's mean"
+        default=True,
+        description="otherwise they stay where they start: the mask token's of a model that MARS "
+        "has fine-tuned, and else the vocabulary's mean",
     )
     rank: int = Field(default=32, ge=0, description="of the LoRA; 0: none")
     alpha: float | None = Field(
