@@ -7,9 +7,9 @@ alone), and by this engine in `exact` and in every mode of the job at threshold 
 draft adapter and without; modes with trees of drafts answer the first 100 only. Kinds of prompts
 take turns, so that the first 100 are of all kinds. Float32: where two answers differ, the first
 difference is listed with the margin between the two likeliest tokens, as transformers alone
-computes it. bfloat16, on a processor that multiplies it: our modes against our own `exact`, and
-`exact` against itself in batches of another size as the floor. Answers lie in OUTPUT.answers/ as
-they come, so a run that was stopped goes on.
+computes it. bfloat16, on a GPU or a processor that multiplies it: our modes against our own
+`exact`, and `exact` against itself in batches of another size as the floor. Answers lie in
+OUTPUT.answers/ as they come, so a run that was stopped goes on.
 """
 
 import hashlib
@@ -106,12 +106,22 @@ def theirs(
         padded = torch.tensor([[stops[0]] * (longest - len(ids)) + list(ids) for ids in part])
         seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in part])
         with torch.inference_mode():
-            output = model.generate(padded, attention_mask=seen, generation_config=config)
+            output = model.generate(
+                padded.to(model.device),
+                attention_mask=seen.to(model.device),
+                generation_config=config,
+            )
         for row in output:
             tokens = row[longest:].tolist()
             end = next((i + 1 for i, t in enumerate(tokens) if t in stops), len(tokens))
             answers.append({"tokens": tokens[:end], "forwards": end})
     return answers
+
+
+def original(directory: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model as transformers has it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return model.to(device).eval()
 
 
 def compared(name: str, reference: Answers, answers: Answers) -> dict[str, Any]:
@@ -142,7 +152,7 @@ def add_margins(result: dict[str, Any], model: Any, prompts: Any, reference: Ans
     for difference in result["differences"]:
         index = difference["prompt"]
         text = [*prompts[index], *reference[index]["tokens"][: difference["at"]]]
-        top = model(torch.tensor([text])).logits[0, -1].float().topk(2).values
+        top = model(torch.tensor([text], device=model.device)).logits[0, -1].float().topk(2).values
         difference["margin"] = float(top[0] - top[1])
 
 
@@ -187,11 +197,12 @@ def main() -> None:
     before = tensor_hashes(job.checkpoint)
     lossless = [m for m in job.modes if isinstance(m, VerifiedMode) and m.threshold == 1]
     single = float32(run, lossless)
+    is_fast = torch.cuda.is_available() or multiplies_bfloat16()
     result = {
         "job": job.model_dump(mode="json"),
         "prompts": len(run.prompts),
         "float32": single,
-        "bfloat16": bfloat16(run, lossless) if multiplies_bfloat16() else None,
+        "bfloat16": bfloat16(run, lossless) if is_fast else None,
         "tokens_per_forward": {
             drafts_of(VerifiedMode(**row["mode"])): row["tokens_per_forward"]["without_loops"]
             for row in single["rows"]
@@ -214,8 +225,8 @@ def drafts_of(mode: VerifiedMode) -> str:
 def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
     """Everything against transformers."""
     job = run.job
-    model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.float32).eval()
     engine = run.engine(dtype="float32", max_batch=BATCH)
+    model = original(job.checkpoint, torch.float32, engine.model.device)
     stops, limit = sorted(stop_ids(engine.model)), job.max_new_tokens
     few = run.prompts[:ALONE]
     together = run.answers(
@@ -271,9 +282,9 @@ def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
     other = run.engine(dtype="bfloat16", max_batch=BATCH // 2 - 1)
     again = run.ours("bfloat16 exact 7", other, ExactMode(), run.prompts)
     floor = compared(f"exact, batch {BATCH // 2 - 1}", exact, again)
-    model: Any = AutoModelForCausalLM.from_pretrained(run.job.checkpoint, dtype=torch.bfloat16)
+    model = original(run.job.checkpoint, torch.bfloat16, engine.model.device)
     for row in (*rows, floor):
-        add_margins(row, model.eval(), run.prompts, exact)
+        add_margins(row, model, run.prompts, exact)
     return {
         "against": "our exact, bfloat16, batch 16",
         "difference_rate": max(1 - row["identical"] for row in rows),

@@ -111,6 +111,14 @@ def train_step(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def identity_summary(result: dict[str, Any]) -> list[str]:
+    """What `identity` has of batch 16 with the adapter."""
+    single = result["float32"]
+    rows = [row for row in single["rows"] if row["name"].endswith(", with adapter, batch 16")]
+    named = [row | {"name": row["name"].removesuffix(", with adapter, batch 16")} for row in rows]
+    return identity(result | {"float32": single | {"rows": named}})
+
+
 def identity(result: dict[str, Any]) -> list[str]:
     """How many answers are those of transformers, and the tokens per forward of the same runs."""
     single, limit = result["float32"], result["job"]["max_new_tokens"]
@@ -135,6 +143,26 @@ def identity(result: dict[str, Any]) -> list[str]:
         "",
         f"Against {single['against']}, greedy, at most {limit} new tokens{worst}; "
         f"{machine(result['provenance'])}.",
+    ]
+
+
+def adapter_parts(result: dict[str, Any]) -> list[str]:
+    """What trainings of a draft adapter that differ in one thing end with."""
+    lines = [
+        "| training | mask tokens | T/F, all outcomes | one group | survival by depth |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in result["variants"].items():
+        depths = ", ".join(f"{share:.3f}" for share in found["survival"])
+        lines.append(
+            f"| {name} | {found['mask_tokens']:,.0f} | {found['tokens_per_forward']:.3f} | "
+            f"{found['one_group']:.3f} | {depths} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Teacher-forced over {result['held_out']} held-out answers, after {result['steps']} "
+        f"conversations each unless said otherwise; {machine(result['provenance'])}.",
     ]
 
 
@@ -299,8 +327,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "gsm8k": gsm8k,
     "smollm2_frontier": prompts,
     "smollm2_identity": identity,
+    "summary_smollm2_identity": identity_summary,
     "smollm2_decode": decode,
     "adapter_step": train_step,
+    "adapter_parts": adapter_parts,
     "train_step": train_step,
     "decode_demo": decode,
     "decode_demo_large": decode,
@@ -332,7 +362,8 @@ def render(page: str) -> str:
     result is not there."""
 
     def table(match: re.Match[str]) -> str:
-        path = RESULTS / f"{match[2].replace('steps', 'decode')}.json"
+        name = match[2].removeprefix("summary_").replace("steps", "decode")
+        path = RESULTS / f"{name}.json"
         lines = TABLES[match[2]](json.loads(path.read_text()))
         return match[1] + "\n".join(lines) + "\n" + match[3]
 

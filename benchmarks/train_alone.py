@@ -23,15 +23,10 @@ from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 
 
-def main() -> None:
-    """Raises MarsError for what a training job may end with."""
-    source, directory, *overrides = sys.argv[1:]
-    job = load_job(source, overrides)
-    if isinstance(job, TinyDemoJob):
-        job = job.train
-    assert isinstance(job, TrainJob), f"{source} does not train"
-    shutil.rmtree(directory, ignore_errors=True)
-    job = with_absolute_paths(job.model_copy(update={"output_dir": directory}))
+def train_here(job: TrainJob) -> Path:
+    """Where the last stage's model is. Raises MarsError for what a training job may end with."""
+    shutil.rmtree(job.output_dir, ignore_errors=True)
+    job = with_absolute_paths(job)
     ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model = initial_model(job)
     for stage in job.stages:
@@ -40,6 +35,17 @@ def main() -> None:
             raise outcome
         print(f"{stage}: {outcome.step} steps, {outcome.seconds:.0f} s, {outcome.metrics}")
         model = outcome.checkpoint / MODEL
+    return model
+
+
+def main() -> None:
+    """The job's stages, then a copy of the model in its place."""
+    source, directory, *overrides = sys.argv[1:]
+    job = load_job(source, overrides)
+    if isinstance(job, TinyDemoJob):
+        job = job.train
+    assert isinstance(job, TrainJob), f"{source} does not train"
+    model = train_here(job.model_copy(update={"output_dir": directory}))
     shutil.copytree(model, Path(directory) / "model")
 
 

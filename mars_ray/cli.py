@@ -120,10 +120,11 @@ def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
 def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Write a model's own answers, to prompts of yours or its own; run again to resume."""
     job = _job(GenerateJob, job_file, overrides, dry_run)
+    from mars_ray.generate.on_ray import RayEngines
     from mars_ray.generate.run import run_generation
 
     with _Cluster(log_to_driver=False):
-        generated = run_generation(job, _console())
+        generated = run_generation(job, _console(), RayEngines)
     _print_result(asdict(generated))
 
 

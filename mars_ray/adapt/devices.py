@@ -1,24 +1,12 @@
 """What the cluster at hand has for training and for answers."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mars_ray.adapt.jobs import Devices
 from mars_ray.model.load import multiplies_bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """How many workers, and what each gets."""
-
-    workers: int
-    cpus_per_worker: float
-    gpus_per_worker: float
-    engines: int  # that answer
-    cpus_per_engine: float
-    precision: Literal["float32", "bfloat16"]  # the faster one, for all workers
 
 
 def devices() -> Devices:

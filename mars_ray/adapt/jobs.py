@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mars_ray.adapt.devices import Devices
 from mars_ray.adapt.split import Split
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.data import DataConfig, FilesSource
@@ -17,6 +16,18 @@ from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 STAGE = "draft"
 # Of the time that a job has, what prompts and answers take at most; the rest is training's.
 _ANSWERS_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """How many workers, and what each gets."""
+
+    workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    engines: int  # that answer
+    cpus_per_engine: float
+    precision: Literal["float32", "bfloat16"]  # the faster one, for all workers
 
 
 @dataclass(frozen=True, slots=True)

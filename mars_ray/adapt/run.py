@@ -19,9 +19,10 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
-from mars_ray.adapt.devices import Devices, devices
+from mars_ray.adapt.devices import devices
 from mars_ray.adapt.jobs import (
     STAGE,
+    Devices,
     Places,
     evaluate_job,
     generate_job,
@@ -36,6 +37,7 @@ from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier
 from mars_ray.errors import CheckpointError, ConfigError
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
+from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
 from mars_ray.model.complete import CONFIG_FILE
@@ -85,7 +87,7 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
     base = base_model(job, places)
     found = devices()
     console.rule("its answers")
-    generated = run_generation(generate_job(job, base, places, found), console)
+    generated = run_generation(generate_job(job, base, places, found), console, RayEngines)
     parts = split(places.answers, places.root, job.recipe.held_out)
     console.print(
         f"{generated.conversations} answers; {parts.train_rows} train, {parts.held_out_rows} are "

@@ -30,7 +30,6 @@ from mars_ray.data.texts import beginning_key
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.generate.answers import Found, Generated, summary, write_answers
-from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.own_prompts import Choice, requests_of, tried
 from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
 from mars_ray.generate.prompts import Asked, Prompt, encoded, excluded_keys, read_sources
@@ -48,8 +47,8 @@ _HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}
 Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[Engines]]
 
 
-def run_generation(job: GenerateJob, console: Console, start: Start = RayEngines) -> Generated:
-    """Write the output, or the rest of it, on the cluster that `ray.init` has connected to.
+def run_generation(job: GenerateJob, console: Console, start: Start) -> Generated:
+    """Write the output, or the rest of it, with the engines that `start` gives.
 
     Raises DataError if the prompts cannot be read, if too many of them are bad, if the model writes
     none where it should, if none has room for an answer, or if what is there is not of this job,

@@ -24,6 +24,7 @@ from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, ModelError
 from mars_ray.generate import on_ray
+from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.part import Part
 from mars_ray.generate.run import run_generation
 from mars_ray.generate.worker import Worker
@@ -75,7 +76,7 @@ def test_a_dead_engine_is_replaced(
 
     monkeypatch.setattr(Part, "add_answers", killing)
     output, log = tmp_path / "own.jsonl", Console(file=io.StringIO(), width=120)
-    run_generation(mixed_job(talker, output), log)
+    run_generation(mixed_job(talker, output), log, RayEngines)
     assert output.read_text() == expected
     assert isinstance(log.file, io.StringIO)
     said = log.file.getvalue()
@@ -113,7 +114,7 @@ def test_a_killed_driver_is_started_again(talker: Path, tmp_path: Path, ray_clus
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert '"answer_ids"' in Path(f"{output}.part").read_text()
     assert not output.exists()
-    run_generation(mixed_job(talker, output), QUIET)
+    run_generation(mixed_job(talker, output), QUIET, RayEngines)
     assert output.read_text() == expected
 
 
@@ -123,7 +124,7 @@ def test_weights_that_do_not_fit_are_one_line(talker: Path, tmp_path: Path, ray_
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
     with pytest.raises(ModelError, match="broken"):
-        run_generation(mixed_job(broken, tmp_path / "own.jsonl"), QUIET)
+        run_generation(mixed_job(broken, tmp_path / "own.jsonl"), QUIET, RayEngines)
 
 
 def test_memory_that_is_not_there_is_said(talker: Path, tmp_path: Path, ray_cluster):
@@ -131,7 +132,7 @@ def test_memory_that_is_not_there_is_said(talker: Path, tmp_path: Path, ray_clus
     engine = {"max_context": 160, "page_size": 10**9, "cache_bytes": 10**13}
     job = mixed_job(talker, tmp_path / "own.jsonl", engine=engine, workers=1)
     with pytest.raises(EngineError, match=r"loading the model failed on (.|\n)*lower workers"):
-        run_generation(job, QUIET)
+        run_generation(job, QUIET, RayEngines)
 
 
 def test_starting_may_take_longer_than_a_job_has(talker: Path, tmp_path: Path, ray_cluster):
@@ -140,7 +141,7 @@ def test_starting_may_take_longer_than_a_job_has(talker: Path, tmp_path: Path, r
     own = {"type": "own", "count": 6}
     prompts = [own, {"type": "corpus", "count": 6}]
     job = mixed_job(talker, tmp_path / "own.jsonl", prompts=prompts, workers=1, minutes=0.001)
-    assert run_generation(job, QUIET).conversations > 0
+    assert run_generation(job, QUIET, RayEngines).conversations > 0
 
 
 def dying(when: str) -> type[Worker]:
@@ -186,4 +187,4 @@ def test_engines_that_always_die_are_given_up(
     prompts = {"type": "corpus", "count": 6}
     job = mixed_job(talker, tmp_path / "own.jsonl", prompts=prompts, workers=1)
     with pytest.raises(EngineError, match=reason):
-        run_generation(job, QUIET)
+        run_generation(job, QUIET, RayEngines)
