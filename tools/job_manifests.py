@@ -205,6 +205,7 @@ OTHERS = {
     "demo": "everything on one machine: `make demo`",
     "demo-tiny": "the same from random weights: `mars-ray demo jobs/demo-tiny.toml`",
     "adapt-smollm2": "an adaptation of hours, whose data lie beside the checkout: `mars-ray adapt`",
+    "adapt-smollm2-gpu": "the same for a GPU, for which benchmarks/gpu_adapt.sh needs no cluster",
     "evaluate-smollm2": "its measurement, likewise: `mars-ray evaluate`",
     "bench-decode-smollm2": "its tokens per second beside vLLM, which is installed apart",
     "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
