@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mars_ray.autoscale.measured import measured_steps, verified_level
+from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, load_service_model
 from mars_ray.provenance import provenance
-from mars_ray.scaling.measured import measured_steps, verified_level
-from mars_ray.scaling.service_model import Level, Mix, ServiceModel, load_service_model
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = Path(__file__).parents[1] / "jobs" / "models"

@@ -39,11 +39,11 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
-from mars_ray.scaling.simulate.result import Outcome, summarise
-from mars_ray.scaling.traces.load import load_trace
-from mars_ray.serve.build import APP_NAME, service_model, start
-from mars_ray.serve.control import end_controls
+from mars_ray.serve.deploy import APP_NAME, service_model, start
 from mars_ray.serve.status import Decided
+from mars_ray.serve.threshold_actor import end_controls
+from mars_ray.simulator.engine.result import Outcome, summarise
+from mars_ray.simulator.traces.load import load_trace
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
 _PINNED_EVERY = 10  # requests: one of so many pins threshold 1

@@ -17,15 +17,15 @@ from functools import partial
 import numpy as np
 from live_load import Asked
 
+from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.simulate import Cluster, Kill, Slowdown
-from mars_ray.scaling.sample import Sample
-from mars_ray.scaling.service_model import ServiceModel
-from mars_ray.scaling.simulate.arrays import DONE
-from mars_ray.scaling.simulate.policy import Deciding
-from mars_ray.scaling.simulate.result import Outcome
-from mars_ray.scaling.simulate.run import Fixture, simulate
-from mars_ray.scaling.traces.trace import Trace
+from mars_ray.simulator.engine.arrays import DONE
+from mars_ray.simulator.engine.policy import Deciding
+from mars_ray.simulator.engine.result import Outcome
+from mars_ray.simulator.engine.run import Fixture, simulate
+from mars_ray.simulator.traces.trace import Trace
 
 LOOK_S = 0.5
 _APPROACHES = 6  # to the slowness of the engines

@@ -15,8 +15,8 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
-from mars_ray.decode.measures import LiveMeasures
 from mars_ray.decode.request import Request
+from mars_ray.decode.stats import LiveMeasures
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
 

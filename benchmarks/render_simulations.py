@@ -5,7 +5,7 @@ from typing import Any
 
 from render_sweeps import machine
 
-from mars_ray.evaluate.simulation_verdict import margin, percent
+from mars_ray.simulator.verdict import margin, percent
 
 
 def _knob(knob: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.corpus import problems
 from mars_ray.provenance import provenance
-from mars_ray.serve.build import start
+from mars_ray.serve.deploy import start
 
 Router = Literal["prefix", "power_of_two"]
 _ROUTERS: tuple[Router, ...] = ("prefix", "power_of_two")

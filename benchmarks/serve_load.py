@@ -36,8 +36,8 @@ from mars_ray.decode.request import Request
 from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
-from mars_ray.serve.messages import Call, Piece, Turn
-from mars_ray.serve.text_engine import TextEngine
+from mars_ray.serve.protocol import GenerationRequest, OutputDelta, Turn
+from mars_ray.serve.replica.llm_server import LLMServer
 
 BATCH = 8
 # Enough clients that the batch is always full.
@@ -132,17 +132,17 @@ def _first_tokens(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds to the first text on an idle system: over HTTP, in this process, in turn."""
     job = ServeJob(checkpoint=checkpoint, engine=config, limits=Limits())
-    text_engine = TextEngine(*load_engine(checkpoint, config), job)
+    text_engine = LLMServer(*load_engine(checkpoint, config), job)
     text_engine.start()
 
     async def inside(number: int, question: str) -> float:
         prompt = ((Turn("user", question),),)
-        call = Call(f"first-{number}", prompt, ExactMode(), Sampling(), 4, 4)
+        call = GenerationRequest(f"first-{number}", prompt, ExactMode(), Sampling(), 4, 4)
         begin = time.perf_counter()
         first = None
         async for piece in text_engine.answer(call):
             # Bytes that are no character yet are no text.
-            if isinstance(piece, Piece) and piece.text:
+            if isinstance(piece, OutputDelta) and piece.text:
                 first = first or time.perf_counter() - begin
         assert first
         return first

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from mars_ray.core.frontier import Frontier
-from mars_ray.scaling.measured import (
+from mars_ray.autoscale.measured import (
     acceptance_rate,
     confidence_level,
     data_sheet_steps,
@@ -16,7 +15,8 @@ from mars_ray.scaling.measured import (
     measured_steps,
     verified_level,
 )
-from mars_ray.scaling.service_model import Level, ServiceModel
+from mars_ray.autoscale.service_model import Level, ServiceModel
+from mars_ray.core.frontier import Frontier
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

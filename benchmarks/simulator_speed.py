@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.simulate import Cluster
 from mars_ray.config.traces import Lengths, SineTrace
 from mars_ray.provenance import provenance
-from mars_ray.scaling.baselines.fixed import Fixed
-from mars_ray.scaling.service_model import ServiceModel, load_service_model
-from mars_ray.scaling.simulate.policy import Deciding, Policy
-from mars_ray.scaling.simulate.run import Fixture, simulate
-from mars_ray.scaling.traces.load import load_trace
+from mars_ray.simulator.baselines.fixed import Fixed
+from mars_ray.simulator.engine.policy import Deciding, Policy
+from mars_ray.simulator.engine.run import Fixture, simulate
+from mars_ray.simulator.traces.load import load_trace
 
 MODEL = Path(__file__).parents[1] / "jobs" / "models" / "7b-paper.json"
 # Requests a second that a replica carries with half of its places taken.

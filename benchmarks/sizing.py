@@ -15,7 +15,7 @@ from mars_ray.config.load import load_job
 from mars_ray.config.train import LoraConfig, StageConfig, TrainJob
 from mars_ray.model.shape import ModelShape
 from mars_ray.train.memory import MemoryEstimate, RowSize, estimate
-from mars_ray.train.speed import ModelFlops
+from mars_ray.train.throughput import ModelFlops
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "training.md"

@@ -188,8 +188,8 @@ def serve(
         _use_haproxy()
     import ray
 
-    from mars_ray.serve.build import check, start
-    from mars_ray.serve.stop import wait_until_stopped
+    from mars_ray.serve.deploy import check, start
+    from mars_ray.serve.shutdown import wait_until_stopped
 
     check(job)
     with _Cluster():
@@ -207,7 +207,7 @@ def serve(
 def update(target: ServeTarget, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Have the running service go on with another checkpoint, adapter or job; no request fails."""
     job = _serve_job(target, overrides, dry_run)
-    from mars_ray.serve.build import update as update_service
+    from mars_ray.serve.deploy import update as update_service
 
     with _Cluster("auto"), _saying("new replicas take over"):
         update_service(job)
@@ -220,7 +220,7 @@ def threshold(
     model: Annotated[str, typer.Option(help="As requests name it.")],
 ) -> None:
     """Change the set-point of a running service, for requests whose quality tolerates it."""
-    from mars_ray.serve.control import publish
+    from mars_ray.serve.threshold_actor import publish
 
     with _Cluster("auto"):
         publish(model, value)
@@ -237,7 +237,7 @@ def chat(
     """Talk to a running service in the terminal."""
     from rich.console import Console
 
-    from mars_ray.serve.terminal import chat as talk
+    from mars_ray.serve.chat_client import chat as talk
 
     talk(url, api_key, Console())
 
@@ -275,8 +275,8 @@ def simulate(
 ) -> None:
     """Compare scaling policies on traces, on a virtual clock."""
     job = _job(SimulateJob, job_file, overrides, dry_run)
-    from mars_ray.evaluate.simulation import print_comparison, run_simulations, summary
-    from mars_ray.evaluate.simulation_page import write_report
+    from mars_ray.simulator.comparison import print_comparison, run_simulations, summary
+    from mars_ray.simulator.page import write_report
 
     result = run_simulations(job, _console(), output, workers)
     if output:

@@ -12,8 +12,8 @@ from rich.console import Console
 from mars_ray import progress
 from mars_ray.config.load import load_job
 from mars_ray.config.simulate import SimulateJob
-from mars_ray.evaluate import simulation
 from mars_ray.progress import Bars, Lines
+from mars_ray.simulator import comparison
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.progress import StageProgress
 from mars_ray.tune.ledger import Ledger, ended
@@ -85,8 +85,8 @@ def test_simulating_says_which_part_it_is_at(log, monkeypatch):
         wait_for(lambda: said(log))
         return {"requests": []}
 
-    monkeypatch.setattr(simulation, "_compared", compared)
-    simulation.run_simulations(job, log)
+    monkeypatch.setattr(comparison, "_compared", compared)
+    comparison.run_simulations(job, log)
     assert said(log)[0].startswith("flash, cold start 100 s, lossless: 0 of 1, ")
 
 

@@ -3,8 +3,8 @@
     python tools/dashboard.py            # writes it
     python tools/dashboard.py --check    # exit code 1 if it is not what would be written
 
-Queries name the metrics of mars_ray/serve/metrics.py as Prometheus does, by their kind. A metric
-that no panel shows, or that nobody declares, is an error.
+Queries name the metrics of mars_ray/serve/replica/metrics.py as Prometheus does, by their kind. A
+metric that no panel shows, or that nobody declares, is an error.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from mars_ray.serve.metrics import ReplicaMetrics
+from mars_ray.serve.replica.metrics import ReplicaMetrics
 
 TARGET = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
 # Of Ray Serve itself.

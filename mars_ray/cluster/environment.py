@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from mars_ray.cluster.port import quiet_ports
 
 # Serve's proxies read the last two when they start: what stands in front of them
-# (serve/front_door.py), and that messages go to a replica over gRPC and not as Ray's objects, which
-# takes less of a CPU for each (docs/log.md). With a token, both ask for it.
+# (serve/ingress/proxy.py), and that messages go to a replica over gRPC and not as Ray's objects,
+# which takes less of a CPU for each (docs/log.md). With a token, both ask for it.
 NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A job that is told to stop writes a checkpoint first; Ray kills it after 3 s otherwise.
     "RAY_JOB_STOP_WAIT_TIME_S": "1800",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mars_ray.serve.front_door.middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mars_ray.serve.ingress.proxy.middlewares",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import NO_TARGET, Layout, clean_targets, same_turn_as_next
-from mars_ray.core.schedule import turn_starts
+from mars_ray.core.mask_schedule import turn_starts
 
 
 def draft_layout(batch: TokenBatch, size_BL: Tensor, depth_weight: Tensor) -> Layout:

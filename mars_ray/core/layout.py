@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mars_ray.core.batch import TokenBatch
-from mars_ray.core.schedule import turn_starts
+from mars_ray.core.mask_schedule import turn_starts
 
 NO_TARGET = -100
 

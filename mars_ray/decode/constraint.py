@@ -1,4 +1,4 @@
-"""What a grammar does to a sequence's tokens (`decode/grammar.py` has the real one).
+"""What a grammar does to a sequence's tokens (`decode/structured_output.py` has the real one).
 
 Rows of one token after another are masked by the grammar's state before them, so they never have
 a token that it forbids. A mask's row stands behind tokens that nobody knows yet: it is not masked,

@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.choice import backend_of
-from mars_ray.decode.batch import forward, nothing
-from mars_ray.decode.drafter import Drafter
+from mars_ray.decode.draft_control import DraftControl
+from mars_ray.decode.draft_model import Drafter
+from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
-from mars_ray.decode.measures import LiveMeasures
-from mars_ray.decode.pages import PagePool
-from mars_ray.decode.quality import Budget, Thresholds
-from mars_ray.decode.reading import Reader
+from mars_ray.decode.model_runner import forward, nothing
+from mars_ray.decode.page_pool import PagePool
 from mars_ray.decode.request import (
     Completion,
     Request,
@@ -30,14 +29,15 @@ from mars_ray.decode.request import (
     widest_rows,
     window_of,
 )
-from mars_ray.decode.runner import Runner
+from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.stats import LiveMeasures
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
+from mars_ray.decode.thresholds import Budget, Thresholds
 from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
-from mars_ray.decode.window import WindowControl
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
@@ -61,7 +61,7 @@ class Engine:
         adapter: DraftAdapter | None = None,
         adapter_name: str | None = None,
     ) -> None:
-        """Takes over the model's matrices (`Runner`): a large model is of no use to others then.
+        """Takes over the matrices of the model (`FusedModel`): others cannot use a large one then.
 
         `adapter` as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
         sequence or attention slides within the context, and ModelError.
@@ -75,7 +75,7 @@ class Engine:
         rows = config.max_step_tokens
         self._spare = rows if draft_engine else min(rows, widest_rows(depth))
         positions = config.max_context + self._spare
-        runner = Runner(model, positions)
+        runner = FusedModel(model, positions)
         pages = page_count(model, positions, config)  # of what the runner has left
         self.pool = PagePool(pages)
         cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
@@ -86,7 +86,7 @@ class Engine:
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
         self.totals = StepTotals()
-        self.control: WindowControl | None = None  # until `warm_up`
+        self.control: DraftControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
         self.adapter_name: str | None = None  # of the adapter that makes drafts now
         self._adapters = 0  # so far
@@ -205,7 +205,7 @@ class Engine:
         cost = measure_steps(self._backend, self.card, self.config)
         if self.config.window_control:
             depth = max(1, self.card.block_size)
-            self.control = WindowControl(cost, depth, decoding_rows(self.config))
+            self.control = DraftControl(cost, depth, decoding_rows(self.config))
 
     def time_step(self, sequences: int, positions: int) -> float:
         """Seconds of a step of so many sequences with so many positions each, when idle."""
@@ -266,7 +266,7 @@ class Engine:
 
         `meanwhile` is called in every forward, the draft model's too, once all is asked of the
         device; it must not touch the engine. If a step raises, nothing was committed: `step_apart`
-        (`decode/faults.py`) finds out for whom.
+        (`decode/isolation.py`) finds out for whom.
         """
         begin_s = time.monotonic()
         if late := self._expire():
@@ -288,7 +288,7 @@ class Engine:
         return events
 
     def _read(
-        self, work: list[Work], reader: Reader, meanwhile: Callable[[], None]
+        self, work: list[Work], reader: Sampler, meanwhile: Callable[[], None]
     ) -> Iterator[_Read]:
         """Of every plan: what its rows say, where its step ends, and what masks propose there."""
         planned = [(item.sequence, item.plan) for item in work if item.plan]

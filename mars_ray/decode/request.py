@@ -18,7 +18,7 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.decode.constraint import Grammar
-from mars_ray.decode.quality import Quality
+from mars_ray.decode.thresholds import Quality
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window

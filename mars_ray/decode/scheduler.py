@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.decode.pages import PagePool, content_hashes
+from mars_ray.decode.page_pool import PagePool, content_hashes
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan

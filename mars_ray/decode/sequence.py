@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 from mars_ray.config.decode import SpeculativeMode, VerifiedMode
-from mars_ray.core.drafting import Choice
+from mars_ray.core.draft_choice import Choice
 from mars_ray.core.tree import chain, first_chain, renumbered
 from mars_ray.decode.constraint import GrammarState
 from mars_ray.decode.request import (

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
-from mars_ray.core.cost import StepCost, row_counts
+from mars_ray.core.step_cost import StepCost, row_counts
 from mars_ray.decode.attention.base import Backend
-from mars_ray.decode.batch import forward, nothing
+from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence

@@ -39,7 +39,7 @@ from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
-from mars_ray.serve.build import check_port, start
+from mars_ray.serve.deploy import check_port, start
 from mars_ray.train.initial import untrained_adapter
 from mars_ray.train.plan import absolute_path
 from mars_ray.writer import replaced

@@ -14,7 +14,7 @@ from mars_ray.demo.asking import ask
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.progress import short
-from mars_ray.serve.build import check_port, start
+from mars_ray.serve.deploy import check_port, start
 from mars_ray.train.run import run_training
 
 # Another seed than the evaluation's.

@@ -55,10 +55,10 @@ from mars_ray.train.draft_adapter import draft_card, fresh_weights
 from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.frozen import FrozenModel
+from mars_ray.train.model_step import TrainStep
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import OwnTime
-from mars_ray.train.step import TrainStep
+from mars_ray.train.throughput import OwnTime
 
 _FOUR = ConstantBlockSize(size=4)
 OBJECTIVES: dict[str, Objective] = {

@@ -17,9 +17,9 @@ from ray.exceptions import RayActorError
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import EngineError, ModelError
-from mars_ray.serve.control import Setting, Swap, control_of
-from mars_ray.serve.messages import Prepared
+from mars_ray.serve.protocol import Prepared
 from mars_ray.serve.status import ReplicaStatus
+from mars_ray.serve.threshold_actor import Setting, Swap, control_of
 
 # An adapter has some megabytes; a store may be slow.
 _PREPARE_S = 120.0

@@ -19,10 +19,10 @@ from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
 from mars_ray.train.engine import Step
+from mars_ray.train.model_step import layout_tensors
 from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import OwnTime
-from mars_ray.train.step import layout_tensors
+from mars_ray.train.throughput import OwnTime
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master"

@@ -35,7 +35,7 @@ from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import DraftFlops, ModelFlops
+from mars_ray.train.throughput import DraftFlops, ModelFlops
 from mars_ray.train.trainee import Trainee
 
 

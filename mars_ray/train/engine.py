@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
 from mars_ray.train.draft_step import DraftStep
+from mars_ray.train.model_step import TrainStep, layout_tensors
 from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import OwnTime
-from mars_ray.train.step import TrainStep, layout_tensors
+from mars_ray.train.throughput import OwnTime
 
 Step = TrainStep | DraftStep
 

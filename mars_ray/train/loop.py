@@ -19,14 +19,14 @@ from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.engine import Engine
 from mars_ray.train.evaluation import evaluate
-from mars_ray.train.keeping import Keeper
 from mars_ray.train.metrics import Meter, MetricsWriter
+from mars_ray.train.model_step import COUNTS, step_counts
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.optim import learning_rate
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import Flops, OwnTime
-from mars_ray.train.step import COUNTS, step_counts
+from mars_ray.train.retention import Keeper
+from mars_ray.train.throughput import Flops, OwnTime
 from mars_ray.train.watchdog import Watchdog
 
 _MASKS = COUNTS.index("masks")

@@ -36,8 +36,8 @@ from mars_ray.data.rows import Conversations
 from mars_ray.errors import MemoryShortError
 from mars_ray.memory import free_on_node
 from mars_ray.model.shape import ModelShape
+from mars_ray.train.model_step import chunk_rows
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.step import chunk_rows
 
 _HIDDENS_KEPT = 8
 _KEYS_KEPT = 2

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_ray.train.board import Board
+from mars_ray.train.model_step import COUNTS
 from mars_ray.train.objective import Stream
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import Flops
-from mars_ray.train.step import COUNTS
+from mars_ray.train.tensorboard import Board
+from mars_ray.train.throughput import Flops
 
 
 class Meter:

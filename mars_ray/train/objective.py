@@ -12,7 +12,7 @@ from mars_ray.core.layout import (
     paper_layout,
     with_own_answers,
 )
-from mars_ray.core.schedule import ar_weight, block_starts, depth_weights, draft_blocks
+from mars_ray.core.mask_schedule import ar_weight, block_starts, depth_weights, draft_blocks
 
 _LAYOUTS = {"compact": compact_layout, "paper": paper_layout}
 _CLEAN, _NOISY = 0, 1

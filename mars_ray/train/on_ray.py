@@ -36,12 +36,12 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
 from mars_ray.train import checkpoint
-from mars_ray.train.keeping import fetch_copies
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.progress import StageProgress
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.retention import fetch_copies
 from mars_ray.train.watchdog import stacks
 from mars_ray.train.worker import limit_threads, resume_stage, unpacked
 

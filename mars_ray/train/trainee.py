@@ -22,11 +22,11 @@ from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.deepspeed import loading_in_parts, zero_settings
 from mars_ray.train.engine import Step
+from mars_ray.train.model_step import TrainStep
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import Flops, ModelFlops
-from mars_ray.train.step import TrainStep
+from mars_ray.train.throughput import Flops, ModelFlops
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from mars_ray.train.checkpoint import TrainState, newest
 from mars_ray.train.deepspeed import DeepSpeedEngine
 from mars_ray.train.draft_trainee import draft_trainee, with_base_here
 from mars_ray.train.engine import Engine, PlainEngine, Step
-from mars_ray.train.keeping import Keeper
 from mars_ray.train.loop import (
     Report,
     StageOutcome,
@@ -36,7 +35,8 @@ from mars_ray.train.loop import (
 from mars_ray.train.memory import RowSize, advice, check_memory
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import OwnTime, peak_flops
+from mars_ray.train.retention import Keeper
+from mars_ray.train.throughput import OwnTime, peak_flops
 from mars_ray.train.trainee import model_trainee, stage_zero_settings
 from mars_ray.train.watchdog import Watchdog
 

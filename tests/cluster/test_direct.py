@@ -11,8 +11,8 @@ from mars_ray.cluster import local
 from mars_ray.cluster.direct import urlopen
 from mars_ray.cluster.port import free_port
 from mars_ray.errors import EngineError
-from mars_ray.serve import exposition
-from mars_ray.serve.terminal import models
+from mars_ray.serve.chat_client import models
+from mars_ray.serve.ingress import exposition
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from core.rows import batch_of
 from mars_ray.config.schedule import ConstantBlockSize, MixedBlockSize
 from mars_ray.config.train import DraftObjective
 from mars_ray.core.draft_layout import DraftRows, draft_layout, draft_sizes
-from mars_ray.core.schedule import draft_blocks
+from mars_ray.core.mask_schedule import draft_blocks
 
 FOUR = DraftObjective()
 

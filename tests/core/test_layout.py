@@ -11,7 +11,7 @@ from mars_ray.core.layout import (
     paper_layout,
     with_own_answers,
 )
-from mars_ray.core.schedule import block_starts
+from mars_ray.core.mask_schedule import block_starts
 
 N = NO_TARGET
 PAIRS = MaskSchedule(block_size=ConstantBlockSize(size=2), grid="response")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.drafting import Choice, Prospects, best_choice
+from mars_ray.core.draft_choice import Choice, Prospects, best_choice
 from mars_ray.core.outcomes import likeliest_outcomes
 from mars_ray.core.tree import (
     chain,
@@ -19,7 +19,7 @@ from mars_ray.core.tree import (
     reaches_of,
     renumbered,
 )
-from mars_ray.decode.acceptance import Acceptance
+from mars_ray.decode.draft_stats import DraftStats
 
 # Two chains of two drafts, and a third draft behind the first draft of the second chain.
 TREE = [0, 1, 0, 3, 3]
@@ -135,7 +135,7 @@ def test_an_alternative_is_chosen_if_it_pays():
 
 def test_every_child_on_the_way_was_checked():
     """Those behind a rejected draft tell nothing."""
-    known = Acceptance(2)
+    known = DraftStats(2)
     for _ in range(2000):
         known.observe([0.97, 0.85, 0.45, 0.25, 0.15], 4, TREE)
     found = known.of([0.97, 0.85, 0.45, 0.25, 0.15])
@@ -144,7 +144,7 @@ def test_every_child_on_the_way_was_checked():
 
 def test_a_mask_makes_a_draft_in_every_branch():
     """Its worth is that of all of them."""
-    known = Acceptance(2)
+    known = DraftStats(2)
     prospects = Prospects(known.worth(0.1), 0.1)
     for _ in range(2000):
         known.observe_drafts([0.65, 0.5, 0.25, 0.9], Choice(0, (0,)), prospects, fan(2, 2))

@@ -5,11 +5,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_ray.config.decode import Mode, Sampling
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
+from mars_ray.core.attention_mask import dense_mask
 from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import NO_TARGET, compact_layout
 from mars_ray.core.loss import loss_counts, row_coefficients
-from mars_ray.core.mask import dense_mask
-from mars_ray.core.schedule import block_starts
+from mars_ray.core.mask_schedule import block_starts
 from mars_ray.decode.request import Request
 from mars_ray.model.card import ModelCard
 from mars_ray.model.forward import hidden_states, output_head

@@ -19,8 +19,8 @@ from mars_ray.decode import reference
 from mars_ray.decode.adapter import Gated, Last, fused
 from mars_ray.decode.attention.dense import DenseAttention, Group
 from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.runner import Runner
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import PLAIN
 
@@ -107,7 +107,7 @@ def attention_of(model, rows: int, masks: int) -> DenseAttention:
 def test_real_rows_never_see_the_adapter(kind, gated):
     """Bit by bit: hidden states of real rows, and what they leave in the cache."""
     model = untrained(kind)
-    runner, rows, masks = Runner(model, 64), 20, 7
+    runner, rows, masks = FusedModel(model, 64), 20, 7
     ids = torch.randint(0, 20, (rows,), generator=torch.Generator().manual_seed(1))
     ids[-masks:] = torch.arange(masks) % 4
     where = Gated((torch.arange(rows) >= rows - masks)[:, None]) if gated else Last(rows - masks)

@@ -7,10 +7,10 @@ import time
 from decode.models import CARD, pattern, request, trained_model
 
 from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.mailbox import Mailbox
 from mars_ray.decode.request import Completion, TokenEvent, TokenLogprobs, as_one
-from mars_ray.decode.thread import EngineThread
 
 
 def event(number: int, is_last: bool = False) -> TokenEvent:
@@ -55,7 +55,7 @@ def test_the_last_event_ends_the_wait():
 
 def test_a_stream_in_intervals_has_the_same_events():
     """The first at once, the others together, the end when it comes."""
-    thread = EngineThread(
+    thread = AsyncEngine(
         Engine(trained_model(steps=5), CARD, EngineConfig(max_batch=2, max_context=64))
     )
     thread.start()

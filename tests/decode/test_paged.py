@@ -22,9 +22,9 @@ from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.paged import PagedBackend, padded_row_counts
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.request import Request
-from mars_ray.decode.runner import Runner
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan
@@ -57,7 +57,7 @@ def both(query_heads: int, key_heads: int, size: int, page_size: int):
     shape = {"num_attention_heads": query_heads, "num_key_value_heads": key_heads}
     config = Qwen2Config(**SMALL, **shape, head_dim=size, initializer_range=0.3)
     model = Qwen2ForCausalLM(config).eval().to(DEVICE)
-    runner = Runner(model, 400)
+    runner = FusedModel(model, 400)
     caches = [PagedCache(config, 120, page_size, DEVICE, torch.float32) for _ in range(2)]
     for own, other in zip(caches[0].layers, caches[1].layers, strict=True):
         other.copy_(own.normal_())
@@ -168,7 +168,7 @@ def test_an_engine_is_warmed_up_and_says_the_same(wide_model):
 def test_a_head_size_that_no_kernel_has_is_refused_or_goes_without():
     """By name it is an error that says what to do; by default other attention is used."""
     config = Qwen2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=24)
-    runner = Runner(Qwen2ForCausalLM(config), 64)
+    runner = FusedModel(Qwen2ForCausalLM(config), 64)
     cache = PagedCache(config, 8, 8, runner.device, runner.dtype)
     with pytest.raises(ConfigError, match=r"power of two.*24.*attention_backend='dense'"):
         backend_of(EngineConfig(attention_backend="triton"), runner, cache, 64)

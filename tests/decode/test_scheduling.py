@@ -10,7 +10,7 @@ from decode.models import CARD, pattern, request
 from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
 from mars_ray.decode import reference, scheduler
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.pages import content_hashes
+from mars_ray.decode.page_pool import content_hashes
 
 
 def test_a_shared_beginning_is_computed_once(model):

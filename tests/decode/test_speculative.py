@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling, SpeculativeMode
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.faults import step_apart
+from mars_ray.decode.isolation import step_apart
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.model.card import ModelCard
 

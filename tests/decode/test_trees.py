@@ -10,17 +10,17 @@ from decode.cases import SAMPLING_NAMES, SAMPLINGS, SIZE
 from decode.models import CARD, STOP, pattern, request, trained_model
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling, VerifiedMode
-from mars_ray.core.cost import StepCost
+from mars_ray.core.step_cost import StepCost
 from mars_ray.core.tree import fan
 from mars_ray.decode import reference
 from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.quality import Elastic
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
 from mars_ray.decode.strategies.verified import Verified
-from mars_ray.decode.window import WindowControl
+from mars_ray.decode.thresholds import Elastic
 from mars_ray.errors import RequestError
 from mars_ray.model.card import PLAIN
 
@@ -175,7 +175,7 @@ def test_control_of_trees_changes_no_text(unsure, cost, sampling):
     modes = [VerifiedMode(), VerifiedMode(branches=2), VerifiedMode(branches=3, groups=2)]
     exact = generate_all(Engine(unsure, PLAIN, SIZE), items([ExactMode()], sampling))
     engine = Engine(unsure, PLAIN, SIZE, adapter=good_adapter(unsure))
-    engine.control = WindowControl(cost, 4, SIZE.max_step_tokens)
+    engine.control = DraftControl(cost, 4, SIZE.max_step_tokens)
     for _ in range(2):
         got = generate_all(engine, items(modes, sampling))
         assert [c.tokens for c in got] == [c.tokens for c in exact] * len(modes)
@@ -190,7 +190,7 @@ def test_control_chooses_trees_where_rows_are_free(unsure):
         ("chain", FREE, VerifiedMode(branches=1)),
         ("dear", BY_ROW, VerifiedMode()),
     ):
-        engine.control = WindowControl(cost, 4, SIZE.max_step_tokens)
+        engine.control = DraftControl(cost, 4, SIZE.max_step_tokens)
         requests = items([mode], new=40)
         seen = set()
         for each in requests:
@@ -208,7 +208,7 @@ def test_control_chooses_trees_where_rows_are_free(unsure):
 def test_below_threshold_one_trees_are_followed_too(unsure):
     """The service's set-point is in force; a fixed threshold without branches is a chain."""
     engine = Engine(unsure, PLAIN, SIZE, adapter=good_adapter(unsure))
-    engine.control = WindowControl(FREE, 4, SIZE.max_step_tokens)
+    engine.control = DraftControl(FREE, 4, SIZE.max_step_tokens)
     engine.thresholds.set_point = 0.3
     open_ones = [replace(each, quality=Elastic(0.3)) for each in items([VerifiedMode()], new=40)]
     fixed = items([VerifiedMode(threshold=0.3)], new=40)

@@ -13,7 +13,7 @@ from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.build import APP_NAME, build_app
+from mars_ray.serve.deploy import APP_NAME, build_app
 
 # Of Ray: how long `ray start --block` lets a node drain that is told to stop.
 DRAIN_TIME = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"

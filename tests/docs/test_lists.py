@@ -22,7 +22,9 @@ def first_texts(path: Path) -> set[str]:
 
 
 def test_every_metric_is_described():
-    made = {text for text in first_texts(SERVE / "metrics.py") if text.startswith("mars_")}
+    made = {
+        text for text in first_texts(SERVE / "replica" / "metrics.py") if text.startswith("mars_")
+    }
     assert len(made) > 20
     described = re.findall(
         r"^\| `(mars_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
@@ -31,11 +33,11 @@ def test_every_metric_is_described():
 
 
 def codes() -> Iterator[str]:
-    for path in SERVE.glob("*.py"):
+    for path in SERVE.rglob("*.py"):
         for call in calls(path):
             given = [key.value for key in call.keywords if key.arg == "code"]
             # Of a refusal the fourth argument.
-            if isinstance(call.func, ast.Name) and call.func.id == "Refusal":
+            if isinstance(call.func, ast.Name) and call.func.id == "ErrorInfo":
                 given += call.args[3:4]
             yield from (str(value.value) for value in given if isinstance(value, ast.Constant))
 

@@ -15,7 +15,7 @@ from model.small_gguf import tiny_gguf, wheel
 from mars_ray.config.load import load_job
 from mars_ray.config.simulate import SimulateJob
 from mars_ray.evaluate.bench_decode import random_checkpoint
-from mars_ray.scaling.traces.load import load_trace
+from mars_ray.simulator.traces.load import load_trace
 
 MODELS = ("runs/demo/models/ar", "runs/gsm8k/models/mars")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import mars_ray
 from mars_ray.cli import app
 from mars_ray.config.load import load_job
-from mars_ray.scaling.service_model import load_service_model
+from mars_ray.autoscale.service_model import load_service_model
 from typer.main import get_command
 from typer.testing import CliRunner
 

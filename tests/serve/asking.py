@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
-from mars_ray.serve.text_engine import TextEngine
+from mars_ray.serve.replica.llm_server import LLMServer
 
 ASK = "count from one to ten"
 
@@ -36,7 +36,7 @@ def error_of(response, status: int) -> dict:
     return error
 
 
-def wait_until_free(engine: TextEngine) -> None:
+def wait_until_free(engine: LLMServer) -> None:
     """Those who left are gone from the engine within seconds, on however slow a machine."""
     begin = time.monotonic()
     while engine.open_answers:

@@ -20,8 +20,8 @@ from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
-from mars_ray.serve.app import build_api
-from mars_ray.serve.text_engine import TextEngine
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.replica.llm_server import LLMServer
 
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 WORDS = [*NUMBERS, "Grüße", "你好", "😀"]
@@ -82,8 +82,8 @@ def job(checkpoint: Path) -> ServeJob:
 
 
 @pytest.fixture(scope="session")
-def text_engine(job: ServeJob) -> Iterator[TextEngine]:
-    engine = TextEngine(*load_engine(job.checkpoint, job.engine), job)
+def text_engine(job: ServeJob) -> Iterator[LLMServer]:
+    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job)
     engine.start()
     yield engine
     engine.stop()
@@ -95,7 +95,7 @@ def roomy_url(job: ServeJob) -> Iterator[str]:
     sizes = job.engine.model_copy(update={"max_context": 1200})
     limits = Limits(new_tokens=300)
     roomy = job.model_copy(update={"engine": sizes, "limits": limits})
-    engine = TextEngine(*load_engine(roomy.checkpoint, roomy.engine), roomy)
+    engine = LLMServer(*load_engine(roomy.checkpoint, roomy.engine), roomy)
     engine.start()
     with served(build_api(roomy, {"tiny": engine})) as url:
         yield url
@@ -104,5 +104,5 @@ def roomy_url(job: ServeJob) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def client(job: ServeJob, text_engine: TextEngine) -> TestClient:
+def client(job: ServeJob, text_engine: LLMServer) -> TestClient:
     return TestClient(build_api(job, {"tiny": text_engine}), raise_server_exceptions=False)

@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 
 from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.build import start
+from mars_ray.serve.deploy import start
 
 ASKED = {
     "model": "mars",

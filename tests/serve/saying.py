@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 
-from mars_ray.serve.messages import Call, Message, Prompt, Refusal, Tokenized
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized
 
 
 class Saying:
@@ -11,15 +11,15 @@ class Saying:
     def __init__(self, *messages: Message) -> None:
         self._messages = messages
 
-    async def answer(self, call: Call) -> AsyncGenerator[Message, None]:
+    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         for message in self._messages:
             yield message
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | Refusal:
-        return Refusal(503, "gone")
+    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+        return ErrorInfo(503, "gone")
 
-    async def detokenize(self, tokens: tuple[int, ...]) -> str | Refusal:
-        return Refusal(503, "gone")
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
+        return ErrorInfo(503, "gone")
 
     async def is_ready(self) -> bool:
         return False

@@ -6,22 +6,22 @@ import pytest
 
 from mars_ray.config.decode import ExactMode, Mode, Sampling, VerifiedMode
 from mars_ray.decode.request import Completion, Request, TokenEvent
-from mars_ray.serve.messages import Call, Finish, Served, TokenText
-from mars_ray.serve.replies import usage
-from mars_ray.serve.shapes import MarsUsage
-from mars_ray.serve.transcript import Transcript
+from mars_ray.serve.openai.response_models import MarsUsage
+from mars_ray.serve.openai.responses import usage
+from mars_ray.serve.protocol import Finish, GenerationRequest, Served, TokenText
+from mars_ray.serve.replica.output_processor import OutputProcessor
 
 A, B = "a@1", "b@2"
-CALL = Call("c", ("x",), VerifiedMode(), Sampling(), 100, 100)
+CALL = GenerationRequest("c", ("x",), VerifiedMode(), Sampling(), 100, 100)
 
 
-def transcript(mode: Mode, call: Call = CALL) -> Transcript:
+def transcript(mode: Mode, call: GenerationRequest = CALL) -> OutputProcessor:
     request = Request("c-0", (1, 2), mode, Sampling(), 100, frozenset())
 
     def token_text(token: int, logprob: float) -> TokenText:
         return TokenText(str(token), (), logprob)
 
-    return Transcript(call, request, 0, lambda tokens: "x" * len(tokens), token_text)
+    return OutputProcessor(call, request, 0, lambda tokens: "x" * len(tokens), token_text)
 
 
 def steps(*said: tuple[str | None, int]) -> list[TokenEvent]:

@@ -18,11 +18,11 @@ from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, EngineError, ModelError
 from mars_ray.model.draft_source import adapter_name
-from mars_ray.serve.adapters import Adapters
-from mars_ray.serve.app import build_api
-from mars_ray.serve.build import check, service_model
-from mars_ray.serve.messages import Call, Piece, Turn
-from mars_ray.serve.text_engine import TextEngine
+from mars_ray.serve.deploy import check, service_model
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.protocol import GenerationRequest, OutputDelta, Turn
+from mars_ray.serve.replica.adapters import Adapters
+from mars_ray.serve.replica.llm_server import LLMServer
 
 TOKENS = 400
 # A step's cost decides nothing here: every draft is checked.
@@ -62,10 +62,10 @@ def with_adapter(job: ServeJob, place: Path | str) -> ServeJob:
 
 
 @pytest.fixture(scope="module")
-def served(job) -> Iterator[tuple[TextEngine, Adapters]]:
+def served(job) -> Iterator[tuple[LLMServer, Adapters]]:
     """An engine that starts without an adapter."""
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    text = TextEngine(engine, tokenizer, job)
+    text = LLMServer(engine, tokenizer, job)
     text.start()
     yield text, Adapters(text.drafting, Path(job.checkpoint), "", engine.model.dtype)
     wait_until_free(text)
@@ -200,17 +200,17 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
     good, weak = named(folder, "good"), named(folder, "weak")
     exact = text_of(ask(client, max_tokens=TOKENS))
 
-    async def whole(number: int) -> tuple[str, Piece]:
+    async def whole(number: int) -> tuple[str, OutputDelta]:
         call = _open_call(f"overtaken-{number}")
         said = ""
         async for message in text.answer(call):
-            assert isinstance(message, Piece), message
+            assert isinstance(message, OutputDelta), message
             said += message.text
             if message.finish:
                 return said, message
         raise EngineError("no end")
 
-    async def scenario() -> list[tuple[str, Piece]]:
+    async def scenario() -> list[tuple[str, OutputDelta]]:
         await adapters.take(str(folder / "good"))
         answers = [asyncio.create_task(whole(number)) for number in range(8)]
         for name in itertools.cycle(("weak", None, "good")):
@@ -240,7 +240,7 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
     assert seen == {good, weak, None}
 
 
-async def _steps_pass(text: TextEngine, answers: list[asyncio.Task]) -> None:
+async def _steps_pass(text: LLMServer, answers: list[asyncio.Task]) -> None:
     """Two more steps of the engine: an adapter that none was made with would serve nobody."""
     before = await text._thread.ask(lambda engine: engine.totals.steps)
     while not all(answer.done() for answer in answers):
@@ -249,9 +249,11 @@ async def _steps_pass(text: TextEngine, answers: list[asyncio.Task]) -> None:
         await asyncio.sleep(0)
 
 
-def _open_call(name: str) -> Call:
+def _open_call(name: str) -> GenerationRequest:
     prompt = (Turn("user", ASK),)
-    return Call(name, (prompt,), VerifiedMode(), Sampling(), TOKENS, TOKENS, is_mode_open=True)
+    return GenerationRequest(
+        name, (prompt,), VerifiedMode(), Sampling(), TOKENS, TOKENS, is_mode_open=True
+    )
 
 
 def test_a_reply_over_http_tells_what_each_adapter_served(client, served, folder):

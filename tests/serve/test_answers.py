@@ -12,7 +12,7 @@ from serve.asking import ASK, ask, error_of, streamed, text_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.serve.messages import Call, Message, Refusal, Turn
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Turn
 
 
 def complete(client: TestClient, **fields: Any):
@@ -130,13 +130,13 @@ def test_long_prompts_are_encoded_beside_the_loop(text_engine, monkeypatch):
 
     async def first(prompt: str | tuple[Turn, ...]) -> Message:
         await text_engine.tokenize(prompt)
-        call = Call("a", (prompt,), ExactMode(), Sampling(), 1, 100)
+        call = GenerationRequest("a", (prompt,), ExactMode(), Sampling(), 1, 100)
         async with aclosing(text_engine.answer(call)) as messages:
             return await anext(messages)
 
     for text in ("one two", "one two " * 5000):
         for prompt in (text, (Turn("user", text),)):
-            assert isinstance(asyncio.run(first(prompt)), Refusal) == (len(text) > 10)
+            assert isinstance(asyncio.run(first(prompt)), ErrorInfo) == (len(text) > 10)
     here = threading.current_thread()
     assert [thread is here for thread in threads] == [True] * 4 + [False] * 4
 

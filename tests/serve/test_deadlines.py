@@ -12,9 +12,9 @@ from serve.saying import Saying
 from starlette.types import ASGIApp
 
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.app import build_api
-from mars_ray.serve.messages import Finish, Piece, Refusal
-from mars_ray.serve.slow_readers import LIMIT_HEADER, SlowReaders
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.slow_readers import LIMIT_HEADER, SlowReaders
+from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta
 
 
 def test_an_answer_that_is_late_is_an_error_not_half_an_answer(client, text_engine):
@@ -29,7 +29,7 @@ def test_an_answer_that_is_late_is_an_error_not_half_an_answer(client, text_engi
 
 def test_a_stream_that_is_late_keeps_what_it_has_and_says_so(job, text_engine):
     """The last event is the error, and there is no [DONE]."""
-    first, late = Piece("half"), Refusal(408, "late", code="deadline_exceeded")
+    first, late = OutputDelta("half"), ErrorInfo(408, "late", code="deadline_exceeded")
     client = TestClient(build_api(job, {"tiny": Saying(first, late)}))
     *_, chunk, error = ask(client, stream=True).text.removesuffix("\n\n").split("\n\n")
     assert json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]["content"] == "half"
@@ -53,8 +53,8 @@ class Endless(Saying):
     async def answer(self, call):
         try:
             for _ in range(2000):
-                yield Piece("x" * 100_000)
-            yield Piece("", Finish("stop", 1, 1, 1))
+                yield OutputDelta("x" * 100_000)
+            yield OutputDelta("", Finish("stop", 1, 1, 1))
         finally:
             self.closed = True
 
@@ -99,7 +99,9 @@ def test_a_client_that_does_not_read_is_dropped():
 
 def test_a_client_that_reads_slowly_but_reads_is_served():
     """The limit is for a client that reads nothing at all; its header is for the proxy only."""
-    backend = Saying(*(Piece("x" * 100_000) for _ in range(60)), Piece("", Finish("stop", 1, 1, 1)))
+    backend = Saying(
+        *(OutputDelta("x" * 100_000) for _ in range(60)), OutputDelta("", Finish("stop", 1, 1, 1))
+    )
     read = b""
     with served(api_with(backend, slow_reader_s=1.0)) as url, streaming(url) as connection:
         while b"[DONE]" not in read:

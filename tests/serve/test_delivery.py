@@ -6,12 +6,20 @@ from dataclasses import replace
 import pytest
 
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.serve.messages import Call, CallPiece, Finish, Message, Piece, TokenText, joined
+from mars_ray.serve.protocol import (
+    Finish,
+    GenerationRequest,
+    Message,
+    OutputDelta,
+    TokenText,
+    ToolCallDelta,
+    joined,
+)
 
-CALL = Call("delivery", ("one two three",), ExactMode(), Sampling(), 40, 100)
+CALL = GenerationRequest("delivery", ("one two three",), ExactMode(), Sampling(), 40, 100)
 
 
-def heard(text_engine, call: Call) -> list[Message]:
+def heard(text_engine, call: GenerationRequest) -> list[Message]:
     async def run() -> list[Message]:
         return [message async for message in text_engine.answer(call)]
 
@@ -53,10 +61,10 @@ def test_a_stop_string_ends_in_the_middle_of_an_interval(text_engine):
 def test_everything_a_piece_has_is_kept():
     """Guards calls that are lost where pieces are joined, and a chunk for every step of one."""
     logprobs = tuple(TokenText(text, (97,), -1.0) for text in "ab")
-    begun, more = CallPiece(0, id="1", name="f"), CallPiece(0, "{")
+    begun, more = ToolCallDelta(0, id="1", name="f"), ToolCallDelta(0, "{")
     finish = Finish("stop", 1, 2, 2)
-    first = Piece("a", forward=1, tokens=1, logprobs=logprobs[:1], calls=(begun, more))
-    other = CallPiece(1, id="2", name="f")
-    second = Piece("b", finish, 0, 2, 1, logprobs[1:], (CallPiece(0, "}"), other))
-    calls = (begun, CallPiece(0, "{}"), other)
-    assert joined(first, second) == Piece("ab", finish, 0, 2, 2, logprobs, calls)
+    first = OutputDelta("a", forward=1, tokens=1, logprobs=logprobs[:1], calls=(begun, more))
+    other = ToolCallDelta(1, id="2", name="f")
+    second = OutputDelta("b", finish, 0, 2, 1, logprobs[1:], (ToolCallDelta(0, "}"), other))
+    calls = (begun, ToolCallDelta(0, "{}"), other)
+    assert joined(first, second) == OutputDelta("ab", finish, 0, 2, 2, logprobs, calls)

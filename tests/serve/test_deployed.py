@@ -18,8 +18,8 @@ from serve.raw import CASES, CHAT, chat, connected, post, send_slowly, status_of
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.build import APP_NAME, start
-from mars_ray.serve.front_door import BoundedProtocol
+from mars_ray.serve.deploy import APP_NAME, start
+from mars_ray.serve.ingress.proxy import BoundedProtocol
 
 pytestmark = pytest.mark.ray
 

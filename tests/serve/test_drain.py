@@ -13,9 +13,9 @@ from serve.asking import ask, error_of
 from serve.command import TOKENS, command, loses_nothing_at_sigterm, read, with_room
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve import stop
-from mars_ray.serve.app import build_api
-from mars_ray.serve.gate import Gate
+from mars_ray.serve import shutdown
+from mars_ray.serve.ingress.gate import Gate
+from mars_ray.serve.ingress.routes import build_api
 
 
 def test_a_closed_gate_refuses_and_says_so(job, text_engine):
@@ -63,14 +63,14 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
         did.append("drain")
         return not at_once.wait(10)
 
-    monkeypatch.setattr(stop, "drain", wait)
-    monkeypatch.setattr(stop, "_cut", lambda: did.append("cut"))
+    monkeypatch.setattr(shutdown, "drain", wait)
+    monkeypatch.setattr(shutdown, "_cut", lambda: did.append("cut"))
     monkeypatch.setattr(serve, "shutdown", lambda: did.append("stop"))
-    monkeypatch.setattr(stop, "end_controls", lambda: did.append("forget"))
+    monkeypatch.setattr(shutdown, "end_controls", lambda: did.append("forget"))
     before = signal.getsignal(number)
     for delay_s in (0.2, 0.4):
         threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
-    stop.wait_until_stopped(ServeJob(checkpoint="m"))
+    shutdown.wait_until_stopped(ServeJob(checkpoint="m"))
     assert did == ["drain", "cut", "stop", "forget"]
     assert signal.getsignal(number) is before
 

@@ -22,11 +22,11 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.config.scaling import ScalingConfig, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.runner import Runner
+from mars_ray.decode.fused_model import FusedModel
 from mars_ray.errors import ConfigError
-from mars_ray.serve.build import APP_NAME, start, update
-from mars_ray.serve.control import publish
-from mars_ray.serve.messages import Call, Refusal, Turn
+from mars_ray.serve.deploy import APP_NAME, start, update
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Turn
+from mars_ray.serve.threshold_actor import publish
 
 pytestmark = pytest.mark.ray
 
@@ -150,7 +150,7 @@ class Breaks:
         def gone(*args: object) -> None:
             raise RuntimeError("the device is gone")
 
-        Runner.hidden_states = gone  # type: ignore[method-assign]
+        FusedModel.hidden_states = gone  # type: ignore[method-assign]
         return False
 
 
@@ -164,12 +164,12 @@ def test_a_replica_whose_engine_fails_gives_way_at_once(url, job):
 
     async def fails_for_good(number: int) -> bool:
         sampling = Sampling() if number else breaks
-        call = Call(f"broken-{number}", (prompt,), ExactMode(), sampling, 4, 4)
+        call = GenerationRequest(f"broken-{number}", (prompt,), ExactMode(), sampling, 4, 4)
         try:
             said = [message async for message in handle.answer.remote(call)]
         except RayActorError:
             return True
-        assert isinstance(said[-1], Refusal)
+        assert isinstance(said[-1], ErrorInfo)
         return said[-1].code == "engine_error"
 
     async def break_one_and_ask() -> list[str]:

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.grammar import Grammars
 from mars_ray.decode.loading import load_engine
+from mars_ray.decode.structured_output import Grammars
 from mars_ray.errors import RequestError
-from mars_ray.serve.app import build_api
-from mars_ray.serve.formats import grammar_of
-from mars_ray.serve.messages import Call, Tools
-from mars_ray.serve.text_engine import TextEngine
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.protocol import GenerationRequest, Tools
+from mars_ray.serve.replica.formats import grammar_of
+from mars_ray.serve.replica.llm_server import LLMServer
 
 # No free text, which random weights would never end.
 SCHEMA = {
@@ -59,8 +59,8 @@ def job(checkpoint) -> ServeJob:
 
 
 @pytest.fixture(scope="module")
-def text_engine(job) -> Iterator[TextEngine]:
-    engine = TextEngine(*load_engine(job.checkpoint, job.engine), job)
+def text_engine(job) -> Iterator[LLMServer]:
+    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job)
     engine.start()
     yield engine
     engine.stop()
@@ -141,8 +141,8 @@ def test_a_schema_that_becomes_too_complex_is_a_400(client, text_engine):
     assert text_of(ask(client))
 
 
-def grammar_call(**fields) -> Call:
-    return Call("id", ("x",), ExactMode(), Sampling(), None, 10, **fields)
+def grammar_call(**fields) -> GenerationRequest:
+    return GenerationRequest("id", ("x",), ExactMode(), Sampling(), None, 10, **fields)
 
 
 BOTH = CALLED + "\n" + TOLD
@@ -309,7 +309,7 @@ def test_tools_may_refer_to_parts_of_their_own_schema(text_engine):
     }
     tool = {"type": "function", "function": {"name": "send", "parameters": parameters}}
     tools = Tools((tool,), is_required=True, is_parallel=False, named=None)
-    call = Call("a", ("x",), ExactMode(), Sampling(), 12, 100, tools=tools)
+    call = GenerationRequest("a", ("x",), ExactMode(), Sampling(), 12, 100, tools=tools)
     grammar = asyncio.run(text_engine._grammar(call))
 
     def whole(arguments: dict) -> bool:

@@ -7,17 +7,17 @@ import pytest
 from mars_ray.config.decode import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.info import EngineInfo
-from mars_ray.serve.live import Live
-from mars_ray.serve.observe import EngineSeen
-from mars_ray.serve.recent import Recent
+from mars_ray.serve.ingress.recent import Recent
+from mars_ray.serve.replica.live import Live
+from mars_ray.serve.replica.stats import EngineStats
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")
 INFO = EngineInfo("mars-ray", "float32", "cpu", "dense", 1, 4096, 64)
 
 
-def seen(set_point: float = 1.0) -> EngineSeen:
-    return EngineSeen(
+def seen(set_point: float = 1.0) -> EngineStats:
+    return EngineStats(
         running=2,
         waiting=1,
         cache_share=0.25,

@@ -7,7 +7,7 @@ import random
 import pytest
 from fastapi.responses import Response
 
-from mars_ray.serve.metrics_endpoint import PIECE_BYTES, page
+from mars_ray.serve.ingress.metrics_endpoint import PIECE_BYTES, page
 
 LINES = "".join(
     f'ray_mars_requests{{replica="{i}"}} {random.Random(i).random()}\n' for i in range(90_000)

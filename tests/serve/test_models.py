@@ -16,9 +16,9 @@ from mars_ray.config.decode import EngineConfig, ExactMode
 from mars_ray.config.load import parse_job
 from mars_ray.config.serve import Limits, ServedModel, ServeJob
 from mars_ray.errors import ConfigError, ModelError
-from mars_ray.serve.app import build_api
-from mars_ray.serve.build import _replicas, build_app, start
-from mars_ray.serve.shapes import MarsStatusReply
+from mars_ray.serve.deploy import _replicas, build_app, start
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.response_models import MarsStatusReply
 
 SECRET, OTHER = "a-secret-of-24-characters", "another-secret-of-some-30-chars"
 KEYS = f"""

@@ -14,8 +14,8 @@ from serve.asking import ask as plainly_ask
 from serve.real_port import served
 
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.serve.app import build_api
-from mars_ray.serve.messages import Call, Turn
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.protocol import GenerationRequest, Turn
 
 CHAT = [{"role": "user", "content": ASK}]
 GREEDY = {"model": "tiny", "messages": CHAT, "max_tokens": 24, "temperature": 0}
@@ -133,7 +133,9 @@ def full(text_engine, until: threading.Event) -> Iterator[None]:
 
     async def hold() -> None:
         answers = [
-            text_engine.answer(Call(f"hold-{i}", (turns,), ExactMode(), Sampling(), 2, 100))
+            text_engine.answer(
+                GenerationRequest(f"hold-{i}", (turns,), ExactMode(), Sampling(), 2, 100)
+            )
             for i in range(6)
         ]
         for answer in answers:

@@ -4,8 +4,8 @@ import schemathesis
 from fastapi.testclient import TestClient
 from schemathesis.config import SchemathesisConfig
 
-from mars_ray.serve.app import build_api
-from mars_ray.serve.openapi import openapi
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.openapi import openapi
 
 
 def test_every_route_is_described_and_nothing_else(client, job, text_engine):

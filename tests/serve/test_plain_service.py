@@ -18,10 +18,10 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
-from mars_ray.serve.app import build_api
-from mars_ray.serve.build import _checked, start
-from mars_ray.serve.shapes import MarsStatusReply
-from mars_ray.serve.text_engine import TextEngine
+from mars_ray.serve.deploy import _checked, start
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.response_models import MarsStatusReply
+from mars_ray.serve.replica.llm_server import LLMServer
 
 CHAT = [{"role": "user", "content": "How many apples are left?"}]
 ADAPTER = "use mode 'exact', or give it a draft adapter (`mars-ray adapt MODEL`"
@@ -74,7 +74,7 @@ def test_a_plain_model_answers_as_transformers_does(architecture, tmp_path):
     job = _checked(job_of(checkpoint))
     # It is `exact` as long as nothing drafts, and an adapter may come while the service runs.
     assert job.mode == VerifiedMode()
-    engine = TextEngine(*load_engine(checkpoint, job.engine), job)
+    engine = LLMServer(*load_engine(checkpoint, job.engine), job)
     engine.start()
     api = TestClient(build_api(job, {"plain": engine}))
     body = {"model": "plain", "messages": CHAT} | WISHES

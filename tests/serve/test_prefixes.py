@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.serve.messages import Prompt, Turn
-from mars_ray.serve.prefixes import (
+from mars_ray.serve.ingress.prefixes import (
     BLOCK_CHARS,
     BLOCK_TOKENS,
     MAX_BLOCKS,
     PrefixTable,
     prefix_blocks,
 )
+from mars_ray.serve.protocol import Prompt, Turn
 
 REPLICAS = ("a", "b", "c")
 PROMPTS = st.lists(st.integers(0, 2), max_size=6)

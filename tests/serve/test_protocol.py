@@ -11,10 +11,23 @@ from pydantic import ValidationError
 
 from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Sampling, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.bodies import ApiError, ChatBody, CompletionBody, DetokenizeBody, parse
-from mars_ray.serve.calls import to_call
-from mars_ray.serve.messages import Finish, Piece, Refusal, TokenText, Turn
-from mars_ray.serve.replies import Answer, ChatShape, TextShape, error_body, model_list, reply
+from mars_ray.serve.openai.request_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    parse,
+)
+from mars_ray.serve.openai.responses import (
+    Answer,
+    ChatShape,
+    TextShape,
+    error_body,
+    model_list,
+    reply,
+)
+from mars_ray.serve.openai.validation import to_generation_request
+from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta, TokenText, Turn
 
 JOB = ServeJob(checkpoint="x", limits=Limits(new_tokens=50))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -26,10 +39,10 @@ def body(**fields: Any) -> bytes:
 
 
 def call(job: ServeJob = JOB, **fields: Any):
-    return to_call(parse(ChatBody, body(**fields)), "id", 7, job)
+    return to_generation_request(parse(ChatBody, body(**fields)), "id", 7, job)
 
 
-def refusal(job: ServeJob = JOB, **fields: Any) -> Refusal:
+def refusal(job: ServeJob = JOB, **fields: Any) -> ErrorInfo:
     with pytest.raises(ApiError) as caught:
         call(job, **fields)
     return caught.value.refusal
@@ -283,7 +296,7 @@ def test_a_threshold_without_effect_is_refused_under_an_exact_default():
     assert refusal(job, threshold=0.5).param == "threshold"
 
 
-def answered(*pieces: Piece, logprobs: bool = False, forwards: bool = False) -> Answer:
+def answered(*pieces: OutputDelta, logprobs: bool = False, forwards: bool = False) -> Answer:
     answer = Answer(logprobs=[] if logprobs else None, forwards=[] if forwards else None)
     for piece in pieces:
         answer.add(piece)
@@ -299,7 +312,9 @@ TOKENS = (
 
 def test_replies_have_the_shapes_of_the_official_client():
     """Held to the `openai` package's own types, which the client parses with."""
-    answer = answered(Piece("te", forward=1, tokens=2), Piece("xt", FINISH), forwards=True)
+    answer = answered(
+        OutputDelta("te", forward=1, tokens=2), OutputDelta("xt", FINISH), forwards=True
+    )
     made = reply(call(threshold=0.5), ChatShape(), "m", 1, [answer])
     parsed = ChatCompletion.model_validate(made, strict=True)
     assert parsed.choices[0].message.content == "text"
@@ -322,7 +337,7 @@ def test_replies_have_the_shapes_of_the_official_client():
 
 def test_logprobs_have_the_shapes_of_both_apis():
     """A chat's has bytes, so that characters of several tokens can be put together."""
-    answer = answered(Piece("a", FINISH, logprobs=TOKENS), logprobs=True)
+    answer = answered(OutputDelta("a", FINISH, logprobs=TOKENS), logprobs=True)
     made = reply(call(logprobs=True), ChatShape(), "m", 1, [answer])
     parsed = ChatCompletion.model_validate(made, strict=True).choices[0].logprobs
     assert parsed is not None
@@ -342,14 +357,14 @@ def test_tokens_that_look_alike_keep_the_figure_of_the_chosen_one():
     """Guards the least likely of several halves of characters, which are all written as U+FFFD."""
     half, other, least = (TokenText("\ufffd", (240 + n,), -1.0 - n) for n in range(3))
     chosen = replace(half, top=(half, TokenText("a", (97,), -1.5), other, least))
-    answer = answered(Piece("\ufffd", FINISH, logprobs=(chosen,)), logprobs=True)
+    answer = answered(OutputDelta("\ufffd", FINISH, logprobs=(chosen,)), logprobs=True)
     made = reply(complete(logprobs=4), TextShape(), "m", 1, [answer])
     assert made["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0, "a": -1.5}]
 
 
 def complete(job: ServeJob = JOB, **fields: Any):
     raw = json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
-    return to_call(parse(CompletionBody, raw), "id", 7, job)
+    return to_generation_request(parse(CompletionBody, raw), "id", 7, job)
 
 
 def test_a_completion_takes_texts_and_tokens():
@@ -397,5 +412,5 @@ def test_a_wrong_completion_is_a_400_that_names_its_field(fields, param):
 )
 def test_errors_have_openai_types(status, kind):
     """Clients decide by the type whether to try again."""
-    error = error_body(Refusal(status, "m", "p", "c"))["error"]
+    error = error_body(ErrorInfo(status, "m", "p", "c"))["error"]
     assert error == {"message": "m", "type": kind, "param": "p", "code": "c"}

@@ -9,11 +9,11 @@ from serve.asking import ASK, ask
 from serve.saying import Saying
 
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.serve import request_log
-from mars_ray.serve.app import build_api
-from mars_ray.serve.gate import Gate
-from mars_ray.serve.messages import Call, Finish, Piece, Refusal
-from mars_ray.serve.request_log import Entry
+from mars_ray.serve.ingress import request_log
+from mars_ray.serve.ingress.gate import Gate
+from mars_ray.serve.ingress.request_log import Entry
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, OutputDelta
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def test_every_way_to_end_has_its_name(job, client, lines):
     assert (bad["status"], bad["ending"]) == (400, "invalid_value")
     assert (missing["status"], missing["ending"]) == (404, "model_not_found")
     assert (nothing["status"], "ending" in nothing) == (404, False)
-    lost = Refusal(503, "lost", code="replica_lost")
-    ask(TestClient(build_api(job, {"tiny": Saying(Piece("x"), lost)})), stream=True)
+    lost = ErrorInfo(503, "lost", code="replica_lost")
+    ask(TestClient(build_api(job, {"tiny": Saying(OutputDelta("x"), lost)})), stream=True)
     assert lines()[0]["ending"] == "replica_lost"
-    two = [Piece("x", Finish("stop", 3, 4, 2), choice=n) for n in range(2)]
+    two = [OutputDelta("x", Finish("stop", 3, 4, 2), choice=n) for n in range(2)]
     ask(TestClient(build_api(job, {"tiny": Saying(*two)})), n=2)
     (line,) = lines()
     assert (line["ending"], line["completion_tokens"], line["forwards"]) == ("stop", 8, 4)
@@ -79,16 +79,16 @@ def test_every_way_to_end_has_its_name(job, client, lines):
 def test_a_client_that_leaves_one_answer_of_two_is_told_of():
     """Guards an `abort` that is lost behind the reason for which another answer ended."""
     entry = Entry(None, "POST", "/v1/chat/completions")
-    call = Call("a", ("x",), ExactMode(), Sampling(), None, 9, n=2)
+    call = GenerationRequest("a", ("x",), ExactMode(), Sampling(), None, 9, n=2)
     entry.called(call, "tiny", None, with_prompt=False)
     for choice, ending in enumerate(("abort", "stop")):
-        entry.told(Piece("x", Finish("stop", 1, 1, 1), choice=choice))
+        entry.told(OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice))
         assert json.loads(entry.line())["ending"] == ending
 
 
 def test_prompts_are_logged_only_if_asked_for(job, lines):
     """The answer never is."""
-    said = Saying(Piece("secret answer", Finish("stop", 1, 1, 1)))
+    said = Saying(OutputDelta("secret answer", Finish("stop", 1, 1, 1)))
     ask(TestClient(build_api(job, {"tiny": said})))
     assert ASK not in json.dumps(lines())
     talkative = job.model_copy(update={"log_prompts": True})

@@ -12,14 +12,14 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from serve.asking import ASK
 
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.serve import retry
-from mars_ray.serve.bodies import ApiError
-from mars_ray.serve.messages import Call, Finish, Message, Piece, Refusal, Turn
-from mars_ray.serve.retry import answered, insisted
+from mars_ray.serve.ingress import retry
+from mars_ray.serve.ingress.retry import answered, insisted
+from mars_ray.serve.openai.request_models import ApiError
+from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta, Turn
 
-CALL = Call("id", ((Turn("user", ASK),),), ExactMode(), Sampling(), 10, 100)
-FIRST, LAST = Piece("a"), Piece("b", Finish("stop", 1, 2, 2))
-BROKEN = Refusal(503, "the engine was shut down", code="engine_error")
+CALL = GenerationRequest("id", ((Turn("user", ASK),),), ExactMode(), Sampling(), 10, 100)
+FIRST, LAST = OutputDelta("a"), OutputDelta("b", Finish("stop", 1, 2, 2))
+BROKEN = ErrorInfo(503, "the engine was shut down", code="engine_error")
 
 
 class Replicas:
@@ -27,9 +27,9 @@ class Replicas:
 
     def __init__(self, *saying: tuple[Message | Exception, ...]) -> None:
         self._saying = iter(saying)
-        self.calls: list[Call] = []
+        self.calls: list[GenerationRequest] = []
 
-    async def ask(self, call: Call) -> AsyncGenerator[Message, None]:
+    async def ask(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         self.calls.append(call)
         for message in next(self._saying):
             if isinstance(message, Exception):
@@ -37,7 +37,7 @@ class Replicas:
             yield message
 
 
-def heard(replicas: Replicas, call: Call) -> list[Message]:
+def heard(replicas: Replicas, call: GenerationRequest) -> list[Message]:
     async def collect() -> list[Message]:
         return [message async for message in answered(replicas.ask, call)]
 
@@ -62,7 +62,7 @@ def test_a_stream_that_has_begun_ends_with_an_error():
     """Its client has text that another replica would say again."""
     (first, error) = heard(Replicas((FIRST, LOST)), CALL)
     assert first == FIRST
-    assert isinstance(error, Refusal)
+    assert isinstance(error, ErrorInfo)
     assert (error.status, error.code) == (503, "replica_lost")
 
 
@@ -77,14 +77,14 @@ def test_after_some_tries_it_is_a_503():
     """Guards a request that goes from one replica to the next and ends them all."""
     replicas = Replicas(*[(LOST,), (NONE,)] * 5)
     (error,) = heard(replicas, CALL)
-    assert isinstance(error, Refusal)
+    assert isinstance(error, ErrorInfo)
     assert (error.status, error.retry_after_s) == (503, 1)
     assert len(replicas.calls) == 3
 
 
 def test_refusals_are_not_asked_for_again():
     """They would be the same everywhere, or are right where they are."""
-    full = Refusal(429, "full", code="too_many_requests")
+    full = ErrorInfo(429, "full", code="too_many_requests")
     replicas = Replicas((full,))
     assert heard(replicas, CALL) == [full]
 
@@ -105,7 +105,7 @@ def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_s
     monkeypatch.setattr(retry, "_GRACE_S", 0.0)
     closed = []
 
-    async def never(call: Call) -> AsyncGenerator[Message, None]:
+    async def never(call: GenerationRequest) -> AsyncGenerator[Message, None]:
         try:
             await asyncio.sleep(1000)
             yield FIRST
@@ -118,7 +118,7 @@ def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_s
             return [message async for message in answered(never, call)]
 
     (late,) = asyncio.run(collect())
-    assert isinstance(late, Refusal)
+    assert isinstance(late, ErrorInfo)
     assert (late.status, late.param, late.code) == (408, "timeout_s", "deadline_exceeded")
     assert closed == [CALL.id]
 
@@ -127,7 +127,7 @@ def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
     """There the clock is looked at between steps, and what is on its way still arrives."""
     monkeypatch.setattr(retry, "_GRACE_S", 0.0)
 
-    async def slow(_call: Call) -> AsyncGenerator[Message, None]:
+    async def slow(_call: GenerationRequest) -> AsyncGenerator[Message, None]:
         yield FIRST
         await asyncio.sleep(0.1)
         yield LAST

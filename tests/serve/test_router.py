@@ -10,9 +10,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from mars_ray.config.decode import ExactMode, Sampling
-from mars_ray.serve.messages import Call, Turn
-from mars_ray.serve.prefixes import BLOCK_CHARS
-from mars_ray.serve.router import MAX_IMBALANCE, PrefixRouter
+from mars_ray.serve.ingress.prefixes import BLOCK_CHARS
+from mars_ray.serve.ingress.router import MAX_IMBALANCE, PrefixRouter
+from mars_ray.serve.protocol import GenerationRequest, Turn
 
 pytestmark = pytest.mark.ray
 
@@ -25,14 +25,14 @@ TOPICS = ("tides", "bread", "chess")
 def handle(ray_cluster) -> Iterator[DeploymentHandle]:
     # Defined here, so that it travels to the replicas with its code.
     class Who:
-        def pid(self, _call: Call) -> int:
+        def pid(self, _call: GenerationRequest) -> int:
             return os.getpid()
 
-        async def slow_pid(self, _call: Call) -> int:
+        async def slow_pid(self, _call: GenerationRequest) -> int:
             await asyncio.sleep(1.0)
             return os.getpid()
 
-        def die(self, _call: Call) -> None:
+        def die(self, _call: GenerationRequest) -> None:
             os._exit(1)
 
     who = serve.deployment(
@@ -46,13 +46,13 @@ def handle(ray_cluster) -> Iterator[DeploymentHandle]:
     serve.shutdown()
 
 
-def call(topic: str, turns: int = 1) -> Call:
+def call(topic: str, turns: int = 1) -> GenerationRequest:
     """A conversation so far; each turn adds some blocks."""
     texts = [f"{topic} {number} " * BLOCK_CHARS for number in range(2 * turns - 1)]
     prompt = tuple(
         Turn("user" if number % 2 == 0 else "assistant", text) for number, text in enumerate(texts)
     )
-    return Call("id", (prompt,), ExactMode(), Sampling(), 1, 1)
+    return GenerationRequest("id", (prompt,), ExactMode(), Sampling(), 1, 1)
 
 
 def test_conversations_stay_with_their_replica(handle):

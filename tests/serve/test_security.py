@@ -13,10 +13,10 @@ from serve.asking import ask, error_of
 from serve.saying import Saying
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.app import build_api
-from mars_ray.serve.bodies import ApiError, ChatBody, CompletionBody
-from mars_ray.serve.build import build_app
-from mars_ray.serve.keys import Keys
+from mars_ray.serve.deploy import build_app
+from mars_ray.serve.ingress.api_keys import ApiKeys
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.request_models import ApiError, ChatBody, CompletionBody
 
 OPEN = {"/", "/healthz", "/readyz"}
 SECRETS = [f"a-secret-of-24-characters-{number}" for number in range(5)]
@@ -56,7 +56,7 @@ def test_every_key_is_compared_whichever_is_right(keys_file, secret, monkeypatch
         return compare(*digests)
 
     monkeypatch.setattr(hmac, "compare_digest", count)
-    keys = Keys(keys_file)
+    keys = ApiKeys(keys_file)
     if secret in SECRETS:
         assert keys.holder(f"Bearer {secret}")
     else:

@@ -17,7 +17,7 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError
-from mars_ray.serve.build import APP_NAME, start
+from mars_ray.serve.deploy import APP_NAME, start
 
 pytestmark = pytest.mark.ray
 

@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 from mars_ray.config.schedule import ConstantBlockSize, MixedBlockSize
 from mars_ray.config.train import DraftAdapterConfig, DraftObjective
 from mars_ray.core import draft_loss
+from mars_ray.core.attention_mask import dense_mask
 from mars_ray.core.draft_layout import draft_layout
 from mars_ray.core.layout import NO_TARGET, Layout
 from mars_ray.core.loss import loss_counts, row_coefficients
-from mars_ray.core.mask import dense_mask
-from mars_ray.core.schedule import depth_weights, draft_blocks
+from mars_ray.core.mask_schedule import depth_weights, draft_blocks
 from mars_ray.model.draft_adapter import DraftCard
 from mars_ray.model.forward import output_head
 from mars_ray.train.draft_adapter import adapter_of
 from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.frozen import FrozenModel
-from mars_ray.train.step import layout_tensors
+from mars_ray.train.model_step import layout_tensors
 
 CPU = torch.device("cpu")
 # Packed conversations, two turns in one, padding, and one of a prompt alone.

@@ -18,8 +18,8 @@ from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import ModelFlops
 from mars_ray.train.store import CheckpointStore
+from mars_ray.train.throughput import ModelFlops
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5})

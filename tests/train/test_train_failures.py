@@ -19,7 +19,7 @@ from mars_ray.train.loop import StageOutcome
 from mars_ray.train.memory import RowSize, check_memory, estimate
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import OwnTime
+from mars_ray.train.throughput import OwnTime
 from mars_ray.train.watchdog import stacks
 from mars_ray.train.worker import train_stage
 

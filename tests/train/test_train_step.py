@@ -9,15 +9,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_ray.config.schedule import ConstantBlockSize
 from mars_ray.config.train import ArObjective, MarsObjective, OptimizerConfig
+from mars_ray.core.attention_mask import dense_mask
 from mars_ray.core.layout import NO_TARGET
 from mars_ray.core.loss import row_coefficients
-from mars_ray.core.mask import dense_mask
 from mars_ray.model.forward import output_head
 from mars_ray.train.engine import PlainEngine
+from mars_ray.train.model_step import TrainStep, layout_tensors, step_counts
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.speed import OwnTime
-from mars_ray.train.step import TrainStep, layout_tensors, step_counts
+from mars_ray.train.throughput import OwnTime
 
 CPU = torch.device("cpu")
 MARS = StageObjective(MarsObjective(block_size=ConstantBlockSize(size=2)), 0, MASK)

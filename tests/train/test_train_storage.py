@@ -24,10 +24,10 @@ from train.small_jobs import (
 from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError, ConfigError, TrainingError
 from mars_ray.train import checkpoint
-from mars_ray.train.keeping import best_checkpoint, fetch_copies, kept
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
+from mars_ray.train.retention import best_checkpoint, fetch_copies, kept
 from mars_ray.train.run import run_training
 from mars_ray.train.store import CheckpointStore
 from mars_ray.train.worker import resume_stage, train_stage

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.runner import Runner
 
 
 class Backend(Protocol):
     """Runs a forward's rows through the model."""
 
     name: str  # as `attention_backend` has it
-    runner: Runner
+    runner: FusedModel
     cache: PagedCache
 
     def warm_up(self) -> None:

@@ -4,12 +4,14 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.attention.base import Backend
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.paged import PagedBackend, missing
+from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.runner import Runner
 from mars_ray.errors import ConfigError
 
 
-def backend_of(config: EngineConfig, runner: Runner, cache: PagedCache, positions: int) -> Backend:
+def backend_of(
+    config: EngineConfig, runner: FusedModel, cache: PagedCache, positions: int
+) -> Backend:
     """For sequences of at most so many positions. Raises ConfigError."""
     kind, reason = config.attention_backend, missing(cache)
     if kind == "triton" and reason:

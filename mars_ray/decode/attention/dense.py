@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mars_ray.decode.adapter import FusedAdapter, Last
 from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.request import MOST_DRAFTS
-from mars_ray.decode.runner import Runner, Turn
 
 # Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
 # as many rows: they would pad the others.
@@ -28,7 +28,7 @@ class DenseBackend:
 
     name = "dense"
 
-    def __init__(self, runner: Runner, cache: PagedCache) -> None:
+    def __init__(self, runner: FusedModel, cache: PagedCache) -> None:
         self.runner = runner
         self.cache = cache
 
@@ -121,7 +121,7 @@ def _attend_group(
     return out_BQHGD.reshape(rows, queries * size)
 
 
-def _step(tables: Tables, cache: PagedCache, runner: Runner) -> DenseAttention:
+def _step(tables: Tables, cache: PagedCache, runner: FusedModel) -> DenseAttention:
     members = _members(tables.width_S)
     padded = [tables.rows_of(member_B) for member_B in members]
     is_plain = len(padded) == 1 and _is_in_order(padded[0][0], len(tables.owner_N))
@@ -155,7 +155,7 @@ def _is_in_order(row_BQ: np.ndarray, rows: int) -> bool:
     return row_BQ.size == rows and bool((row_BQ.ravel() == np.arange(rows)).all())
 
 
-def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: Runner) -> Tensor:
+def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: FusedModel) -> Tensor:
     """Where each of the forward's rows is among those of all groups."""
     row_X = np.concatenate([row_BQ.ravel() for row_BQ, _ in padded])
     real_X = np.concatenate([real_BQ.ravel() for _, real_BQ in padded])
@@ -170,7 +170,7 @@ def _bias(
     row_BQ: np.ndarray,
     places: int,
     cache: PagedCache,
-    runner: Runner,
+    runner: FusedModel,
 ) -> Tensor:
     """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
     shared, width = cache.shared_heads, row_BQ.shape[1]
@@ -202,5 +202,5 @@ def _hidden(
     return member_X, row_X, tables.start_S[member_B][member_X] + offset_X
 
 
-def _tensor(array: np.ndarray, runner: Runner) -> Tensor:
+def _tensor(array: np.ndarray, runner: FusedModel) -> Tensor:
     return torch.from_numpy(array).to(runner.device)

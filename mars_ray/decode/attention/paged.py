@@ -23,8 +23,8 @@ from mars_ray.decode.adapter import FusedAdapter, Gated
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.inputs import Inputs
 from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.runner import Runner, Turn
 
 # Of a program (`kernels`). A tile has as many rows as fit, each with its query heads.
 _BLOCK_C = 64
@@ -45,7 +45,7 @@ class PagedBackend:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: FusedModel,
         cache: PagedCache,
         rows: int,
         sequences: int,

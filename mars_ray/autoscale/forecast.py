@@ -1,0 +1,161 @@
+"""How much load there will be when a replica ordered now is ready, and how sure that is.
+
+Requests are counted in buckets of an eighth of the cold start H. From their rates x:
+
+    level  mean of the last four buckets
+    slope  of the last 2 H, the smaller of its two halves' if both rise, else 0: a ramp has it in
+           both halves, a step and a spike only in one
+    sigma  of the rises x(t + H) - x(t) beyond their mean, as if falls were as likely; the newer
+           ones count more, and it is never more than the level
+    burst  index of dispersion of the counts, from neighbours (1 for Poisson arrivals)
+
+    mu = level + slope (H + lag of the level)
+
+A rate of the last seconds that this does not explain is a surge (`surge.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from statistics import fmean, median
+
+from mars_ray.autoscale.surge import Surge, noted
+
+BUCKETS_OF_COLD_START = 8
+_KEPT = 64
+_LEVEL = 4  # buckets
+# Of more than one burst index, none is believed.
+_MOST_BURST = 25.0
+# Cold starts after which a surprise counts for a third.
+_FORGET = 3
+# Before anything is known of a load, its rises within a cold start are taken to be this share.
+_UNKNOWN = 0.25
+# Standard deviations of the counting noise that make a surge; 3 are one false alarm in 700.
+_SURPRISE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is remembered of the arrivals. Rates in requests per second."""
+
+    fast: float = 0.0  # mean of the last seconds
+    fast_span_s: float = 0.0  # how long that mean reaches back, at most
+    open_s: float = 0.0  # of the bucket being filled
+    open_requests: float = 0.0
+    rates: tuple[float, ...] = ()  # of the full buckets, the newest last
+
+    @property
+    def level(self) -> float:
+        """Of the last full buckets, or of the last seconds before there is one."""
+        return fmean(self.rates[-_LEVEL:] or (self.fast,))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of the rate a cold start ahead: mean and standard deviation."""
+
+    mean: float
+    sigma: float
+    burst: float
+    slope: float
+    surge: bool
+
+
+def bucket_s(cold_start_s: float) -> float:
+    """Width of a bucket for this configured cold start."""
+    return min(60.0, max(0.5, cold_start_s / BUCKETS_OF_COLD_START))
+
+
+def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -> Load:
+    """After `dt` seconds with so many requests per second."""
+    seen = min(load.fast_span_s + dt, span_s)
+    # An exponential mean, but a plain one while there is less than its span to average.
+    weight = 1 - math.exp(-dt / seen) if load.fast_span_s else 1.0
+    load = replace(
+        load,
+        fast=load.fast + weight * (rate - load.fast),
+        fast_span_s=seen,
+        open_s=load.open_s + dt,
+        open_requests=load.open_requests + rate * dt,
+    )
+    if load.open_s < width_s:
+        return load
+    full = min(_KEPT, int(load.open_s / width_s))
+    rates = (*load.rates, *[load.open_requests / load.open_s] * full)[-_KEPT:]
+    return replace(load, open_s=0.0, open_requests=0.0, rates=rates)
+
+
+def forecast(load: Load, surge: Surge, ahead: int, width_s: float) -> Forecast:
+    """`ahead` buckets from now."""
+    if not load.rates:
+        return Forecast(load.fast, 0.0, 1.0, 0.0, False)
+    known = _extrapolated(load.rates, ahead, width_s)
+    rise = surge.expected - known.mean
+    if surge.left_s == 0 or rise <= 0:
+        return known
+    # What has come true is no longer uncertain.
+    sigma = max(0.0, known.sigma - rise / _SURPRISE)
+    return replace(known, mean=surge.expected, sigma=sigma, surge=True)
+
+
+# Between two buckets nothing changes: one entry is in use, the others serve simulations.
+@lru_cache(maxsize=64)
+def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forecast:
+    level, index = fmean(rates[-_LEVEL:]), burst(rates, width_s)
+    slope = _slope(rates[-2 * ahead :], index * level / width_s)
+    mean = level + slope * (ahead + _LEVEL / 2)
+    # Differences of levels have the counting noise of both; only that of the newest matters.
+    counting = index * level / width_s / _LEVEL
+    sigma = math.sqrt(max(0.0, _sigma(rates, ahead) ** 2 - counting))
+    return Forecast(mean, sigma, index, slope, False)
+
+
+def surprise(load: Load, surge: Surge, known: Forecast, lasts_s: float) -> Surge:
+    """Notes a rate that the forecast does not explain, and one that tops it while it lasts."""
+    # An exponential mean of time constant T averages like a window of 2 T.
+    noise = math.sqrt(known.burst * known.mean / max(1e-9, 2 * load.fast_span_s))
+    if surge.left_s:
+        rate, explained = load.fast - noise, surge.rate
+    else:
+        rate, explained = load.fast, known.mean + _SURPRISE * math.hypot(noise, known.sigma)
+    return noted(surge, rate, known.mean, lasts_s) if rate > explained else surge
+
+
+def burst(rates: Sequence[float], width_s: float) -> float:
+    """Variance over mean of the counts, from neighbours: slow change is left out."""
+    if len(rates) <= _LEVEL:
+        return 1.0
+    # Half the square of a difference has the variance as its mean. The median, which a jump of the
+    # load does not move, is less by a constant (of chi-square with one degree of freedom).
+    indices = ((b - a) ** 2 * width_s / (a + b) for a, b in pairwise(rates) if a + b > 0)
+    return min(_MOST_BURST, max(1.0, median([*indices, 0.0]) / 0.455))
+
+
+def _slope(rates: Sequence[float], noise: float) -> float:
+    """Per bucket, less what a bucket's variance of `noise` may feign."""
+    half = len(rates) // 2
+    if half < _LEVEL:
+        return 0.0
+    older, newer = _regression(rates[:half]), _regression(rates[-half:])
+    error = math.sqrt(12 * noise / (half**3 - half))
+    return max(0.0, min(older, newer) - error)
+
+
+def _regression(values: Sequence[float]) -> float:
+    middle = (len(values) - 1) / 2
+    mean = fmean(values)
+    covariance = sum((i - middle) * (value - mean) for i, value in enumerate(values))
+    return covariance / sum((i - middle) ** 2 for i in range(len(values)))
+
+
+def _sigma(rates: Sequence[float], ahead: int) -> float:
+    levels = [fmean(rates[max(0, i - _LEVEL + 1) : i + 1]) for i in range(len(rates))]
+    changes = [later - earlier for earlier, later in zip(levels, levels[ahead:], strict=False)]
+    usual = max(0.0, fmean(changes)) if changes else 0.0
+    weights = [math.exp((i - len(changes)) / (_FORGET * ahead)) for i in range(len(changes))]
+    rises = (w * max(0.0, change - usual) ** 2 for w, change in zip(weights, changes, strict=True))
+    prior = _FORGET * ahead * math.exp(-len(changes) / (_FORGET * ahead))
+    variance = (2 * sum(rises) + prior * (_UNKNOWN * levels[-1]) ** 2) / (sum(weights) + prior)
+    return min(levels[-1], math.sqrt(variance))

@@ -1,0 +1,131 @@
+"""A service model from what the project measures: step costs, frontiers, acceptance."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
+from statistics import median
+from typing import Any
+
+from mars_ray.autoscale.service_model import PLAIN, Level, Shape
+from mars_ray.autoscale.uniform import Uniform, all_uniform, expected
+from mars_ray.core.frontier import Frontier, FrontierPoint
+from mars_ray.errors import ConfigError
+
+_MOST_ROWS = 512  # of one sequence in a step
+
+
+def measured_steps(bench: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Of a `mars-ray bench decode` result: (rows, seconds), the engine's own work included.
+
+    Its `steps` if it has any, else its own decoders' mean steps. Raises ConfigError when it has
+    neither at two numbers of rows.
+    """
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for step in bench["steps"]:
+        seconds[step["batch"] * step["positions"]].append(step["seconds"])
+    if not bench["steps"]:
+        for case in bench["cases"]:
+            if case["label"].startswith("mars-ray "):
+                step_s = case["ms_per_step"] / 1e3
+                rows = case["tokens_per_s"] * step_s * case["positions_per_token"]
+                seconds[max(1, round(rows))].append(step_s)
+    if len(seconds) < 2:
+        raise ConfigError("the benchmark has no steps; run it with step_positions")
+    return tuple((rows, median(seconds[rows])) for rows in sorted(seconds))
+
+
+def data_sheet_steps(
+    read_s: float, row_s: float, launch_s: float = 0.0
+) -> tuple[tuple[int, float], ...]:
+    """max(read_s, row_s * rows) + launch_s as a table: reading the weights, a row's arithmetic."""
+    corner = max(2, round(read_s / row_s))
+    return tuple((n, max(read_s, row_s * n) + launch_s) for n in (1, corner, 8 * corner))
+
+
+def verified_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
+    """From how often drafts of each depth are accepted, if those before them are.
+
+    Every window and number of groups that no other beats in both rows and tokens.
+    """
+    shapes = []
+    for uniform in all_uniform(len(rates), _MOST_ROWS):
+        each = expected(uniform, rates)
+        shapes.append(Shape(uniform.window, each.rows, each.tokens))
+    return Level(threshold, points_lost, _undominated(shapes))
+
+
+def confidence_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
+    """The paper's rule: W masks make W + 1 rows and commit the first token and what passes."""
+    reached = list(accumulate(rates, mul))
+    shapes = [Shape(w, 1.0 + w, 1 + sum(reached[:w])) for w in range(1, len(rates) + 1)]
+    return Level(threshold, points_lost, _undominated(shapes))
+
+
+def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: int = 1) -> float:
+    """The one rate of all depths that gives this T/F at this window with so many groups, which are
+    `verified`'s alone."""
+
+    def tokens(rate: float) -> float:
+        if mode == "verified":
+            return expected(Uniform(window, groups), [rate] * window).tokens
+        return 1 + sum(accumulate([rate] * window, mul))
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens(middle) < tokens_per_forward else (low, middle)
+    return high
+
+
+def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
+    """The frontier's points of this mode, by falling threshold, one for each.
+
+    Of several at a threshold the one at the whole trained depth counts, then the fastest.
+    What a point loses is its accuracy's distance to `exact`, and never less than at a higher
+    threshold: what looks better there is noise. Raises ConfigError without a lossless level.
+    """
+    points = [p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None]
+    if mode == "confidence":
+        points = [p for p in points if p.threshold != 1 and p.mode["measure"] == "probability"]
+        first = [Level(1.0, 0.0, ())]
+    else:
+        first = []
+        if all(p.threshold != 1 for p in points):
+            raise ConfigError(f"the frontier has no point {mode} 1; evaluate that too")
+    points = _one_each(points, depth)
+    lost = accumulate((max(0.0, -100 * point.difference) for point in points), max)
+    pairs = zip(points, lost, strict=True)
+    return (*first, *(_level(mode, point, points_lost, depth) for point, points_lost in pairs))
+
+
+def _one_each(points: Iterable[FrontierPoint], depth: int) -> list[FrontierPoint]:
+    """One point for each threshold, by falling threshold."""
+
+    def standing(point: FrontierPoint) -> tuple[bool, float]:
+        return point.mode.get("window") in (None, depth), point.tokens_per_forward
+
+    best = {point.threshold or 0.0: point for point in sorted(points, key=standing)}
+    return [best[threshold] for threshold in sorted(best, reverse=True)]
+
+
+def _level(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> Level:
+    window = point.mode.get("window") or depth
+    # As the engine takes them: one where none is set, and no more than a step has outcomes.
+    groups = min(point.mode.get("groups") or 1, window + 1)
+    rates = [acceptance_rate(mode, point.tokens_per_forward, window, groups)] * window
+    make = verified_level if mode == "verified" else confidence_level
+    threshold = point.threshold
+    assert threshold is not None
+    return make(threshold, 0.0 if threshold == 1 else points_lost, rates)
+
+
+def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """By rising rows, those with more tokens than any with fewer rows."""
+    kept: list[Shape] = []
+    best = PLAIN.tokens_per_forward
+    for shape in sorted(shapes, key=lambda s: (s.positions, -s.tokens_per_forward)):
+        if shape.window and shape.tokens_per_forward > best:
+            kept.append(shape)
+            best = shape.tokens_per_forward
+    return tuple(kept)

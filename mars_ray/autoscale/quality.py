@@ -1,0 +1,135 @@
+"""The fast loop: the threshold, by how much room there is in the queue.
+
+With L requests in the system (decoding or waiting), R replicas of m sequences and K requests per
+second each at a rung, and arrivals of lambda, a rung is enough if what is too many now is gone
+within the time T that a request may wait for its first token (Little's law with a deadline):
+
+    lambda + (L - R m) / T <= R K
+
+The highest rung that is enough is taken; a lower one at once (after `lower_dwell_s`), a higher one
+once it would have carried lambda with a margin all through `raise_dwell_s`, empty places not
+counted. Nothing is summed up but the points spent, so nothing winds up while the threshold is at
+its floor.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mars_ray.autoscale.ladder import Rung
+from mars_ray.config.scaling import ScalingConfig
+
+# A higher rung must carry so much more than there is: without it, it would be left again.
+_MARGIN = 1.05
+# A spent budget has to come down to this share before any of it is spent again.
+_RECOVERED = 0.8
+# Times the rate that would leave no queue (`shed_share`).
+_WAITING = 2.0
+# Some requests are always let in: without any there is nothing to measure.
+_MOST_SHED = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What the replicas that are there have to carry now."""
+
+    rate: float  # requests per second
+    in_system: float  # requests decoding or waiting
+    running: int  # replicas
+    deadline_s: float
+
+    def enough(self, rung: Rung) -> bool:
+        """Whether this rung carries it within the deadline."""
+        return self.rate <= self.admissible(rung)
+
+    def lasting(self, rung: Rung) -> bool:
+        """Whether it would go on doing so when all places are taken."""
+        carried = self.running * rung.requests_per_s
+        return _MARGIN * self.rate <= min(carried, self.admissible(rung))
+
+    def admissible(self, rung: Rung) -> float:
+        """Arrivals per second that this rung carries beside what is there already."""
+        room = self.running * rung.sequences - self.in_system
+        return self.running * rung.requests_per_s + room / self.deadline_s
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What is remembered of the threshold."""
+
+    threshold: float | None = None  # None: never set
+    since_lower_s: float = 1e9
+    better_s: float = 0.0  # how long a higher rung would have been enough
+    better_threshold: float = 0.0  # the lowest of these
+    spent_points: float = 0.0  # mean over the budget window
+    exhausted: bool = False  # the budget is spent
+    shed: float = 0.0
+
+
+def spend(
+    quality: Quality, points: float, traffic: float, dt: float, config: ScalingConfig
+) -> Quality:
+    """After `dt` seconds at so many points lost; `traffic` is the rate over its usual."""
+    share = 1 - math.exp(-dt / config.budget_window_s)
+    spent = quality.spent_points + share * (points * traffic - quality.spent_points)
+    budget = config.quality_budget_points
+    if budget is None:
+        return replace(quality, spent_points=spent, exhausted=False)
+    limit = _RECOVERED * budget if quality.exhausted else budget
+    return replace(quality, spent_points=spent, exhausted=spent >= limit)
+
+
+def dearer(quality: Quality, config: ScalingConfig) -> float:
+    """How many times its price a point counts: more, the less is left of the budget."""
+    budget = config.quality_budget_points
+    if not budget:
+        return 1.0
+    return 1 / max(0.01, 1 - quality.spent_points / budget)
+
+
+def steer(
+    quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float, config: ScalingConfig
+) -> Quality:
+    """The next threshold."""
+    quality = replace(quality, since_lower_s=quality.since_lower_s + dt)
+    now = current(rungs, quality.threshold)
+    if pressure.running == 0:
+        return replace(quality, threshold=now.threshold, better_s=0.0)
+    wanted = next((rung for rung in rungs if pressure.enough(rung)), rungs[-1])
+    if wanted.threshold < now.threshold:
+        return _lower(quality, now, wanted, config)
+    safe = next((rung for rung in rungs if pressure.lasting(rung)), rungs[-1])
+    if safe.threshold <= now.threshold:
+        return replace(quality, threshold=now.threshold, better_s=0.0)
+    better = safe.threshold
+    if quality.better_s > 0:
+        better = min(better, quality.better_threshold)
+    if quality.better_s + dt >= config.raise_dwell_s:
+        return replace(quality, threshold=better, better_s=0.0)
+    return replace(
+        quality, threshold=now.threshold, better_s=quality.better_s + dt, better_threshold=better
+    )
+
+
+def _lower(quality: Quality, now: Rung, wanted: Rung, config: ScalingConfig) -> Quality:
+    if quality.since_lower_s < config.lower_dwell_s:
+        return replace(quality, threshold=now.threshold, better_s=0.0)
+    return replace(quality, threshold=wanted.threshold, better_s=0.0, since_lower_s=0.0)
+
+
+def current(rungs: Sequence[Rung], threshold: float | None) -> Rung:
+    """The rung in force: rungs come and go with the traffic, so the lowest not below it."""
+    if threshold is None:
+        return rungs[0]
+    return next((rung for rung in reversed(rungs) if rung.threshold >= threshold), rungs[0])
+
+
+def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
+    """Of the new unpinned requests, those for whom the queue at the floor would be too long.
+
+    With twice the admissible rate let in, it settles where they wait for half of the deadline.
+    """
+    admissible = _WAITING * max(0.0, pressure.admissible(rung))
+    if pressure.rate <= admissible or unpinned <= 0 or pressure.running == 0:
+        return 0.0
+    return min(_MOST_SHED, (1 - admissible / pressure.rate) / unpinned)

@@ -1,0 +1,96 @@
+"""The slow loop: how many replicas for the load a cold start ahead.
+
+With rung 0 the set-point, K_j the requests per second of a replica at rung j, g_j = K_j / K_0 and
+q_j the points lost there, let x be the load to come in replicas at the set-point: its mean is
+mu / K_0, and its variance has two parts, the forecast's (sigma / K_0)^2 and that of the number of
+requests in the system, burst * x / m for m sequences a replica (square-root staffing). N replicas
+
+- carry the mean load at the set-point:                  N >= E x
+- carry all but 1 - attainment of the loads at the floor: P(x > N g_last) <= 1 - attainment
+- and are worth their price: one more is taken while the points it would save,
+  price_point * E x * (E q(N) - E q(N + 1)), cost more than price_replica.
+
+What is above the mean is noise and surprise, and that is what the threshold is for. On a ladder of
+one rung, where nothing can be lowered or lowering buys nothing, the second condition is all there
+is. `ScalingConfig.caution` stretches the standard deviation of x: what a window of estimates asks
+for at most is more than what one of them does, and an operator may know better what a load is like.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist
+
+from mars_ray.autoscale.forecast import Forecast
+from mars_ray.autoscale.ladder import Rung
+from mars_ray.config.scaling import ScalingConfig
+
+_UNIT = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Replicas that each condition asks for; the most of them counts."""
+
+    mean: float
+    floor: float
+    priced: int
+
+    @property
+    def replicas(self) -> int:
+        """Whole ones."""
+        return max(_ceil(self.mean), _ceil(self.floor), self.priced)
+
+
+def covered(config: ScalingConfig) -> float:
+    """Share of the loads to come that replicas carry at the floor."""
+    return _UNIT.cdf(config.caution * _UNIT.inv_cdf(config.slo.attainment))
+
+
+def need(
+    load: Forecast,
+    rungs: Sequence[Rung],
+    config: ScalingConfig,
+    point_factor: float,
+    extra_rate: float,
+) -> Need:
+    """`extra_rate` drains what has piled up; points cost `point_factor` times their price."""
+    first, last = rungs[0], rungs[-1]
+    gain = last.requests_per_s / first.requests_per_s
+    mean = (load.mean + extra_rate) / first.requests_per_s
+    spread = config.caution * math.hypot(
+        load.sigma / first.requests_per_s, math.sqrt(load.burst * mean / first.sequences)
+    )
+    floor = (mean + _UNIT.inv_cdf(config.slo.attainment) * spread) / gain
+    fewest, most = max(_ceil(mean), _ceil(floor)), config.max_replicas
+    if spread == 0 or fewest >= most or len(rungs) == 1:
+        return Need(mean, floor, fewest)
+    loads = NormalDist(mean, spread)
+    prices = config.prices
+    price = prices.point_hour * point_factor / prices.replica_hour
+
+    def pays(replicas: int) -> bool:
+        saved = _points(replicas, rungs, loads) - _points(replicas + 1, rungs, loads)
+        return price * mean * saved > 1
+
+    # Above the mean load each further replica saves less: what pays ends once.
+    low, high = fewest, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if pays(middle) else (low, middle)
+    return Need(mean, floor, low)
+
+
+def _points(replicas: int, rungs: Sequence[Rung], loads: NormalDist) -> float:
+    """Expected points lost with so many replicas: each rung is used once the one above is full."""
+    lost = 0.0
+    for above, rung in pairwise(rungs):
+        full = replicas * above.requests_per_s / rungs[0].requests_per_s
+        lost += (rung.points_lost - above.points_lost) * (1 - loads.cdf(full))
+    return lost
+
+
+def _ceil(replicas: float) -> int:
+    # 3.0000001 is 3: means of floats must not buy a replica.
+    return max(0, math.ceil(replicas - 1e-6))

@@ -1,0 +1,256 @@
+"""What a replica can carry: seconds of a step, tokens per forward by quality level.
+
+A step of n rows over C tokens of cached context takes
+
+    t(n, C) = table(n) + cache_token_s * C
+
+where the table is measured (`core/step_cost.py`: linear between its points and beyond), or is
+max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
+
+m sequences that decode at a level with p rows and f committed tokens per forward, while requests
+of P prompt and D output tokens come and go, complete m f / D requests per step, so q = m f P / D
+rows of prompts must be forwarded beside each. A prompt goes in one step, with the others that have
+come by chance (Poisson's law), or in chunks that fill steps up to S rows. So a share s of the steps
+has c rows of prompts, and the others only decode:
+
+    c = min(S - m p, q / (1 - exp(-q / P))),   s = q / c,   C = m (P + D / 2),
+    mean step = (1 - s) t(m p, C) + s t(m p + c, C)
+
+or s t(m p + c, C) from s = 1 on, where prompts are all that limits. With t for the mean step,
+
+    time per token = t / f,   tokens/s = m f / t,   requests/s = m f / (D t)
+
+Where t does not depend on n (memory traffic), tokens/s grows with f. Where t = b n (arithmetic),
+
+    requests/s = 1 / (b (D p / f + P))
+
+and p / f, the rows spent per token, is what counts. A row commits at most one token, so p / f >= 1
+at any threshold, and plain decoding has p / f = 1: no level beats it there. The window control of
+the engine picks the shape with the most tokens/s at its batch, and so does `at`.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from mars_ray.config.shipped import found
+from mars_ray.core.step_cost import StepCost
+from mars_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One window: rows of a sequence in a step, and tokens it commits per step; both means."""
+
+    window: int
+    positions: float
+    tokens_per_forward: float
+
+
+PLAIN = Shape(0, 1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A threshold and what its windows give. Every level can also decode plainly."""
+
+    threshold: float
+    points_lost: float  # of accuracy, against lossless; percentage points, 0 or more
+    shapes: tuple[Shape, ...]
+
+    @property
+    def all_shapes(self) -> tuple[Shape, ...]:
+        """With no masks at all as the first."""
+        return (PLAIN, *(shape for shape in self.shapes if shape.window > 0))
+
+    def tokens_per_forward(self, positions: float) -> float:
+        """With so many rows a step: linear between the shapes, flat beyond them."""
+        points = sorted((s.positions, s.tokens_per_forward) for s in self.all_shapes)
+        for (low, few), (high, many) in pairwise(points):
+            if positions <= high:
+                return few + (many - few) * max(0.0, positions - low) / max(1e-9, high - low)
+        return points[-1][1]
+
+    def with_gain(self, gain: float) -> "Level":
+        """With so many times the tokens that masks bring beyond the first one."""
+        if gain == 1:
+            return self
+        shapes = [
+            replace(s, tokens_per_forward=min(s.positions, 1 + gain * (s.tokens_per_forward - 1)))
+            for s in self.shapes
+        ]
+        return replace(self, shapes=tuple(shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The mean request. `prompt_tokens` are those that must be computed."""
+
+    prompt_tokens: float
+    output_tokens: float
+
+    @property
+    def context_tokens(self) -> float:
+        """Of a sequence half way through its answer."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Operating:
+    """A replica that decodes `batch` sequences without pause."""
+
+    batch: int
+    shape: Shape
+    step_s: float
+    output_tokens: float
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Of every sequence."""
+        return self.step_s / self.shape.tokens_per_forward
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the replica."""
+        return self.batch / self.time_per_token_s
+
+    @property
+    def requests_per_s(self) -> float:
+        """Of the replica."""
+        return self.tokens_per_s / self.output_tokens
+
+
+@dataclass(frozen=True)
+class ServiceModel:
+    """One checkpoint on one device. Levels by falling threshold; the first one is lossless.
+
+    Of `confidence`, which has no lossless threshold, the first level is plain decoding.
+    """
+
+    name: str
+    seconds_at: tuple[tuple[int, float], ...]  # rows of a step, its seconds
+    levels: tuple[Level, ...]
+    max_batch: int
+    mode: Literal["verified", "confidence"] = "verified"
+    step_rows: int = 2048  # of a step that is full (`engine.max_step_tokens`)
+    cache_token_s: float = 0.0  # reading a cached token in a step
+    cache_tokens: int | None = None  # that fit; None: max_batch sequences of any length
+    provenance: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for problem in self._problems():
+            raise ConfigError(f"service model {self.name}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        if len(dict(self.seconds_at)) < 2 or min(dict(self.seconds_at)) < 1:
+            yield "needs step seconds at two or more numbers of rows"
+        elif not all(0 < seconds < 3600 for _, seconds in self.seconds_at):
+            yield "step seconds must lie between 0 and 3600"
+        if not self.levels or self.levels[0].threshold != 1 or self.levels[0].points_lost:
+            yield "the first level must have threshold 1 and lose nothing"
+        thresholds = [level.threshold for level in self.levels]
+        if sorted(set(thresholds), reverse=True) != thresholds or thresholds[-1:] < [0.0]:
+            yield "thresholds must fall from level to level"
+        if not 0 <= self.cache_token_s < 1 or min(self.max_batch, self.step_rows) < 1:
+            yield "max_batch and step_rows must be at least 1, cache_token_s a fraction of a second"
+        if self.cache_tokens is not None and self.cache_tokens < 1:
+            yield "cache_tokens must be at least 1"
+        for level in self.levels:
+            if not 0 <= level.points_lost <= 100:
+                yield f"threshold {level.threshold}: points_lost must lie between 0 and 100"
+            if any(not 1 <= s.tokens_per_forward <= s.positions < 1e4 for s in level.shapes):
+                yield f"threshold {level.threshold}: needs 1 <= tokens_per_forward <= positions"
+
+    @cached_property
+    def _cost(self) -> StepCost:
+        return StepCost(dict(self.seconds_at))
+
+    def step_s(self, rows: float, context_tokens: float = 0.0) -> float:
+        """Seconds of a step of so many rows; `context_tokens` cached, of all its sequences."""
+        return self._cost.seconds(rows) + self.cache_token_s * context_tokens
+
+    def level(self, threshold: float) -> Level:
+        """The lowest level that is not below this threshold."""
+        return next(
+            level for level in reversed(self.levels) if level.threshold >= min(1, threshold)
+        )
+
+    def at(self, level: Level, batch: int, mix: Mix) -> Operating:
+        """`batch` sequences with the shape that gives the most tokens per second."""
+        candidates = (self._operating(shape, batch, mix) for shape in level.all_shapes)
+        return max(candidates, key=lambda operating: operating.tokens_per_s)
+
+    def most_sequences(self, mix: Mix) -> int:
+        """Of a batch: as many as there are places, and as the cache holds."""
+        if self.cache_tokens is None:
+            return self.max_batch
+        return max(1, min(self.max_batch, int(self.cache_tokens / max(1.0, mix.context_tokens))))
+
+    def largest_batch(self, level: Level, mix: Mix, time_per_token_s: float) -> int:
+        """That keeps the time per token; 0 if even one sequence does not."""
+        low, high = 0, self.most_sequences(mix)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.at(level, middle, mix).time_per_token_s <= time_per_token_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def capacity(self, level: Level, mix: Mix, time_per_token_s: float) -> Operating:
+        """The most a replica carries within the time per token.
+
+        Where no batch keeps it, the largest batch: all requests are late then, and more would be
+        with less.
+        """
+        batch = self.largest_batch(level, mix, time_per_token_s)
+        return self.at(level, batch or self.most_sequences(mix), mix)
+
+    def _operating(self, shape: Shape, batch: int, mix: Mix) -> Operating:
+        output = max(1.0, mix.output_tokens)
+        prompts = batch * shape.tokens_per_forward * mix.prompt_tokens / output
+        rows, context = batch * shape.positions, batch * mix.context_tokens
+        come = -math.expm1(-prompts / max(1.0, mix.prompt_tokens))
+        chunk = max(1.0, min(self.step_rows - rows, prompts / come if come else 1.0))
+        share = prompts / chunk
+        seconds = share * self.step_s(rows + chunk, context)
+        seconds += max(0.0, 1 - share) * self.step_s(rows, context)
+        return Operating(batch, shape, seconds, output)
+
+    def to_json(self) -> str:
+        """All fields as they are."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> "ServiceModel":
+        """Raises ConfigError when the text is no service model."""
+        try:
+            table = json.loads(text)
+            table["seconds_at"] = tuple((rows, seconds) for rows, seconds in table["seconds_at"])
+            table["levels"] = tuple(_level(row) for row in table["levels"])
+            return cls(**table)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{source} is no service model: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """As JSON."""
+        Path(path).write_text(self.to_json())
+
+
+def _level(row: dict[str, Any]) -> Level:
+    shapes = tuple(Shape(**shape) for shape in row.pop("shapes"))
+    return Level(shapes=shapes, **row)
+
+
+def load_service_model(path: str | Path) -> ServiceModel:
+    """Raises ConfigError."""
+    try:
+        return ServiceModel.from_json(found(path).read_text(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,229 @@
+"""Which drafts and masks the sequences of a step get: as many as pay for their rows.
+
+Only for `verified` at threshold 1, whose output does not depend on it, and for requests without a
+fixed threshold, whose output depends on the load anyway. A mask costs a row now, and the draft that
+it becomes another one in the next step. What a draft is worth is told by its confidence and by how
+often drafts of such confidence were accepted lately; what a mask is worth, by the drafts that masks
+of its depth became. Under load rows cost more, and fewer of them are worth it, until decoding is
+that of `exact`.
+"""
+
+import math
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+from mars_ray.config.decode import VerifiedMode
+from mars_ray.core.draft_choice import Choice, Prospects, best_choice
+from mars_ray.core.step_cost import StepCost
+from mars_ray.core.tree import depths_of, first_chain
+from mars_ray.decode.draft_stats import DraftStats
+from mars_ray.decode.request import controlled_branches
+from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies.base import Plan
+
+# What a step's speed-up still counts for after another one.
+_STEP_DECAY = 0.95
+# A row's least price in tokens: even where rows look free, less is within what a cost is wrong by.
+_LEAST_PRICE = 0.03
+# How much the price is raised at a time where a step would have too many rows.
+_DEARER = 1.5
+# How fast the price follows the load.
+_PRICE_RATE = 0.2
+# New drafts that are looked at in a step: more of the same would only take time.
+_LOOKED_AT = 4
+# What is not tried is not learnt: every so many steps one sequence has all masks.
+_PROBE_EVERY = 128
+
+
+@dataclass(slots=True)
+class _SpeedUp:
+    """Of the last steps, over steps without drafts and masks at the same load."""
+
+    tokens: float = 1.0
+    seconds: float = 1.0
+    # Of the step under way: tokens of all and of the least step, and the ratio of their seconds.
+    committed: float = 0.0
+    least: float = 0.0
+    ratio: float = 1.0
+
+    def close(self) -> float:
+        """Count the step that was; the speed-up, at least 1."""
+        if self.least:
+            self.tokens = self.tokens * _STEP_DECAY + self.committed / self.least
+            self.seconds = self.seconds * _STEP_DECAY + self.ratio
+        return max(1.0, self.tokens / self.seconds)
+
+    def open(self, others: int, members: int) -> None:
+        """The next step; the rows of others count as a token each."""
+        self.committed, self.least, self.ratio = others, others + members, 1.0
+
+
+class DraftControl:
+    """Chooses the drafts and masks of every such sequence before each step."""
+
+    def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
+        """`most_rows` of a step."""
+        self.cost = cost
+        self._most_rows = most_rows
+        # Sampled drafts are accepted less often than greedy ones.
+        self.forget(depth)
+        self._speed_up = _SpeedUp()
+        self._sequences = 1
+        self._price: float | None = None
+        self._steps = 0
+
+    def forget(self, depth: int) -> None:
+        """What is known of drafts: from now on they are others, of this depth at most."""
+        self.acceptance = {False: DraftStats(depth), True: DraftStats(depth)}
+
+    def choose(self, running: Several[Sequence]) -> None:
+        """For the step to come."""
+        self._steps += 1
+        self._sequences = len(running)
+        speed_up = self._speed_up.close()
+        members = [s for s in running if _is_controlled(s)]
+        others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
+        least = max(1, others + len(members))
+        self._speed_up.open(others, len(members))
+        if not members:
+            return
+        if self._price is None:
+            self._price = self._price_at(least, least, speed_up)
+        for sequence in members:
+            _leave_out_useless(sequence)
+            sequence.branches = _branches(sequence, self._price)
+        accept = [self._accept(sequence) for sequence in members]
+        price, prospects = self._price, self._prospects(members, self._price)
+        rows = least + _choose_at(prospects, members, accept)
+        while least < rows > self._most_rows:
+            # All must fit, or some would wait for a step more.
+            price *= _DEARER
+            prospects = self._prospects(members, price)
+            rows = least + _choose_at(prospects, members, accept)
+        self._look_at_some(members, accept, prospects)
+        if self._steps % _PROBE_EVERY == 0:
+            _probe(members[0])
+        self._speed_up.ratio = self._seconds(rows) / self._seconds(least)
+        self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
+
+    def _price_at(self, rows: int, least: int, speed_up: float) -> float:
+        """What the time of a row more would bring elsewhere."""
+        row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
+        return max(_LEAST_PRICE, speed_up * least / self._seconds(least) * row_s)
+
+    def _seconds(self, rows: int) -> float:
+        """Of a step of so many rows, of all that run.
+
+        What is done beside the forward is not in it: part of that is by rows as well, and with or
+        without it the price is the same within a tenth.
+        """
+        return self.cost.seconds(rows, self._sequences)
+
+    def _prospects(self, members: Several[Sequence], price: float) -> dict[bool, Prospects]:
+        """Of sampled drafts, and of greedy ones, if there are any."""
+        known = {sampled: self.acceptance[sampled] for sampled in set(map(_is_sampled, members))}
+        return {
+            sampled: Prospects(own.worth(price), price, own.lasting)
+            for sampled, own in known.items()
+        }
+
+    def _look_at_some(
+        self,
+        members: Several[Sequence],
+        accept: Several[list[float]],
+        prospects: dict[bool, Prospects],
+    ) -> None:
+        """Learn from new drafts, and from what is made of them; of everybody in turn."""
+        start = self._steps * _LOOKED_AT
+        for place in range(start, start + min(_LOOKED_AT, len(members))):
+            sequence, own = members[place % len(members)], accept[place % len(members)]
+            if own and sequence.choice and not sequence.grammar:
+                sampled = _is_sampled(sequence)
+                self.acceptance[sampled].observe_drafts(
+                    own, sequence.choice, prospects[sampled], sequence.draft_parents
+                )
+
+    def _accept(self, sequence: Sequence) -> list[float]:
+        """How likely each draft is accepted."""
+        return self.acceptance[_is_sampled(sequence)].of(sequence.draft_probabilities)
+
+    def observe(self, sequence: Sequence, plan: Plan, outcome: int, committed: int) -> None:
+        """What a step made of a sequence's drafts."""
+        if not _is_controlled(sequence):
+            return
+        self._speed_up.committed += committed
+        # Where a grammar forces tokens, acceptance says nothing about masks.
+        if plan.drafts and not sequence.grammar:
+            known = self.acceptance[_is_sampled(sequence)]
+            known.observe(plan.confidences, outcome, plan.parents)
+
+
+def _choose_at(
+    prospects: dict[bool, Prospects], members: Several[Sequence], accept: Several[list[float]]
+) -> int:
+    """Rows that their choices add."""
+    rows = 0
+    for sequence, own in zip(members, accept, strict=True):
+        mode = sequence.request.mode
+        assert isinstance(mode, VerifiedMode)
+        known = prospects[_is_sampled(sequence)]
+        parents = sequence.draft_parents
+        choice = best_choice(own, _rooms(sequence), known, mode.groups, parents)
+        sequence.choice = choice
+        rows += choice.rows
+    return rows
+
+
+def _probe(sequence: Sequence) -> None:
+    """Where masks do not pay nothing is learnt of them: now and then there are some."""
+    drafts = first_chain(sequence.draft_parents)
+    masks = _rooms(sequence)[drafts]
+    sequence.choice = Choice(drafts, (*([0] * drafts), masks))
+
+
+def _is_controlled(sequence: Sequence) -> bool:
+    """Whether what the sequence says does not depend on its drafts and masks, or may."""
+    mode = sequence.request.mode
+    return isinstance(mode, VerifiedMode) and (
+        mode.threshold == 1 or sequence.request.quality is not None
+    )
+
+
+def _is_sampled(sequence: Sequence) -> bool:
+    return sequence.request.sampling.temperature > 0
+
+
+def _branches(sequence: Sequence, price: float) -> int:
+    """Alternatives for the next first draft that may be worth a row: of so many tokens the last is
+    at most as likely as if all were alike."""
+    mode = sequence.request.mode
+    assert isinstance(mode, VerifiedMode)
+    if sequence.grammar:
+        return 1
+    most = min(mode.branches or 8, controlled_branches(sequence.widest))
+    return max(1, min(most, math.ceil(1 / price) - 1))
+
+
+def _leave_out_useless(sequence: Sequence) -> None:
+    """Drafts that no answer ends with: behind a token that ends it, or in place of the last token,
+    which comes without one."""
+    stop, depths = sequence.request.stop_ids, depths_of(sequence.draft_parents)
+    if max(depths) < sequence.remaining and stop.isdisjoint(sequence.drafts):
+        return
+    nodes = {0}
+    for node, parent in enumerate(sequence.draft_parents, start=1):
+        is_behind_end = parent > 0 and sequence.drafts[parent - 1] in stop
+        if parent in nodes and depths[node] < sequence.remaining and not is_behind_end:
+            nodes.add(node)
+    sequence.keep_drafts(sorted(nodes)[1:])
+
+
+def _rooms(sequence: Sequence) -> list[int]:
+    """Masks that the answer may need, behind each node."""
+    left, stop = sequence.remaining - 2, sequence.request.stop_ids
+    depths = depths_of(sequence.draft_parents)
+    rooms = [max(0, min(sequence.widest, left - depth)) for depth in depths]
+    for node, draft in enumerate(sequence.drafts, start=1):
+        if draft in stop:
+            rooms[node] = 0
+    return rooms

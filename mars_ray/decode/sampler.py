@@ -1,0 +1,220 @@
+"""From the rows of a forward to tokens and numbers on the host.
+
+First the rows of real tokens, which say where each sequence's step ends, then those masks that
+stand behind that end: what the others would say is of no use, and the vocabulary is large.
+
+Shape suffixes: N rows of a forward or of a sequence, P rows of real tokens that are read, M rows of
+masks that are read, H hidden size, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from itertools import chain
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_ray.core.acceptance_rules import confidence
+from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.draft_selection import Masks, choose_drafts
+from mars_ray.decode.fused_model import FusedModel
+from mars_ray.decode.logits import NOT_A_NUMBER, Block, best, score, upload
+from mars_ray.decode.scheduler import Work
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Wanted
+from mars_ray.errors import EngineError
+
+# Up to so many rows wait for the vocabulary's weights: they are read once, for all of them.
+_AT_ONCE = 16
+
+
+class Sampler:
+    """Of one forward. Sequences without a plan are passed over: nobody asks for their rows."""
+
+    def __init__(
+        self,
+        runner: FusedModel,
+        hidden_NH: Tensor,
+        work: Several[Work],
+        tables: Tables,
+        position_N: Tensor,
+        mask_token_id: int | None,
+    ) -> None:
+        self._runner = runner
+        self._hidden_NH = hidden_NH
+        self._position_N = position_N
+        self._mask_token_id = mask_token_id
+        real = zip(work, tables.first_S.tolist(), tables.first_mask_S.tolist(), strict=True)
+        self._planned = [
+            _Planned(item, cast(Plan, item.plan), first, first_mask)
+            for item, first, first_mask in real
+            if item.plan
+        ]
+        # Logits of all masks, in their order, if those were computed beside the others.
+        self._first_mask = len(hidden_NH) - tables.masks
+        self._mask_logits_MV: Tensor | None = None
+
+    @torch.inference_mode()
+    def rows(self, meanwhile: Callable[[], None]) -> list[Rows]:
+        """For every plan the rows from its last real token on, and those under review before it.
+
+        `meanwhile` as in `batch.forward`.
+        """
+        index = list(chain.from_iterable(planned.rows for planned in self._planned))
+        if not index:
+            meanwhile()
+            return []
+        logits_PV = self._logits(index)
+        owns, end = [], 0
+        for planned in self._planned:
+            owns.append(slice(end, end + len(planned.rows)))
+            end = owns[-1].stop
+        # A row at position t predicts the token of position t + 1.
+        position_P = self._position_N[torch.tensor(index)] + 1
+        return self._to_host(logits_PV, owns, position_P, meanwhile)
+
+    @torch.inference_mode()
+    def proposals(self, outcomes: Several[int], tokens: Several[int]) -> list[Proposals]:
+        """For every plan what the masks behind its outcome say; `tokens` are those of the outcomes'
+        rows, which the masks stand behind."""
+        wanted, owns, end = [], [], 0
+        for planned, outcome in zip(self._planned, outcomes, strict=True):
+            own = planned.plan.masks_behind(outcome)
+            rows = range(planned.first_mask + own.start, planned.first_mask + own.stop)
+            owns.append(slice(end, end + len(rows)))
+            wanted += rows
+            end = owns[-1].stop
+        if not wanted:
+            return [Proposals() for _ in owns]
+        index_M = upload(torch.tensor(wanted), self._runner.device)
+        hidden_MH = self._hidden_NH.index_select(0, index_M)
+        if self._mask_logits_MV is None:
+            logits_MV = self._banned(self._runner.logits(hidden_MH))
+        else:
+            logits_MV = self._mask_logits_MV.index_select(0, index_M - self._first_mask)
+        masks = [
+            Masks(planned.item.sequence, planned.plan, outcome, token, own)
+            for planned, outcome, token, own in zip(
+                self._planned, outcomes, tokens, owns, strict=True
+            )
+        ]
+        position_M = self._position_N[torch.tensor(wanted)] + 1
+        return choose_drafts(self._runner, hidden_MH, logits_MV, position_M, masks)
+
+    def _logits(self, index: list[int]) -> Tensor:
+        """Of these rows; with few rows of all masks too."""
+        masks = len(self._hidden_NH) - self._first_mask
+        is_at_once = 0 < masks <= _AT_ONCE - len(index)
+        wanted = [*index, *range(self._first_mask, len(self._hidden_NH))] if is_at_once else index
+        hidden_PH = self._hidden_NH
+        if len(wanted) < len(hidden_PH):
+            hidden_PH = hidden_PH.index_select(0, upload(torch.tensor(wanted), self._runner.device))
+        logits_PV = self._banned(self._runner.logits(hidden_PH))
+        if is_at_once:
+            logits_PV, self._mask_logits_MV = logits_PV.split([len(index), masks])
+        self._runner.read_again(hidden_PH[: len(index)], logits_PV)
+        return logits_PV
+
+    def _banned(self, logits_PV: Tensor) -> Tensor:
+        if self._mask_token_id is not None:
+            # Never emitted, in any mode.
+            logits_PV.select(1, self._mask_token_id).fill_(-torch.inf)
+        return logits_PV
+
+    def _to_host(
+        self,
+        logits_PV: Tensor,
+        owns: Several[slice],
+        position_P: Tensor,
+        meanwhile: Callable[[], None],
+    ) -> list[Rows]:
+        """Tokens and numbers of all rows in one copy."""
+        plans = [planned.plan for planned in self._planned]
+        wanted: list[Wanted] = sorted({name for plan in plans for name in plan.wanted})
+        measured: dict[Wanted, Tensor] = {
+            name: confidence(logits_PV, name) for name in wanted if name != "ratio"
+        }
+        blocks, log_p = [], []
+        for planned, own in zip(self._planned, owns, strict=True):
+            is_asked = planned.item.sequence.request.logprobs is not None
+            log_p.append(logits_PV[own].log_softmax(dim=-1) if is_asked else None)
+            blocks.append(planned.block(own))
+        score(logits_PV, blocks, position_P)
+        best_P, measured["ratio"] = best(logits_PV, *_drafts(plans, len(logits_PV)))
+        meanwhile()
+        tokens, *values = _lists(self._runner, [best_P, *(measured[name] for name in wanted)])
+        tokens = [int(token) for token in tokens]
+        if NOT_A_NUMBER in tokens:
+            raise EngineError("the model gives numbers that are none")
+        numbers = dict(zip(wanted, values, strict=True))
+        return [
+            _rows(plan, tokens[own], {name: numbers[name][own] for name in plan.wanted}, log_p_NV)
+            for plan, own, log_p_NV in zip(plans, owns, log_p, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A sequence whose rows are read."""
+
+    item: Work
+    plan: Plan
+    first: int  # of its rows, among the forward's
+    first_mask: int
+
+    @property
+    def rows(self) -> range:
+        """From the first under review to the last draft's."""
+        first = self.first + self.item.count - 1 - self.plan.review
+        return range(first, self.first + self.item.count + len(self.plan.drafts))
+
+    def block(self, own: slice) -> Block:
+        sequence, plan = self.item.sequence, self.plan
+        request, answers = sequence.request, []
+        if request.sampling.changes_logits:
+            answer = sequence.tokens[len(request.prompt) :]
+            answers = [answer[: index - plan.review] for index in range(plan.review)]
+            answers += [answer + plan.tokens(node) for node in range(len(plan.drafts) + 1)]
+        grammar = sequence.grammar
+        allowed_RV = grammar.allowed(plan.review, plan.drafts) if grammar else None
+        return Block(request, own, answers, allowed_RV)
+
+
+def _lists(runner: FusedModel, columns: Several[Tensor]) -> list[list[float]]:
+    """On the host, from a GPU in one copy. Token ids are exact in float32 up to 2^24."""
+    if runner.device.type == "cpu":
+        return [column.tolist() for column in columns]
+    started = time.perf_counter()
+    lists = torch.stack([column.float() for column in columns]).tolist()
+    runner.seconds += time.perf_counter() - started
+    return lists
+
+
+def _rows(
+    plan: Plan, tokens: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
+) -> Rows:
+    """Apart from the rows under review, which come first."""
+    first = plan.review
+    return Rows(
+        tokens[first:],
+        {name: values[first:] for name, values in numbers.items()},
+        None if log_p_NV is None else log_p_NV[first:],
+        tokens[:first],
+    )
+
+
+def _drafts(plans: Several[Plan], rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The drafts, one after another from each plan's last committed token's row on, and their
+    parents' rows; 0 and the row itself where there is none."""
+    draft_P, parent_P = np.zeros(rows, np.int64), np.arange(rows)
+    row = 0
+    for plan in plans:
+        row += plan.review
+        drafts = len(plan.drafts)
+        draft_P[row : row + drafts] = plan.drafts
+        parent_P[row : row + drafts] = row + np.array(plan.parents, np.int64)
+        row += 1 + drafts
+    return draft_P, parent_P

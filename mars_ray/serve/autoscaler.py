@@ -1,0 +1,133 @@
+"""The policy in Ray Serve: its context becomes a sample, the decision a number of replicas and a
+set-point.
+
+Serve's controller calls the policy in its own loop, ten times a second, and every application waits
+meanwhile: so nothing here waits for anything, and nothing here raises. What a decision is made of
+comes from `autoscale/`, which knows nothing of Ray.
+"""
+
+import json
+import logging
+import time
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from mars_ray.autoscale.collect import Collector, Report, step_costs
+from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.decision import Decision, State
+from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.config.scaling import ScalingConfig
+from mars_ray.config.serve import ServeJob
+from mars_ray.serve.status import Decided
+from mars_ray.serve.threshold_actor import Setting, control_of
+
+logger = logging.getLogger("ray.serve")
+
+# Between two decisions, and between two reports of a replica.
+_TICK_S = 0.5
+
+
+def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
+    """Of the deployment of a job's one model. All delays are the policy's own."""
+    scaling = job.scaling
+    return AutoscalingConfig(
+        min_replicas=0 if scaling.scale_to_zero else scaling.min_replicas,
+        initial_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        metrics_interval_s=_TICK_S,
+        look_back_period_s=4 * _TICK_S,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        downscale_to_zero_delay_s=0,
+        policy=AutoscalingPolicy(
+            policy_function=Autoscaler,
+            policy_kwargs={
+                "name": job.name,
+                "config": scaling.model_copy(
+                    update={"quality_classes": job.qualities}
+                ).model_dump_json(),
+                "model": model.to_json(),
+                "measures_steps": job.service_model is None,
+            },
+        ),
+    )
+
+
+class Autoscaler:
+    """Made anew with every deployment, and when the controller restarts.
+
+    Until the replicas have reported it holds what was asked for before, and publishes nothing.
+    """
+
+    def __init__(self, name: str, config: str, model: str, measures_steps: bool) -> None:
+        """`measures_steps`: seconds of a step are what the replicas say, not the model."""
+        self._name = name
+        self._config = ScalingConfig.model_validate_json(config)
+        self._model = ServiceModel.from_json(model, "the service model")
+        self._measures_steps = measures_steps
+        self._collector = Collector(self._config.cold_start_s)
+        self._state = State()
+        self._decision: Decision | None = None
+        self._next_s = 0.0
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Serve clamps the number to its own bounds, which are the same."""
+        now = time.monotonic()
+        ticks = now >= self._next_s
+        if ticks:
+            try:
+                self._tick(context, now)
+            except Exception:
+                logger.exception("the autoscaling policy of %s failed; it holds", self._name)
+                self._decision = None
+        if self._decision is None:
+            return context.target_num_replicas, {}
+        if not ticks and self._decision.replicas == 0:
+            # Serve itself may have woken a fleet of none since.
+            return context.target_num_replicas, {}
+        return self._decision.replicas, {}
+
+    def _tick(self, context: AutoscalingContext, now: float) -> None:
+        self._next_s = now + _TICK_S
+        reports = reports_of(context)
+        running, target = context.current_num_replicas, context.target_num_replicas
+        sample = self._collector.sample(reports, running, target, now, time.time())
+        self._take_step_costs(reports)
+        decision = decide(sample, self._state, self._config, self._model, now)
+        self._state = decision.state
+        self._publish(decision)
+        self._decision = decision
+
+    def _take_step_costs(self, reports: dict[str, Report]) -> None:
+        """Once: they are measured when a replica starts, and do not change."""
+        if self._measures_steps and (costs := step_costs(reports)):
+            table = json.loads(self._model.to_json()) | {"seconds_at": costs}
+            self._model = ServiceModel.from_json(json.dumps(table), "the measured service model")
+            self._measures_steps = False
+
+    def _publish(self, decision: Decision) -> None:
+        """Without waiting for anybody to have heard it."""
+        threshold = decision.threshold_setpoint
+        if threshold is not None:
+            # Replicas know when it was built; whoever comes from there is newer.
+            setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
+            control = control_of(self._name, setting)
+            decided = Decided(
+                time.time(), decision.replicas, threshold, decision.shed, decision.reason
+            )
+            control.record.remote(decided, decision.rungs)
+
+
+def reports_of(context: AutoscalingContext) -> dict[str, Report]:
+    """The newest report of each running replica; those that have not reported yet are left out."""
+    sums: dict[str, dict[str, float]] = {}
+    at_s: dict[str, float] = {}
+    running = {str(replica) for replica in context.running_replicas}
+    for metric, by_replica in (context.raw_metrics or {}).items():
+        for replica, series in by_replica.items():
+            name = str(replica)
+            if series and name in running:
+                sums.setdefault(name, {})[metric] = series[-1].value
+                at_s[name] = max(at_s.get(name, 0.0), series[-1].timestamp)
+    return {name: Report(at_s[name], values) for name, values in sums.items()}

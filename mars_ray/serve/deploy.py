@@ -1,0 +1,300 @@
+"""The service as a Serve application, and its start."""
+
+import logging
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from mars_ray.autoscale.prior import prior_model
+from mars_ray.autoscale.service_model import ServiceModel, load_service_model
+from mars_ray.config.decode import BlockCachedMode
+from mars_ray.config.serve import ServeJob
+from mars_ray.core.frontier import read_frontier
+from mars_ray.decode.request import check_context, window_of
+from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
+from mars_ray.model.card import ModelCard
+from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
+from mars_ray.model.draft_source import local_adapter, pinned_adapter
+from mars_ray.model.object_store import shown
+from mars_ray.model.source import Source, config_of, pinned
+from mars_ray.serve.autoscaler import autoscaling
+from mars_ray.serve.ingress.api_keys import ApiKeys
+from mars_ray.serve.ingress.deployment import Ingress
+from mars_ray.serve.ingress.router import PrefixRouter
+from mars_ray.serve.replica.deployment import Replica
+from mars_ray.serve.swap import swap_adapters
+from mars_ray.serve.threshold_actor import Setting, end_controls
+
+logger = logging.getLogger(__name__)
+
+APP_NAME = "mars-ray"
+# The ingress only forwards.
+_INGRESS_CPUS = 0.1
+# Places beyond the engine's own limit, for requests on their way to be refused by it.
+_REFUSAL_PLACES = 64
+# How often a process that is to end looks whether its requests have.
+_DRAIN_LOOK_S = 0.2
+# Three checks that fail in a row have a replica replaced.
+_HEALTH_CHECK_S = 2.0
+_ROUTERS = {
+    "prefix": {"request_router_class": PrefixRouter},
+    "power_of_two": {},
+}
+# Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
+# and a streamed message is handed over less often (docs/log.md).
+_ENV = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def build_app(job: ServeJob) -> serve.Application:
+    """The application: one ingress before a deployment of replicas for each model.
+
+    Raises ConfigError or ModelError if a checkpoint cannot be served so.
+    """
+    if job.host not in _LOOPBACK and not job.keys_file:
+        logger.warning(
+            "the service listens on %s and asks nobody for a key: set keys_file=", job.host
+        )
+    return _built(_checked(job))
+
+
+def _built(job: ServeJob) -> serve.Application:
+    """Of a job that was checked."""
+    models = job.each()
+    built_s = time.time()
+    ingress = serve.deployment(
+        num_replicas=job.ingress_replicas,
+        max_ongoing_requests=sum(_places(model) * model.most_replicas for model in models.values()),
+        **_life(job),
+        ray_actor_options={"num_cpus": _INGRESS_CPUS, "runtime_env": {"env_vars": _ENV}},
+    )(Ingress)
+    replicas = {name: _replicas(model, built_s) for name, model in models.items()}
+    return ingress.bind(job, replicas, built_s)
+
+
+def _replicas(job: ServeJob, built_s: float) -> serve.Application:
+    """The deployment of a job's one model."""
+    # Ray's annotation leaves out its own default, None.
+    per_node: Any = job.max_replicas_per_node
+    replica = serve.deployment(
+        name=job.deployment,
+        max_replicas_per_node=per_node,
+        **_how_many(job),
+        max_ongoing_requests=_places(job),
+        request_router_config=_ROUTERS[job.router],
+        **_life(job),
+        ray_actor_options=_actor_options(job),
+    )(Replica)
+    setting = Setting(built_s, job.set_point, job.replicas == "auto")
+    return replica.bind(job, setting)
+
+
+def _how_many(job: ServeJob) -> dict[str, Any]:
+    if job.replicas == "auto":
+        return {"autoscaling_config": autoscaling(job, service_model(job))}
+    return {"num_replicas": job.replicas}
+
+
+def service_model(job: ServeJob) -> ServiceModel:
+    """By which the replicas are scaled: in steps as this job's engine makes them.
+
+    Raises ConfigError.
+    """
+    engine = job.engine
+    return replace(_given(job), max_batch=engine.max_batch, step_rows=engine.max_step_tokens)
+
+
+def _given(job: ServeJob) -> ServiceModel:
+    """What the operator gives, or what lies beside the checkpoint."""
+    if job.service_model:
+        return load_service_model(job.service_model)
+    source, card = pinned(Source(job.checkpoint, job.revision))
+    place, depth = source.name, card.block_size
+    if job.engine.draft_adapter:
+        place, draft_card = pinned_adapter(job.engine.draft_adapter)
+        depth = draft_card.depths
+    try:
+        frontier = read_frontier(place)
+    except CheckpointError as error:
+        logger.info("only lossless levels for autoscaling: %s", error)
+        frontier = None
+    return prior_model(job.name, frontier, depth, job.engine.max_batch)
+
+
+def _places(job: ServeJob) -> int:
+    """Requests at a replica. Below this limit of Serve's is ours, which answers with a 429; a
+    request that Serve holds back waits unseen."""
+    return job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
+
+
+def _actor_options(job: ServeJob) -> dict[str, Any]:
+    return {
+        "num_cpus": job.cpus_per_replica,
+        "num_gpus": job.gpus_per_replica,
+        "resources": job.resources_per_replica,
+        "runtime_env": {"env_vars": _ENV | job.environment},
+    }
+
+
+def _life(job: ServeJob) -> dict[str, Any]:
+    """How Serve treats the processes of a deployment."""
+    return {
+        # The ingress has a log of its own (serve/ingress/request_log.py).
+        "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
+        "graceful_shutdown_timeout_s": job.drain_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,
+        "health_check_period_s": _HEALTH_CHECK_S,
+        "max_surge_percent": job.update_surge_percent,
+    }
+
+
+def check(job: ServeJob) -> None:
+    """Whether it could start, as far as that is seen without a cluster, which takes long to start.
+
+    Raises ConfigError or ModelError.
+    """
+    _checked(job)
+    check_port(job.host, job.port)
+
+
+def start(job: ServeJob) -> str:
+    """Starts Serve and the application in it; returns the URL once it answers.
+
+    Raises ConfigError if the port is taken or Serve already runs on this cluster, EngineError if
+    the replicas do not come up.
+    """
+    app = build_app(job)
+    if serve.status().proxies:
+        raise ConfigError(
+            "Ray Serve already runs on this cluster, with HTTP options of its own; stop it first "
+            "with `serve shutdown`, or add this application to it with `serve deploy`"
+        )
+    check_port(job.host, job.port)
+    # Of a service before this one, which did not end as it should have.
+    end_controls()
+    # What Serve says of itself while it starts would bury what the command says.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(
+        http_options={"host": job.host, "port": job.port},
+        proxy_location="HeadOnly",
+        logging_config={"log_level": "WARNING"},
+    )
+    try:
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        serve.shutdown()
+        raise EngineError(f"the service did not start: {error}") from error
+    host = _ANY_HOST.get(job.host, job.host)
+    return f"http://[{host}]:{job.port}" if ":" in host else f"http://{host}:{job.port}"
+
+
+def update(job: ServeJob) -> None:
+    """Has the running service go on with this job: new processes take over from the old ones. If
+    nothing but draft adapters is new, the old ones go on with them.
+
+    No request fails meanwhile. Raises ConfigError if there is no service or it cannot be changed
+    so, EngineError if the new replicas do not come up; the old ones then go on. ModelError for an
+    adapter that a replica cannot load; all go on with the old one then.
+    """
+    job = _checked(job)
+    app = _built(job)
+    if APP_NAME not in serve.status().applications:
+        raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
+    ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
+    running = ingress.running.remote().result()
+    host, port = running.job.host, running.job.port
+    if (host, port) != (job.host, job.port):
+        raise ConfigError(
+            f"the service listens on {host}:{port} as long as it runs, so the job must say "
+            f"host={host} port={port}"
+        )
+    if swap_adapters(job, running, ingress):
+        return
+    try:
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise EngineError(f"the service was not updated: {error}") from error
+    end_controls(running.job.each().keys() - job.each().keys())
+
+
+def _checked(job: ServeJob) -> ServeJob:
+    """The job with names of files and checkpoints that also workers elsewhere understand."""
+    first, *others = (_checked_model(model) for model in job.each().values())
+    ApiKeys(job.keys_file).check_models([model.name for model in (first, *others)])
+    changes: dict[str, Any] = {"more_models": tuple(others)}
+    if job.request_log:
+        changes["request_log"] = str(Path(job.request_log).resolve())
+    if job.keys_file:
+        changes["keys_file"] = str(Path(job.keys_file).resolve())
+    return first.model_copy(update=changes)
+
+
+def _checked_model(job: ServeJob) -> ServeJob:
+    """With the checkpoint pinned; only its card and configuration are fetched here."""
+    source, card = pinned(Source(job.checkpoint, job.revision))
+    engine = job.engine
+    if engine.draft_adapter:
+        place, draft_card = _checked_adapter(job, source)
+        card = replace(card, block_size=draft_card.depths)
+        engine = engine.model_copy(update={"draft_adapter": place})
+    _check_default_mode(job, card)
+    check_context(engine.max_context, config_of(source))
+    if engine.draft_model:
+        drafts, _ = pinned(Source(engine.draft_model))
+        engine = engine.model_copy(update={"draft_model": drafts.name})
+    return job.model_copy(
+        update={
+            "checkpoint": source.name,
+            "revision": source.revision,
+            "engine": engine,
+        }
+    )
+
+
+def _checked_adapter(job: ServeJob, base: Source) -> tuple[str, DraftCard]:
+    """The draft adapter's pinned name, and its card. It is read here to the last number; whether it
+    is for this model is seen by the model's weights, so that of another place than a directory only
+    the replicas can tell. Raises ModelError."""
+    assert job.engine.draft_adapter
+    place, card = pinned_adapter(job.engine.draft_adapter)
+    is_here = not base.is_uri and not base.is_on_hub
+    read_draft_adapter(local_adapter(place, job.model_cache), base.name if is_here else None)
+    return place, card
+
+
+def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
+    """One that nobody has named is `verified`, and `exact` as long as nothing drafts: replicas know
+    (`serve/replica/llm_server.py`), and an adapter may come later. Raises ConfigError."""
+    if job.default_mode is None:
+        return
+    if isinstance(job.default_mode, BlockCachedMode):
+        raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
+    try:
+        window_of(job.default_mode, card)
+    except RequestError as error:
+        raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
+
+
+def check_port(host: str, port: int) -> None:
+    """Serve's proxy shares a port with whoever else shares it, and then gets half the requests.
+
+    Raises ConfigError if somebody listens there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; set another host= or port="
+            ) from error

@@ -1,0 +1,129 @@
+"""Who may ask: API keys with names, and limits of their own.
+
+A TOML file, whose keys are given as they are or, better, as their SHA-256 in hexadecimal:
+
+    [[keys]]
+    name = "team-a"
+    sha256 = "2bb80d53..."
+    answers = 8          # being written at the same time
+    new_tokens = 256     # per answer
+    models = ["small"]   # that it may use; default: all
+"""
+
+import hashlib
+import hmac
+import tomllib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from mars_ray.config.base import Config
+from mars_ray.errors import ConfigError
+from mars_ray.serve.openai.request_models import ApiError
+from mars_ray.serve.protocol import ErrorInfo
+
+_RETRY_AFTER_S = 1
+
+
+class ApiKey(Config):
+    """One key, and what its holder may do."""
+
+    name: str = Field(min_length=1)
+    key: str | None = Field(default=None, min_length=16, repr=False)
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$", repr=False)
+    answers: int | None = Field(default=None, ge=1, description="at the same time, per ingress")
+    new_tokens: int | None = Field(default=None, ge=1, description="per answer")
+    models: tuple[str, ...] | None = Field(default=None, min_length=1, description="it may use")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("give either key or sha256")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """What is compared: no key is kept in memory longer than needed."""
+        return self.sha256 or _digest(self.key or "")
+
+
+class _File(Config):
+    keys: tuple[ApiKey, ...] = Field(min_length=1)
+
+
+class ApiKeys:
+    """Checks requests against a file's keys; without a file everybody may ask."""
+
+    def __init__(self, path: str | None) -> None:
+        """Raises ConfigError if the file cannot be used; its message names no key."""
+        self._keys = () if path is None else _read(path)
+        self._open: Counter[str] = Counter()
+
+    def holder(self, authorization: str | None) -> ApiKey | None:
+        """The key of an Authorization header, or None if none is asked for.
+
+        Raises ApiError. Takes the same time whichever key is right, and if none is.
+        """
+        if not self._keys:
+            return None
+        scheme, _, given = (authorization or "").partition(" ")
+        digest = _digest(given.strip())
+        right = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        if scheme.lower() != "bearer" or not right:
+            message = "give a valid API key in the header 'Authorization: Bearer ...'"
+            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+        return right[0]
+
+    def check_models(self, names: Collection[str]) -> None:
+        """Raises ConfigError if a key is for a model that is none of `names`."""
+        for key in self._keys:
+            for model in key.models or ():
+                if model not in names:
+                    raise ConfigError(
+                        f"key {key.name!r} is for model {model!r}, but the service has only "
+                        f"{', '.join(names)}"
+                    )
+
+    @contextmanager
+    def admitted(self, key: ApiKey | None, answers: int) -> Iterator[None]:
+        """While the answers are written. Raises ApiError if there would be too many."""
+        if key is None:
+            yield
+            return
+        if key.answers is not None and self._open[key.name] + answers > key.answers:
+            message = f"key {key.name!r} may have {key.answers} answers written at the same time"
+            raise ApiError(ErrorInfo(429, message, code="key_limit", retry_after_s=_RETRY_AFTER_S))
+        self._open[key.name] += answers
+        try:
+            yield
+        finally:
+            self._open[key.name] -= answers
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _read(path: str) -> tuple[ApiKey, ...]:
+    try:
+        keys = _File.model_validate(tomllib.loads(Path(path).read_text("utf-8"))).keys
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the file of keys cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except ValidationError as error:
+        # Without the values: they may be keys.
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        places = ", ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems
+        )
+        raise ConfigError(f"{path}: {places}") from None
+    names = [key.name for key in keys]
+    digests = [key.digest for key in keys]
+    if len(set(names)) < len(names) or len(set(digests)) < len(digests):
+        raise ConfigError(f"{path}: two keys have the same name or value")
+    return keys

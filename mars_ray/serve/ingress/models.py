@@ -1,0 +1,79 @@
+"""The models of a service: which one a request means, and what answers for it."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mars_ray.config.serve import ServeJob
+from mars_ray.serve.ingress.api_keys import ApiKey
+from mars_ray.serve.openai.request_models import ApiError
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized
+from mars_ray.serve.status import Decided, ReplicaStatus
+
+
+class Backend(Protocol):
+    """What answers: an engine in this process, or replicas behind a handle."""
+
+    def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """Ends when every choice has finished, or with a refusal; closing it ends the work."""
+        ...
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+        """A prompt's tokens."""
+        ...
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
+        """The text of tokens, special ones included."""
+        ...
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be answered now."""
+        ...
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        """Of each replica that answers."""
+        ...
+
+    async def decided(self) -> Decided | None:
+        """By the autoscaling policy lately, if one is in charge."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One of them; `job` is the service's as if it were the only one."""
+
+    name: str
+    job: ServeJob
+    backend: Backend
+
+
+class Models:
+    """All of them, and who may use which."""
+
+    def __init__(self, job: ServeJob, backends: Mapping[str, Backend]) -> None:
+        jobs = job.each()
+        assert set(jobs) == set(backends), "a model has no backend"
+        self._models = {name: Model(name, jobs[name], backends[name]) for name in jobs}
+
+    def of(self, key: ApiKey | None) -> list[Model]:
+        """Those that the key is good for."""
+        allowed = None if key is None else key.models
+        return [model for name, model in self._models.items() if allowed is None or name in allowed]
+
+    def asked(self, name: str | None, key: ApiKey | None) -> Model:
+        """The model of a request; it need not be named if there is only one.
+
+        Raises ApiError; a model that the key is not good for is not there.
+        """
+        models = {model.name: model for model in self.of(key)}
+        if name is None and len(models) == 1:
+            return next(iter(models.values()))
+        here = ", ".join(repr(model) for model in models)
+        if name is None:
+            message = f"'model' is missing, and there is more than one: {here}"
+            raise ApiError(ErrorInfo(400, message, "model", "missing_required_parameter"))
+        if name not in models:
+            message = f"there is no model {name!r} here, only {here}"
+            raise ApiError(ErrorInfo(404, message, "model", "model_not_found"))
+        return models[name]

@@ -1,0 +1,146 @@
+"""One JSON line for each request, when it is over; nothing of what was said unless asked for."""
+
+import json
+import logging
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn
+
+logger = logging.getLogger("mars_ray.requests")
+
+_ID_CHARS = 128
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+# What is asked every few seconds and says nothing.
+_NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of a request so far; times in seconds since its arrival."""
+
+    request_id: str | None  # the client's, or its proxy's
+    method: str
+    path: str
+    id: str | None = None  # of the reply
+    key: str | None = None
+    user: str | None = None
+    model: str | None = None
+    mode: str | None = None
+    status: int | None = None  # of HTTP; none if the client left before
+    ending: str | None = None  # of the answers: stop, length, tool_calls, abort, or an error's code
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    forwards: int = 0
+    disagreed: int = 0
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    prompt: Any = None
+    _choices: int = 1  # to each prompt
+    _unfinished: int = 1  # answers in all
+    _started: float = field(default_factory=time.monotonic)
+
+    def called(
+        self, call: GenerationRequest, model: str, user: str | None, *, with_prompt: bool
+    ) -> None:
+        """The request was right, and is sent to a replica."""
+        self.mode, self.model, self.user = call.mode.type, model, user
+        self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
+        if with_prompt:
+            self.prompt = [_readable(prompt) for prompt in call.prompts]
+
+    def told(self, message: OutputDelta | ErrorInfo) -> None:
+        """The replica has said something."""
+        if isinstance(message, ErrorInfo):
+            self.ending = message.code
+            return
+        if self.first_token_s is None:
+            self.first_token_s = self._elapsed_s
+        if finish := message.finish:
+            self._unfinished -= 1
+            # As long as one goes on the client may still leave.
+            if self._unfinished == 0:
+                self.ending = finish.reason
+            if message.choice % self._choices == 0:
+                self.prompt_tokens += finish.prompt_tokens
+            self.completion_tokens += finish.completion_tokens
+            self.forwards += finish.forwards
+            self.disagreed += finish.disagreed
+            self.mode = finish.mode or self.mode
+
+    def line(self) -> str:
+        """As JSON, without what there is none of."""
+        self.total_s = self._elapsed_s
+        values = asdict(self).items()
+        shown = {name: v for name, v in values if v is not None and not name.startswith("_")}
+        return json.dumps({"time": datetime.now(UTC).isoformat()} | shown, ensure_ascii=False)
+
+    @property
+    def _elapsed_s(self) -> float:
+        return round(time.monotonic() - self._started, 4)
+
+
+def logged(app: ASGIApp) -> ASGIApp:
+    """The app, with a line in the log for every request."""
+
+    async def with_log(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id")
+        entry = Entry(_clean(given) if given else None, scope["method"], scope["path"])
+        scope.setdefault("state", {})["entry"] = entry
+
+        async def look(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                entry.status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, look)
+        finally:
+            if entry.path not in _NOT_LOGGED:
+                logger.info(entry.line())
+
+    return with_log
+
+
+def entry_of(request: Request) -> Entry:
+    """The entry of a request behind `logged`."""
+    return request.state.entry
+
+
+def write_to(path: str | None) -> None:
+    """Have this process write its lines there, or to standard output."""
+    handler = WatchedFileHandler(path, encoding="utf-8") if path else _to_stdout()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _to_stdout() -> logging.Handler:
+    return logging.StreamHandler(sys.stdout)
+
+
+def _clean(request_id: str) -> str:
+    """Without what could break a line, a shell or a dashboard."""
+    return _NOT_IN_ID.sub("_", request_id[:_ID_CHARS])
+
+
+def _readable(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        {"role": part.role, "content": part.content} if isinstance(part, Turn) else part
+        for part in prompt
+    ]

@@ -1,0 +1,93 @@
+"""Request routing that prefers the replica which holds the beginning of the prompt.
+
+Prior work: Ray's `PrefixCacheAffinityRouter` (ray.llm), SGLang's cache-aware router, llm-d. This
+one keeps its table in the router's own process, counts whole blocks, and needs no other actor.
+"""
+
+import asyncio
+import random
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from mars_ray.serve.ingress.prefixes import PrefixTable, prefix_blocks
+from mars_ray.serve.protocol import GenerationRequest
+
+# About 20 MB. A replica's own cache forgets far sooner.
+_TABLE_BLOCKS = 65_536
+# Requests that the preferred replica may have beyond the least loaded one.
+MAX_IMBALANCE = 4
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a call where the longest beginning of its first prompt was sent before.
+
+    Unless that replica has more than MAX_IMBALANCE requests beyond the least loaded one. Then, and
+    for a prompt that nobody has seen, the less loaded of two random replicas gets it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """By Serve, in every process with a handle to the deployment."""
+        super().__init__(*args, **kwargs)
+        self._turn = asyncio.Lock()
+        self._table: PrefixTable[ReplicaID] = PrefixTable(_TABLE_BLOCKS)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Ranks, best first: Serve goes to the next where all replicas of one are full."""
+        if pending_request:
+            # Or Serve would ask again at once, and for ever, while all are full.
+            pending_request.routing_context.should_backoff = True
+        blocks = _blocks(pending_request)
+        async with self._turn:
+            # Let the request before this one be sent, and so counted: Serve chooses for all that
+            # wait in one go, and they would all find the same replica free.
+            await asyncio.sleep(0)
+            preferred = self._preferred(candidate_replicas, blocks)
+        fallback = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        return [preferred, fallback] if preferred else [fallback]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """The replica has accepted the request."""
+        self._table.add(_blocks(pending_request), replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """These are all there are now."""
+        super().update_replicas(replicas)
+        self._table.keep(self.curr_replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Before the controller has noticed it."""
+        super().on_replica_actor_died(replica_id)
+        self._table.keep(self.curr_replicas)
+
+    def _preferred(
+        self, candidates: list[RunningReplica], blocks: tuple[int, ...]
+    ) -> list[RunningReplica]:
+        """The least loaded of those that share the longest beginning, if it is not overloaded."""
+        # What Serve last heard of them and has sent since; a replica not heard of lately is idle.
+        cache = self.replica_queue_len_cache
+        loads = {replica.replica_id: cache.get(replica.replica_id) or 0 for replica in candidates}
+        holding = self._table.longest(blocks, loads)
+        if not holding:
+            return []
+        least = min(loads[replica_id] for replica_id in holding)
+        if least > min(loads.values()) + MAX_IMBALANCE:
+            return []
+        return [
+            replica
+            for replica in candidates
+            if replica.replica_id in holding and loads[replica.replica_id] == least
+        ]
+
+
+def _blocks(request: PendingRequest | None) -> tuple[int, ...]:
+    """Of a call's first prompt; other requests have none."""
+    if request and request.args and isinstance(call := request.args[0], GenerationRequest):
+        return prefix_blocks(call.prompts[0])
+    return ()

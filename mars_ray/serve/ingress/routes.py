@@ -1,0 +1,350 @@
+"""The HTTP API: routes, limits and errors, over any backend."""
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from mars_ray import __version__
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve.ingress.api_keys import ApiKey, ApiKeys
+from mars_ray.serve.ingress.gate import Gate
+from mars_ray.serve.ingress.metrics_endpoint import page
+from mars_ray.serve.ingress.models import Backend, Model, Models
+from mars_ray.serve.ingress.request_log import Entry, entry_of, logged
+from mars_ray.serve.ingress.slow_readers import LIMIT_HEADER
+from mars_ray.serve.openai.openapi import openapi
+from mars_ray.serve.openai.request_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+)
+from mars_ray.serve.openai.responses import (
+    Answer,
+    ChatShape,
+    Shape,
+    TextShape,
+    error_body,
+    model_list,
+    reply,
+)
+from mars_ray.serve.openai.sse import Chunks, EventStream, events, internal_error
+from mars_ray.serve.openai.validation import to_generation_request, turns_of
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
+from mars_ray.serve.status import model_status
+
+logger = logging.getLogger(__name__)
+
+# Streams must reach the client piece by piece through caches and nginx.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    # Its own lines and this server, nothing else.
+    "Content-Security-Policy": (
+        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def build_api(
+    job: ServeJob,
+    backends: Mapping[str, Backend],
+    gate: Gate | None = None,
+    metrics: Callable[[], Awaitable[str]] | None = None,
+) -> FastAPI:
+    """The API of the job's models, each with what answers for it by name, behind a gate.
+
+    `metrics` writes what `/metrics` shows.
+    """
+    gate = gate or Gate()
+    routes = _Routes(job, Models(job, backends), gate, metrics)
+    # The generated pages would load their scripts from another site.
+    api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
+    for path, route in (
+        ("/", routes.page),
+        ("/healthz", routes.healthz),
+        ("/readyz", routes.readyz),
+        ("/version", routes.version),
+        ("/metrics", routes.metrics),
+        ("/v1/models", routes.models),
+        ("/v1/mars/status", routes.status),
+        ("/openapi.json", routes.openapi),
+    ):
+        api.add_api_route(path, route, methods=["GET"], response_model=None)
+    for path, route in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.complete),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        api.add_api_route(path, route, methods=["POST"], response_model=None)
+    api.add_exception_handler(ApiError, _api_error)
+    api.add_exception_handler(HTTPException, _http_error)
+    # The last one is the first to be asked: what the gate refuses is logged.
+    api.add_middleware(gate.around)
+    api.add_middleware(logged)
+    return api
+
+
+class _Routes:
+    def __init__(
+        self,
+        job: ServeJob,
+        models: Models,
+        gate: Gate,
+        metrics: Callable[[], Awaitable[str]] | None,
+    ) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._models = models
+        self._gate = gate
+        self._keys = ApiKeys(job.keys_file)
+        self._started = int(time.time())
+
+    async def page(self) -> Response:
+        """Open to all, like the two after it: it holds nothing and asks for the key itself."""
+        return HTMLResponse(_PAGE.read_text("utf-8"), headers=_PAGE_HEADERS)
+
+    async def healthz(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def readyz(self) -> Response:
+        if not self._gate.is_open:
+            return JSONResponse({"status": "draining"}, 503)
+        models = self._models.of(key=None)
+        ready = all(await asyncio.gather(*(model.backend.is_ready() for model in models)))
+        status = "ready" if ready else "not ready"
+        return JSONResponse({"status": status}, 200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        key = self._holder(request)
+        if len(self._models.of(key)) < len(self._models.of(None)):
+            message = "this key is not good for all models, and the metrics are those of all"
+            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+        text = await self._metrics() if self._metrics else ""
+        return await page(text, request.headers.get("accept-encoding", ""))
+
+    async def version(self, request: Request) -> dict[str, str]:
+        self._holder(request)
+        return {"version": __version__}
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        models = self._models.of(self._holder(request))
+        return model_list([model.name for model in models], self._started)
+
+    async def status(self, request: Request) -> dict[str, Any]:
+        """What the models are doing at the moment."""
+        models = self._models.of(self._holder(request))
+        return {"object": "list", "data": await asyncio.gather(*map(_status_of, models))}
+
+    async def openapi(self, request: Request) -> dict[str, Any]:
+        models = self._models.of(self._holder(request))
+        names = [model.name for model in models]
+        return openapi(names, with_keys=self._job.keys_file is not None)
+
+    async def chat(self, request: Request) -> Response:
+        async def answer(raw: bytes, entry: Entry, key: ApiKey | None) -> Response:
+            return await self._answer(parse(ChatBody, raw), entry, key, ChatShape())
+
+        return await self._guarded(request, f"chatcmpl-{uuid.uuid4().hex}", answer)
+
+    async def complete(self, request: Request) -> Response:
+        async def answer(raw: bytes, entry: Entry, key: ApiKey | None) -> Response:
+            return await self._answer(parse(CompletionBody, raw), entry, key, TextShape())
+
+        return await self._guarded(request, f"cmpl-{uuid.uuid4().hex}", answer)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._guarded(request, f"tok-{uuid.uuid4().hex}", self._tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._guarded(request, f"detok-{uuid.uuid4().hex}", self._detokenize)
+
+    async def _guarded(
+        self,
+        request: Request,
+        request_id: str,
+        answer: Callable[[bytes, Entry, ApiKey | None], Awaitable[Response]],
+    ) -> Response:
+        """The answer to a body; what fails unforeseen is logged under the request's id."""
+        entry = entry_of(request)
+        entry.id = request_id
+        # Before a byte of the body is read.
+        key = self._holder(request)
+        entry.key = key.name if key else None
+        try:
+            body = await _read(request, self._job.limits)
+            return await answer(body, entry, key)
+        except ApiError:
+            raise
+        except ClientDisconnect:
+            # Nobody reads the answer to half a request; this is nginx's number for it.
+            return Response(status_code=499)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            raise ApiError(internal_error(request_id)) from error
+
+    def _holder(self, request: Request) -> ApiKey | None:
+        return self._keys.holder(request.headers.get("authorization"))
+
+    async def _answer(
+        self,
+        body: ChatBody | CompletionBody,
+        entry: Entry,
+        key: ApiKey | None,
+        shape: Shape,
+    ) -> Response:
+        assert entry.id
+        model = self._models.asked(body.model, key)
+        call = to_generation_request(body, entry.id, secrets.randbits(63), model.job)
+        call = _within(call, key, "max_tokens" if body.max_tokens else "max_completion_tokens")
+        entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
+        created = int(time.time())
+        messages = self._admitted(model.backend, call, key, entry)
+        # The status line depends on the first message.
+        first = await anext(messages)
+        if isinstance(first, ErrorInfo):
+            # Gives back at once what the key may have under way.
+            await messages.aclose()
+            raise ApiError(first)
+        forwards = bool(body.return_forwards)
+        if body.stream:
+            chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
+            headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
+            return EventStream(events(chunks, first, messages), headers)
+        answers = [
+            Answer(
+                logprobs=None if call.logprobs is None else [], forwards=[] if forwards else None
+            )
+            for _ in range(call.choices)
+        ]
+        await _collect(answers, first, messages)
+        return JSONResponse(reply(call, shape, model.name, created, answers))
+
+    async def _tokenize(self, raw: bytes, _entry: Entry, key: ApiKey | None) -> Response:
+        body = parse(TokenizeBody, raw)
+        backend = self._models.asked(body.model, key).backend
+        if (body.prompt is None) == (body.messages is None):
+            message = "give either 'prompt' or 'messages'"
+            raise ApiError(ErrorInfo(400, message, param="prompt", code="invalid_value"))
+        turns = turns_of(body.messages or ())
+        made = await backend.tokenize(turns if body.prompt is None else body.prompt)
+        if isinstance(made, ErrorInfo):
+            raise ApiError(made)
+        count = len(made.tokens)
+        return JSONResponse(
+            {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
+        )
+
+    async def _detokenize(self, raw: bytes, _entry: Entry, key: ApiKey | None) -> Response:
+        body = parse(DetokenizeBody, raw)
+        text = await self._models.asked(body.model, key).backend.detokenize(body.tokens)
+        if isinstance(text, ErrorInfo):
+            raise ApiError(text)
+        return JSONResponse({"prompt": text})
+
+    async def _admitted(
+        self, backend: Backend, call: GenerationRequest, key: ApiKey | None, entry: Entry
+    ) -> AsyncGenerator[Message, None]:
+        """The backend's messages, counted against the key until they end or are closed."""
+        with self._keys.admitted(key, call.choices):
+            async with aclosing(backend.answer(call)) as messages:
+                async for message in messages:
+                    entry.told(message)
+                    yield message
+
+
+async def _status_of(model: Model) -> dict[str, Any]:
+    replicas, decided = await asyncio.gather(model.backend.status(), model.backend.decided())
+    return model_status(model.name, replicas, decided)
+
+
+def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> GenerationRequest:
+    """The call with no more tokens than its key allows.
+
+    Raises ApiError if it asks for more, by `param`, or for more answers than the key ever has.
+    """
+    if key and key.answers is not None and call.choices > key.answers:
+        message = f"key {key.name!r} allows {key.answers} answers at a time, not {call.choices}"
+        raise ApiError(ErrorInfo(400, message, param=call.choices_param, code="invalid_value"))
+    if key is None or key.new_tokens is None:
+        return call
+    if call.max_new_tokens is not None and call.max_new_tokens > key.new_tokens:
+        message = f"key {key.name!r} allows at most {key.new_tokens} tokens per answer"
+        raise ApiError(ErrorInfo(400, message, param=param, code="invalid_value"))
+    return replace(call, new_tokens_limit=min(call.new_tokens_limit, key.new_tokens))
+
+
+async def _collect(
+    answers: list[Answer], first: OutputDelta, rest: AsyncGenerator[Message, None]
+) -> None:
+    """Every answer to its end. Raises ApiError if one fails on its way."""
+    answers[first.choice].add(first)
+    async with aclosing(rest):
+        while any(answer.finish is None for answer in answers):
+            message = await anext(rest)
+            if isinstance(message, ErrorInfo):
+                raise ApiError(message)
+            answers[message.choice].add(message)
+
+
+async def _read(request: Request, limits: Limits) -> bytes:
+    """The body, read no further and no longer than the limits."""
+    message = f"the body has more than {limits.body_bytes} bytes, this server's limit"
+    too_large = ApiError(ErrorInfo(413, message, code="body_too_large"))
+    # The HTTP parser has checked that it is a number.
+    if int(request.headers.get("content-length", "0")) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.body_s:g} s"
+        raise ApiError(ErrorInfo(408, message, code="body_too_slow")) from None
+    return bytes(body)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    refusal = error.refusal
+    entry_of(request).ending = refusal.code
+    headers = {}
+    if refusal.status == 408:
+        # OpenAI's clients would ask again, and wait as long again.
+        headers["x-should-retry"] = "false"
+    if refusal.retry_after_s is not None:
+        headers["Retry-After"] = str(refusal.retry_after_s)
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(refusal), refusal.status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    # Not request.url: it is made of the Host header, which may be anything.
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
+    return JSONResponse(
+        error_body(ErrorInfo(error.status_code, message)), error.status_code, error.headers
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's API: request and response bodies, validation, server-sent events."""

@@ -1,0 +1,185 @@
+"""The OpenAPI description of the service, made of the models that check requests.
+
+The routes read their bodies themselves, so FastAPI knows nothing of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from mars_ray import __version__
+from mars_ray.serve.openai.request_models import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from mars_ray.serve.openai.response_models import (
+    ChatChunk,
+    ChatReply,
+    DetokenizeReply,
+    ErrorReply,
+    MarsStatusReply,
+    ModelsReply,
+    StatusReply,
+    TextChunk,
+    TextReply,
+    TokenizeReply,
+    VersionReply,
+)
+from mars_ray.serve.openai.sse import DONE_DATA
+
+_REFS = "#/components/schemas/"
+_ERRORS = {
+    400: "A field is wrong or not supported; `param` names it.",
+    401: "No valid API key.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time, or the answer took more than it may.",
+    413: "The body is too large.",
+    429: "Too much is being answered; try again after `Retry-After`.",
+    500: "A fault of the server; its log has the request's id, which the message names.",
+    503: "No replica can answer now; try again after `Retry-After`, if there is one.",
+}
+_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
+_READ_ERRORS = (400, 401, 408, 413)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    path: str
+    summary: str
+    reply: type[BaseModel] | None = None
+    body: type[BaseModel] | None = None
+    chunk: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+    is_open: bool = False  # to those without a key
+    text: str = ""  # the media type of a reply that is not JSON
+
+
+_ANSWER_ERRORS = (*_READ_ERRORS, 404, 429, 500, 503)
+_ROUTES = (
+    _Route("/", "A page to talk to the model.", text="text/html", is_open=True),
+    _Route(
+        "/metrics", "What the service counts, for Prometheus.", text="text/plain", errors=(401,)
+    ),
+    _Route("/healthz", "Whether the service lives.", StatusReply, is_open=True),
+    _Route("/readyz", "Whether a request would be answered now.", StatusReply, is_open=True),
+    _Route("/version", "The version of the service.", VersionReply, errors=(401, 503)),
+    _Route("/v1/models", "The models served.", ModelsReply, errors=(401, 503)),
+    _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
+    _Route(
+        "/v1/chat/completions",
+        "The next turn of a conversation.",
+        ChatReply,
+        ChatBody,
+        ChatChunk,
+        _ANSWER_ERRORS,
+    ),
+    _Route(
+        "/v1/completions",
+        "The continuation of texts.",
+        TextReply,
+        CompletionBody,
+        TextChunk,
+        _ANSWER_ERRORS,
+    ),
+    _Route(
+        "/tokenize",
+        "A prompt's tokens.",
+        TokenizeReply,
+        TokenizeBody,
+        errors=(*_READ_ERRORS, 404, 500, 503),
+    ),
+    _Route(
+        "/detokenize",
+        "The text of tokens.",
+        DetokenizeReply,
+        DetokenizeBody,
+        errors=(*_READ_ERRORS, 404, 500, 503),
+    ),
+)
+
+
+def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
+    """The description, OpenAPI 3.1.
+
+    names: of the models served. with_keys: whether the service asks for API keys.
+    """
+    used = {model for route in _ROUTES for model in (route.reply, route.body, route.chunk) if model}
+    models = sorted(used | {ErrorReply}, key=lambda model: model.__name__)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REFS + "{model}"
+    )
+    components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    for body in (route.body for route in _ROUTES if route.body):
+        _name_models(schemas["$defs"][body.__name__], names)
+    if with_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "mars-ray",
+            "version": __version__,
+            "description": "OpenAI's API, with the choice between quality and speed.",
+        },
+        "paths": {route.path: _operation(route, with_keys) for route in _ROUTES},
+        "components": components,
+    }
+
+
+def _name_models(schema: dict[str, Any], names: Sequence[str]) -> None:
+    can_lack = "model" not in schema.get("required", ())
+    schema["properties"]["model"] = {"title": "Model", "enum": [*names, *[None] * can_lack]}
+
+
+def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {"summary": route.summary, "responses": _responses(route)}
+    if not with_keys:
+        described["responses"].pop("401", None)
+    elif not route.is_open:
+        described["security"] = [{"key": []}]
+    if route.body is None:
+        return {"get": described}
+    described["requestBody"] = {"required": True, "content": _json(route.body)}
+    return {"post": described}
+
+
+def _responses(route: _Route) -> dict[str, Any]:
+    text = {route.text: {"schema": {"type": "string"}}}
+    content = text if route.reply is None else _json(route.reply)
+    if route.chunk is not None:
+        content = content | {"text/event-stream": {"schema": _event(route.chunk)}}
+    responses = {"200": {"description": route.summary, "content": content}}
+    for status in route.errors:
+        responses[str(status)] = _error(status)
+    if route.path == "/readyz":
+        responses["503"] = {"description": "Not yet, or no more.", "content": _json(StatusReply)}
+    return responses
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One event of a stream: before 3.2, OpenAPI has no schema for the whole of it."""
+    written = {
+        "contentMediaType": "application/json",
+        "contentSchema": {
+            "anyOf": [{"$ref": _REFS + model.__name__} for model in (chunk, ErrorReply)]
+        },
+    }
+    data = {
+        "type": "string",
+        "description": "`[DONE]` comes last; if an error comes, it is the last.",
+        "anyOf": [{"const": DONE_DATA}, written],
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _error(status: int) -> dict[str, Any]:
+    described: dict[str, Any] = {"description": _ERRORS[status], "content": _json(ErrorReply)}
+    return described | ({"headers": _RETRY} if status in (429, 503) else {})
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REFS + model.__name__}}}

@@ -1,0 +1,401 @@
+"""Bodies of requests, checked field by field.
+
+Nothing that is accepted is ignored: a field this server does not act on is refused by name.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from mars_ray.serve.protocol import ErrorInfo, ToolCall, Turn
+
+# OpenAI's own limit; a stop string is searched for in every step's text.
+_MAX_STOPS = 4
+_MAX_STOP_CHARS = 256
+# The chat template is rendered once for each assistant turn.
+_MAX_MESSAGES = 512
+_MAX_PROMPTS = 128
+_MAX_TOOLS = 128
+_MAX_BIASES = 1024
+# Names of the variants of a field; they mark pydantic's error locations.
+_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
+_TOOL = "<tool>"
+_VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Of a list's faults: a body has room for hundreds of thousands, which take seconds to collect.
+_FIRST = Field(fail_fast=True)
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, refusal: ErrorInfo) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Wire(BaseModel):
+    """Part of a request's body: no unknown fields, and no text where a number belongs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(Wire):
+    """A part of a message; text is the only kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _content_kind(value: Any) -> str:
+    return _PARTS if isinstance(value, list | tuple) else _TEXT
+
+
+Content = Annotated[
+    Annotated[str, Tag(_TEXT)] | Annotated[tuple[TextPart, ...], _FIRST, Tag(_PARTS)],
+    Discriminator(_content_kind),
+]
+
+
+def _joined(content: str | tuple[TextPart, ...]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class PlainMessage(Wire):
+    """What the client or its user says."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+    def turn(self) -> Turn:
+        """The message with its parts joined; `developer` is OpenAI's newer name of `system`."""
+        role = "system" if self.role == "developer" else self.role
+        return Turn(role, _joined(self.content))
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class CalledFunction(Wire):
+    """A call that an earlier answer has made."""
+
+    name: ToolName
+    arguments: str
+
+
+class MessageToolCall(Wire):
+    """The same with the id by which its result is found."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Wire):
+    """An earlier answer, also as the official client hands it back."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[tuple[MessageToolCall, ...], _FIRST] | None = None
+    # That client writes these, and no answer of this server has any.
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "AssistantMessage":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant's message needs 'content' or 'tool_calls'")
+        return self
+
+    def turn(self) -> Turn:
+        """The message with its parts joined."""
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        return Turn("assistant", _joined(self.content or ""), calls)
+
+
+class ToolMessage(Wire):
+    """What a call has resulted in."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+    def turn(self) -> Turn:
+        """The message with its parts joined."""
+        return Turn("tool", _joined(self.content))
+
+
+ChatMessage = Annotated[
+    PlainMessage | AssistantMessage | ToolMessage,
+    Field(discriminator="role"),
+]
+Messages = Annotated[tuple[ChatMessage, ...], _FIRST, Field(min_length=1, max_length=_MAX_MESSAGES)]
+
+
+class FunctionBody(Wire):
+    """What can be called; its parameters are a JSON schema. Calls always follow it."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Wire):
+    """A function is the only kind."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Wire):
+    """Of a forced call."""
+
+    name: ToolName
+
+
+class NamedTool(Wire):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_kind(value: Any) -> str:
+    return _TEXT if isinstance(value, str) else _TOOL
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(_TEXT)] | Annotated[NamedTool, Tag(_TOOL)],
+    Discriminator(_choice_kind),
+]
+
+
+class TextFormat(Wire):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Wire):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Wire):
+    """A JSON schema with a name. Answers always follow it."""
+
+    name: ToolName
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Wire):
+    """JSON of one schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonFormat | SchemaFormat,
+    Field(discriminator="type"),
+]
+Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[tuple[Token, ...], _FIRST, Field(min_length=1)]
+_SEVERAL = Field(min_length=1, max_length=_MAX_PROMPTS)
+
+
+def _prompt_kind(value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return _TEXT
+    first = value[0] if value else ""
+    if isinstance(first, list | tuple):
+        return _TOKEN_LISTS
+    return _TEXTS if isinstance(first, str) else _TOKENS
+
+
+Prompts = Annotated[
+    Annotated[str, Tag(_TEXT)]
+    | Annotated[tuple[str, ...], _FIRST, _SEVERAL, Tag(_TEXTS)]
+    | Annotated[Tokens, Tag(_TOKENS)]
+    | Annotated[tuple[Tokens, ...], _FIRST, _SEVERAL, Tag(_TOKEN_LISTS)],
+    Discriminator(_prompt_kind),
+]
+
+
+def _stop_kind(value: Any) -> str:
+    return _TEXTS if isinstance(value, list | tuple) else _TEXT
+
+
+class StreamOptions(Wire):
+    """What a stream contains besides text."""
+
+    include_usage: bool | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+Stops = Annotated[
+    Annotated[StopString, Tag(_TEXT)]
+    | Annotated[tuple[StopString, ...], _FIRST, Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
+    Discriminator(_stop_kind),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+# One way to write a number: a second one would be the same token once more.
+TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
+Biases = Annotated[
+    dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=_MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+]
+
+
+class AnswerBody(Wire):
+    """What requests for answers have in common; null stands for a field not given."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # OpenAI's default: a client that does not say wants sampling at 1.
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    # OpenAI's name for whoever is behind the request; it goes into the log.
+    user: Annotated[str, Field(max_length=256)] | None = None
+    # Ours.
+    mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    window: Annotated[int, Field(ge=0, le=64)] | None = None
+    quality: Annotated[str, Field(max_length=64)] | None = None
+    quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    return_forwards: bool | None = None
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Whichever form they were given in."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatBody(AnswerBody):
+    """Body of a chat completion request."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=_MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionBody(AnswerBody):
+    """Body of a completion request: the text is continued as it is, without a chat template."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeBody(Wire):
+    """A text or a conversation to count."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+
+
+class DetokenizeBody(Wire):
+    """Tokens to read."""
+
+    model: str | None = None
+    tokens: Annotated[tuple[Token, ...], _FIRST]
+
+
+AnyBody = TypeVar("AnyBody", bound=Wire)
+
+
+def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """The checked body. Raises ApiError that names the first field at fault."""
+    try:
+        parsed = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise ApiError(_refusal(error.errors(include_url=False, include_input=False)[0])) from error
+    # After the check, which bounds how deep the body is.
+    json.loads(body, object_pairs_hook=_once)
+    return parsed
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ApiError if a field is given twice: all but one would be ignored."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            message = f"'{name}' is given more than once"
+            raise ApiError(ErrorInfo(400, message, param=name, code="invalid_value"))
+        seen.add(name)
+
+
+def _param(error: ErrorDetails) -> str:
+    """The field at fault, without the marks of the variants that pydantic has tried."""
+    places: list[str] = []
+    before = None
+    for place in error["loc"]:
+        is_role = isinstance(before, int) and place in _ROLES
+        if not (place in _VARIANTS or is_role or before == "response_format"):
+            places.append(str(place))
+        before = place
+    if error["type"].startswith("union_tag_"):
+        places.append(error.get("ctx", {})["discriminator"].strip("'"))
+    return ".".join(places)
+
+
+def _refusal(error: ErrorDetails) -> ErrorInfo:
+    if error["type"] == "json_invalid":
+        return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
+    if not error["loc"]:
+        return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
+    param = _param(error)
+    if error["type"] == "union_tag_not_found":
+        return ErrorInfo(
+            400, f"'{param}' is missing", param=param, code="missing_required_parameter"
+        )
+    if error["type"] == "extra_forbidden":
+        message = f"'{param}' is not supported by this server"
+        return ErrorInfo(400, message, param=param, code="unsupported_parameter")
+    if error["type"] == "missing":
+        return ErrorInfo(
+            400, f"'{param}' is missing", param=param, code="missing_required_parameter"
+        )
+    return ErrorInfo(400, f"'{param}': {error['msg']}", param=param, code="invalid_value")

@@ -1,0 +1,140 @@
+"""An answer as server-sent events: an event or two per piece, in OpenAI's chunks."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from mars_ray.serve.openai.responses import Shape, error_body, tool_call_delta, usage
+from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta
+
+logger = logging.getLogger(__name__)
+
+DONE_DATA = "[DONE]"
+DONE = f"data: {DONE_DATA}\n\n"
+
+
+def event(data: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Writes the chunks of one call's answers."""
+
+    call: GenerationRequest
+    shape: Shape
+    model: str
+    created: int
+    include_usage: bool
+    forwards: bool = False  # each chunk says which forward its tokens are of
+    _finishes: dict[int, Finish] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
+    _said: set[int] = field(default_factory=set)  # choices that have a text or calls
+    _shown: Counter[int] = field(default_factory=Counter)  # characters of each choice's tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has its finish."""
+        return len(self._finishes) == self.call.choices
+
+    def of(self, piece: OutputDelta) -> Iterator[str]:
+        """A chunk with what the piece adds, if it adds anything, and one for its finish."""
+        first = piece.choice not in self._begun
+        if piece.text or piece.calls:
+            self._said.add(piece.choice)
+        # A step whose text is held back has nothing to say.
+        if first or piece.text or piece.logprobs or (self.forwards and piece.tokens):
+            self._begun.add(piece.choice)
+            yield self._chunk(piece.choice, self._addition(piece, first=first))
+        for call in piece.calls:
+            yield self._chunk(piece.choice, tool_call_delta(call))
+        if piece.finish:
+            self._finishes[piece.choice] = piece.finish
+            # Without a call an empty answer is a text, too.
+            text = None if piece.choice in self._said else ""
+            ending = self.shape.delta(text, None, first=False)
+            yield self._chunk(piece.choice, ending, piece.finish.reason)
+
+    def _addition(self, piece: OutputDelta, *, first: bool) -> dict[str, Any]:
+        logprobs = None if self.call.logprobs is None else piece.logprobs
+        # An answer that only calls has no content, not an empty one.
+        text = None if self.call.tools and not piece.text else piece.text
+        offset = self._shown[piece.choice]
+        self._shown[piece.choice] += sum(len(token.text) for token in piece.logprobs)
+        choice = self.shape.delta(text, logprobs, first=first, offset=offset)
+        if self.forwards:
+            choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
+        return choice
+
+    def usage(self) -> str:
+        """The chunk after all others."""
+        finishes = [self._finishes[choice] for choice in range(self.call.choices)]
+        return event(self._body([]) | {"usage": usage(self.call, finishes)})
+
+    def _chunk(self, index: int, choice: dict[str, Any], reason: str | None = None) -> str:
+        chunk = self._body([{"index": index} | choice | {"finish_reason": reason}])
+        # With usage asked for, every chunk has the field: clients of OpenAI's API expect that.
+        return event(chunk | {"usage": None} if self.include_usage else chunk)
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.call.id,
+            "object": self.shape.chunk_name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class EventStream(StreamingResponse):
+    """Closes its events, whatever ends it: nothing else would before they are collected."""
+
+    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        """See StreamingResponse."""
+        async with aclosing(self._events):
+            await super().stream_response(send)
+
+
+async def events(
+    chunks: Chunks, first: Message, rest: AsyncGenerator[Message, None]
+) -> AsyncGenerator[str, None]:
+    """The events of a call; `rest` is closed when the client goes away.
+
+    Those that come together go together: every text is a message through two of Serve's processes.
+    An error after the start is an event of its own, and the last one: there is no [DONE].
+    """
+    async with aclosing(rest):
+        try:
+            message = first
+            while True:
+                if isinstance(message, ErrorInfo):
+                    yield event(error_body(message))
+                    return
+                text = "".join(chunks.of(message))
+                if chunks.is_over:
+                    break
+                if text:
+                    yield text
+                message = await anext(rest)
+            yield text + (chunks.usage() if chunks.include_usage else "") + DONE
+        except Exception:
+            logger.exception("request %s failed while streaming", chunks.call.id)
+            yield event(error_body(internal_error(chunks.call.id)))
+
+
+def internal_error(request_id: str) -> ErrorInfo:
+    """What a client learns of a fault of ours."""
+    message = f"internal error; the server's log has it under request {request_id}"
+    return ErrorInfo(500, message, code="internal_error")

@@ -1,0 +1,267 @@
+"""From a checked body to a call: limits, defaults, and settings that contradict each other."""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from mars_ray.config.decode import (
+    ConfidenceMode,
+    ExactMode,
+    JacobiMode,
+    Mode,
+    Sampling,
+    SpeculativeMode,
+    VerifiedMode,
+)
+from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.decode.thresholds import Budget, Elastic, Quality
+from mars_ray.serve.openai.request_models import (
+    AnswerBody,
+    ApiError,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    JsonFormat,
+    NamedTool,
+    SchemaFormat,
+    ToolMessage,
+)
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Prompt, Tools, Turn
+
+_MODES: dict[str, Mode] = {
+    "exact": ExactMode(),
+    "verified": VerifiedMode(),
+    "confidence": ConfidenceMode(),
+    "jacobi": JacobiMode(),
+    "speculative": SpeculativeMode(),
+}
+# OpenAI's default for completions; a chat's answer takes the room there is.
+_COMPLETION_TOKENS = 16
+# Fields of `Sampling` that have the same name in a request.
+_SAME_NAME = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def to_generation_request(
+    body: ChatBody | CompletionBody, request_id: str, seed: int, job: ServeJob
+) -> GenerationRequest:
+    """What the replica is asked for; `seed` is used if the request has none.
+
+    Raises ApiError for settings that contradict each other or exceed a limit.
+    """
+    if body.stream_options is not None and not body.stream:
+        _refuse("stream_options", "'stream_options' has no effect without 'stream'")
+    call = GenerationRequest(
+        id=request_id,
+        prompts=_prompts(body),
+        mode=_mode(body, job.mode),
+        sampling=_sampling(body, seed),
+        max_new_tokens=_max_new_tokens(body, job.limits),
+        new_tokens_limit=_new_tokens_limit(body, job.limits),
+        stop=body.stops,
+        n=body.n or 1,
+        logprobs=_logprobs(body),
+        is_mode_open=body.mode is None and body.threshold is None and body.window is None,
+        quality=_quality(body, job),
+        quality_class=_quality_class(body, job),
+        schema=_schema(body),
+        tools=_tools(body),
+        delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
+        is_streamed=bool(body.stream),
+        timeout_s=_timeout_s(body, job.limits),
+    )
+    # More than the places there are would be too many for an idle engine, however often asked for.
+    most = min(job.limits.choices, job.engine.max_batch + job.limits.waiting_requests)
+    if call.choices > most:
+        _refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
+    return call
+
+
+def _timeout_s(body: AnswerBody, limits: Limits) -> float:
+    if body.timeout_s is not None and body.timeout_s > limits.request_s:
+        _refuse("timeout_s", f"'timeout_s' is more than this server's {limits.request_s:g} s")
+    return body.timeout_s or limits.request_s
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    raise ApiError(ErrorInfo(400, message, param=param, code="invalid_value"))
+
+
+def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
+    if isinstance(body, ChatBody):
+        return (turns_of(body.messages),)
+    if isinstance(body.prompt, str):
+        return (body.prompt,)
+    texts: list[str] = [part for part in body.prompt if isinstance(part, str)]
+    tokens: list[int] = [part for part in body.prompt if isinstance(part, int)]
+    lists: list[tuple[int, ...]] = [part for part in body.prompt if isinstance(part, tuple)]
+    return (tuple(tokens),) if tokens else (*texts, *lists)
+
+
+def turns_of(messages: Iterable[ChatMessage]) -> tuple[Turn, ...]:
+    """Of a conversation: chat templates know a result by its place, so results of several calls
+    come in the order of the calls, whatever order they were given in.
+
+    Raises ApiError for a result of a call that the message before it does not make.
+    """
+    turns: list[Turn] = []
+    order: dict[str, int] = {}  # of the calls whose results are due, by their ids
+    results: list[tuple[int, Turn]] = []
+    for number, message in enumerate(messages):
+        if isinstance(message, ToolMessage):
+            if message.tool_call_id not in order:
+                place = f"messages.{number}.tool_call_id"
+                _refuse(place, f"'{place}': no call of the message before it has this id")
+            results.append((order[message.tool_call_id], message.turn()))
+            continue
+        turns += _in_order(results)
+        turns.append(message.turn())
+        order, results = {call.id: place for place, call in enumerate(turns[-1].calls)}, []
+    return (*turns, *_in_order(results))
+
+
+def _in_order(results: list[tuple[int, Turn]]) -> list[Turn]:
+    return [turn for _, turn in sorted(results, key=lambda result: result[0])]
+
+
+def _sampling(body: AnswerBody, seed: int) -> Sampling:
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        seed=seed if body.seed is None else body.seed,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        min_new_tokens=body.min_tokens or 0,
+        **given,
+    )
+
+
+def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
+    """What the client asks for, if anything."""
+    if (body.min_tokens or 0) > limits.new_tokens:
+        _refuse("min_tokens", f"'min_tokens' is more than this server's {limits.new_tokens}")
+    asked = {"max_tokens": body.max_tokens}
+    if isinstance(body, ChatBody):
+        asked["max_completion_tokens"] = body.max_completion_tokens
+    given = {param: tokens for param, tokens in asked.items() if tokens is not None}
+    if len(set(given.values())) > 1:
+        _refuse("max_completion_tokens", "'max_tokens' and 'max_completion_tokens' differ")
+    for param, tokens in given.items():
+        if tokens > limits.new_tokens:
+            _refuse(
+                param,
+                f"'{param}' is {tokens}, but this server writes at most {limits.new_tokens} tokens",
+            )
+        if (body.min_tokens or 0) > tokens:
+            _refuse("min_tokens", f"'min_tokens' is more than '{param}', {tokens}")
+        return tokens
+    return None
+
+
+def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
+    """Of an answer whose length the client leaves open."""
+    if isinstance(body, ChatBody):
+        return limits.new_tokens
+    return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
+
+
+def _logprobs(body: ChatBody | CompletionBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if body.top_logprobs is not None and not body.logprobs:
+        _refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _mode(body: AnswerBody, default: Mode) -> Mode:
+    """The request's mode; what it leaves open is the server's default, or else the mode's."""
+    base = default
+    if body.mode is not None and body.mode != default.type:
+        base = _MODES[body.mode]
+    asked = {"threshold": body.threshold, "window": body.window}
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name in given:
+        if name not in type(base).model_fields:
+            _refuse(name, f"'{name}' has no effect in mode '{base.type}'")
+    if body.window == 0 and not isinstance(base, SpeculativeMode):
+        _refuse("window", f"'window' must be at least 1 in mode '{base.type}'")
+    return base.model_copy(update=given)
+
+
+def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
+    """None if the mode's own threshold is in force, or none can be."""
+    given = {
+        name: value
+        for name in ("threshold", "quality", "quality_budget")
+        if (value := getattr(body, name)) is not None
+    }
+    if len(given) > 1:
+        first, second, *_ = given
+        _refuse(second, f"'{first}' and '{second}' say the same thing twice; leave one of them out")
+    if body.quality_budget is not None:
+        return Budget(body.quality_budget)
+    if body.quality is not None:
+        if body.quality not in job.qualities:
+            _refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
+        return Elastic(job.qualities[body.quality])
+    is_open = _quality_class(body, job) is not None
+    if is_open and isinstance(job.mode, VerifiedMode | SpeculativeMode):
+        return Elastic(job.qualities[job.default_quality])
+    return None
+
+
+def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
+    """None for a request that says itself how it wants to be decoded."""
+    if body.quality is not None:
+        return body.quality
+    pins = (body.mode, body.threshold, body.quality_budget)
+    return job.default_quality if all(pin is None for pin in pins) else None
+
+
+def _schema(body: AnswerBody) -> dict[str, Any] | None:
+    match body:
+        case ChatBody(response_format=SchemaFormat(json_schema=named)):
+            _check_options(named.schema_)
+            return named.schema_
+        case ChatBody(response_format=JsonFormat()):
+            return {"type": "object"}
+        case _:
+            return None
+
+
+def _check_options(schema: dict[str, Any]) -> None:
+    """Raises ApiError for options of llguidance, but for the one that only shapes white space:
+    others have parts of the schema ignored, or what is no JSON written."""
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict) or not options.keys() <= {"whitespace_flexible"}:
+        message = "'x-guidance' of a schema may hold 'whitespace_flexible' and nothing else"
+        _refuse("response_format", message)
+
+
+def _tools(body: AnswerBody) -> Tools | None:
+    if not isinstance(body, ChatBody):
+        return None
+    choice = body.tool_choice
+    if not body.tools:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if getattr(body, name) not in (None, "none"):
+                _refuse(name, f"'{name}' has no effect without 'tools'")
+        return None
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        _refuse("tools", "two of the tools have the same name")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        _refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
+    if choice == "none":
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return Tools(
+        tuple(tool.model_dump(exclude_none=True) for tool in body.tools),
+        is_required=named is not None or choice == "required",
+        is_parallel=named is None and body.parallel_tool_calls is not False,
+        named=named,
+    )

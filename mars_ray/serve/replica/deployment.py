@@ -1,0 +1,165 @@
+"""A replica as a Serve deployment: one process, one engine in a thread of its own."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.serve import ServeJob
+from mars_ray.decode.loading import load_engine
+from mars_ray.errors import EngineError, ModelError
+from mars_ray.model.draft_source import adapter_name, local_adapter
+from mars_ray.model.source import Source, local_copy
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    GenerationRequest,
+    Message,
+    Prepared,
+    Prompt,
+    Tokenized,
+)
+from mars_ray.serve.replica.adapters import Adapters
+from mars_ray.serve.replica.llm_server import LLMServer
+from mars_ray.serve.replica.metrics import ReplicaMetrics
+from mars_ray.serve.status import ReplicaStatus
+from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swapped
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+# Between two looks of the fast loop at this replica's queue.
+_STEER_S = 0.1
+# The engine's thread gives the interpreter away in every operation of a step. With Python's 5 ms it
+# would wait as long as a step of a small model to get it back from the loop's thread.
+_SWITCH_S = 0.0005
+
+
+class Replica:
+    """Answers calls with its own copy of the model."""
+
+    # Serve awaits it: the loop that runs here is that of the requests.
+    async def __init__(self, job: ServeJob, setting: Setting) -> None:
+        sys.setswitchinterval(_SWITCH_S)
+        self._swap = await swapped(job.name, setting.at_s)
+        if self._swap:
+            job = _with_adapter(job, self._swap.adapter)
+        checkpoint, engine_config = _fetched(job)
+        engine, tokenizer = load_engine(checkpoint, engine_config)
+        place = job.engine.draft_adapter
+        if place and engine_config.draft_adapter:
+            engine.adapter_name = adapter_name(place, Path(engine_config.draft_adapter))
+        # Of what runs here, before anything else is said in this process's log.
+        print(f"{job.name}: {engine.info}", flush=True)
+        self._metrics = ReplicaMetrics()
+        self._engine = LLMServer(engine, tokenizer, job, self._metrics)
+        drafting, dtype = self._engine.drafting, engine.model.dtype
+        self._adapters = Adapters(drafting, checkpoint, job.model_cache, dtype)
+        self._built_s = setting.at_s
+        self._engine.start()
+        self._looking = asyncio.create_task(self._look())
+        following = follow(job.name, setting, self._set, lambda: self._swap)
+        self._following = asyncio.create_task(following)
+        self._steering = asyncio.create_task(self._steer())
+        self._leaving = asyncio.create_task(self._leave())
+
+    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """The messages of one call; Serve closes the generator when the caller is gone."""
+        async with aclosing(self._engine.answer(call)) as messages:
+            async for message in messages:
+                yield message
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+        """A prompt's tokens."""
+        return await self._engine.tokenize(prompt)
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
+        """The text of tokens."""
+        return await self._engine.detokenize(tokens)
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be answered now."""
+        return await self._engine.is_ready()
+
+    async def status(self) -> ReplicaStatus:
+        """What this replica is doing at the moment."""
+        (status,) = await self._engine.status()
+        return status
+
+    async def prepare_adapter(self, place: str | None) -> Prepared:
+        """Gets a draft adapter ready, so that taking it cannot fail."""
+        return await self._adapters.prepare(place)
+
+    async def _set(self, point: SetPoint) -> None:
+        # A dead engine needs none, and the next replica asks for itself.
+        with contextlib.suppress(EngineError):
+            await self._engine.follow(point.threshold, point.shed, point.rungs)
+            swap = point.swap
+            if swap and swap.built_s == self._built_s and swap != self._swap:
+                await self._take(swap)
+
+    async def _take(self, swap: Swap) -> None:
+        try:
+            await self._adapters.take(swap.adapter)
+        except ModelError:
+            # Every replica that was there had it ready: this one has come since.
+            logger.exception("the draft adapter stays as it was, and not %s", swap.name)
+            return
+        self._swap = swap
+
+    async def _steer(self) -> None:
+        """The fast loop, for as long as the engine lives."""
+        with contextlib.suppress(EngineError):
+            while True:
+                await asyncio.sleep(_STEER_S)
+                await self._engine.steer()
+
+    async def _look(self) -> None:
+        """Export what the engine says, for as long as it lives."""
+        with contextlib.suppress(EngineError):
+            while True:
+                self._metrics.engine(await self._engine.seen())
+                await asyncio.sleep(_LOOK_S)
+
+    async def _leave(self) -> None:
+        """End with the engine, so that callers go elsewhere and Serve starts another one.
+
+        Serve's own checks take seconds. Meanwhile a replica that refuses at once would be the least
+        loaded one, and every other try of a request would come back to it.
+        """
+        await self._engine.ended()
+        logger.error("the engine has ended, and its replica with it")
+        os._exit(1)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve hands it to the autoscaling policy."""
+        return await self._engine.sums()
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises, as for an engine that is stuck."""
+        self._engine.check_health()
+
+    def open_answers(self) -> int:
+        """Answers being written or waiting."""
+        return self._engine.open_answers
+
+
+def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
+    """The checkpoint on this node, and the engine's configuration with what else it names."""
+    engine = job.engine
+    checkpoint = local_copy(Source(job.checkpoint, job.revision), job.model_cache)
+    changes = {}
+    if engine.draft_model:
+        changes["draft_model"] = str(local_copy(Source(engine.draft_model), job.model_cache))
+    if engine.draft_adapter:
+        changes["draft_adapter"] = str(local_adapter(engine.draft_adapter, job.model_cache))
+    return checkpoint, engine.model_copy(update=changes)
+
+
+def _with_adapter(job: ServeJob, place: str | None) -> ServeJob:
+    engine = job.engine.model_copy(update={"draft_adapter": place})
+    return job.model_copy(update={"engine": engine})

@@ -1,0 +1,379 @@
+"""A replica's work without Ray: from a checked call to the pieces of its answers."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import lru_cache, partial
+from typing import TypeVar
+
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
+
+from mars_ray.autoscale.ladder import Rung
+from mars_ray.autoscale.local import LocalLoop
+from mars_ray.config.serve import ServeJob
+from mars_ray.data.chat import Call as ChatCall
+from mars_ray.data.chat import Message as ChatTurn
+from mars_ray.data.chat import encode_prompt, writes_tool_calls
+from mars_ray.decode.async_engine import AsyncEngine
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.request import Request, TokenEvent
+from mars_ray.decode.structured_output import CompiledGrammar, Grammars
+from mars_ray.decode.thresholds import Elastic
+from mars_ray.errors import (
+    DataError,
+    DeadlineError,
+    EngineError,
+    PoisonError,
+    PromptTooLongError,
+    RequestError,
+)
+from mars_ray.model.stop import stop_ids
+from mars_ray.serve.openai.sse import internal_error
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    GenerationRequest,
+    Message,
+    OutputDelta,
+    Prompt,
+    Tokenized,
+    TokenText,
+    Tools,
+    Turn,
+    joined,
+)
+from mars_ray.serve.replica.adapters import Drafting
+from mars_ray.serve.replica.admission import Admission
+from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
+from mars_ray.serve.replica.live import Live
+from mars_ray.serve.replica.merge import merged
+from mars_ray.serve.replica.output_processor import OutputProcessor
+from mars_ray.serve.replica.stats import AnswerStats, Ending, EngineStats, Observer, engine_stats
+from mars_ray.serve.replica.tally import Tally
+from mars_ray.serve.replica.token_text import TokenBytes
+from mars_ray.serve.status import ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+# A step may prefill a full batch of long prompts, which takes a large model on CPUs this long.
+_STALLED_S = 60.0
+_RETRY_AFTER_S = 1
+_KEPT_GRAMMARS = 64
+# More takes the tokenizer milliseconds, and every stream of the replica waits for the event loop.
+_LONG_CHARS = 8192
+_SEEDS = 1 << 64
+Made = TypeVar("Made")
+
+
+class LLMServer:
+    """One engine and its tokenizer, answering calls. `start` it before use."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        job: ServeJob,
+        observer: Observer | None = None,
+    ) -> None:
+        """Raises ModelError if the model does not say how an answer ends."""
+        self._observer = observer
+        self._config = engine.config
+        self._thread = AsyncEngine(engine)
+        self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
+        self._vocabulary = engine.model.config.vocab_size
+        self._job = job
+        self._stop_ids = stop_ids(engine.model)
+        grammars = Grammars(tokenizer, self._vocabulary, self._stop_ids)
+        self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
+        self._live = Live()
+        self._tally = Tally()
+        self._local = LocalLoop(job.scaling, job.set_point)
+        self._threshold = engine.thresholds.set_point
+        self.drafting = Drafting(self._thread, engine)
+        places = engine.config.max_batch + job.limits.waiting_requests
+        self._admission = Admission(places)
+
+    def start(self) -> None:
+        """Let the engine's thread begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the engine's thread."""
+        self._thread.stop()
+
+    def check_health(self) -> None:
+        """Raises EngineError if the engine is dead or stuck."""
+        self._thread.check_health(_STALLED_S)
+
+    async def ended(self) -> None:
+        """Returns once the engine is dead."""
+        await self._thread.ended()
+
+    async def is_ready(self) -> bool:
+        """Whether the engine is alive."""
+        try:
+            self.check_health()
+        except EngineError:
+            return False
+        return True
+
+    async def seen(self) -> EngineStats:
+        """The engine between two steps. Raises EngineError if it is dead."""
+        return await self._thread.ask(engine_stats)
+
+    async def status(self) -> tuple[ReplicaStatus]:
+        """What this engine is doing at the moment. Raises EngineError if it is dead."""
+        return (self._live.status(self._job, await self.seen(), time.monotonic()),)
+
+    async def decided(self) -> None:
+        """No policy is in charge of an engine by itself."""
+
+    async def sums(self) -> dict[str, float]:
+        """For the autoscaling policy. Raises EngineError if the engine is dead."""
+        return await self._thread.ask(self._tally.sums)
+
+    async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
+        """For requests that pin nothing: the threshold, and the share of the new ones to refuse.
+
+        With rungs the engine may go below that threshold when its own queue is too long. Raises
+        EngineError if the engine is dead.
+        """
+        self._local.threshold, self._local.rungs = threshold, rungs
+        self._admission.shed = shed
+        await self.steer()
+
+    async def steer(self) -> None:
+        """The threshold by this engine's own queue. Raises EngineError if the engine is dead."""
+        arrived = self._tally.of_class.total()
+        threshold = self._local.tick(self._admission.open, arrived, time.monotonic())
+
+        def change(engine: Engine) -> None:
+            engine.thresholds.set_point = threshold
+
+        if threshold != self._threshold:
+            self._threshold = threshold
+            await self._thread.ask(change)
+
+    @property
+    def open_answers(self) -> int:
+        """Answers being written or waiting."""
+        return self._admission.open
+
+    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """The pieces of all answers, one per engine step of each, or a refusal.
+
+        Closing the generator frees the call's places in the engine.
+        """
+        if refusal := self._admission.refusal(call):
+            self._tally.offered(call, refused=True)
+            yield refusal
+            return
+        self._admission.open += call.choices
+        self._tally.offered(call)
+        try:
+            grammar = await self._grammar(call)
+            made = partial(self._requests, call, grammar)
+            answers = [
+                self._pieces(call, request, choice)
+                for choice, request in enumerate(await _encoded(made, call.prompts, call.tools))
+            ]
+            async with aclosing(merged(answers)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except PromptTooLongError as error:
+            param = _prompt_param(call)
+            yield ErrorInfo(400, str(error), param=param, code="context_length_exceeded")
+        except RequestError as error:
+            param = _prompt_param(call) if error.field == "messages" else error.field
+            yield ErrorInfo(400, str(error), param=param, code="invalid_value")
+        except DataError as error:
+            yield ErrorInfo(400, str(error), param=_prompt_param(call), code="invalid_value")
+        except DeadlineError as error:
+            yield ErrorInfo(408, str(error), param="timeout_s", code="deadline_exceeded")
+        except PoisonError:
+            yield internal_error(call.id)
+        except EngineError as error:
+            yield ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
+        except Exception:
+            logger.exception("request %s failed", call.id)
+            yield internal_error(call.id)
+        finally:
+            self._admission.open -= call.choices
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+        """As the prompt of a request. Special tokens are such in a text, but not in a message."""
+        try:
+            tokens = await _encoded(partial(self._encode, prompt), prompt)
+            return Tokenized(tokens, self._config.max_context)
+        except DataError as error:
+            return ErrorInfo(400, str(error), param="messages", code="invalid_value")
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
+        """The text of tokens, special ones included."""
+        if any(token >= self._vocabulary for token in tokens):
+            message = f"a token is outside the vocabulary of {self._vocabulary}"
+            return ErrorInfo(400, message, param="tokens", code="invalid_value")
+        text = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, prompt: Prompt, tools: Tools | None = None) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt))
+        turns = [_chat_turn(part) for part in prompt if isinstance(part, Turn)]
+        if turns:
+            definitions = tools.definitions if tools else ()
+            return tuple(encode_prompt(turns, self._tokenizer, definitions))
+        return tuple(part for part in prompt if isinstance(part, int))
+
+    async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
+        """Compiled beside the loop, which would stand still meanwhile. Raises RequestError."""
+        if call.tools and not writes_tool_calls(self._tokenizer):
+            raise RequestError(
+                "the chat template of this model does not write tool calls as "
+                f"{CALL_BEGIN}...{CALL_END}, the form that this server reads",
+                field="tools",
+            )
+        text = grammar_of(call)
+        if text is None:
+            return None
+        return await asyncio.to_thread(
+            self._compiled, text, "tools" if call.tools else "response_format"
+        )
+
+    def _requests(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
+        """One for each choice; those to one prompt differ in their seeds."""
+        requests = []
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        for number, given in enumerate(call.prompts):
+            prompt = self._encode(given, call.tools)
+            # At least one, so that a prompt without room is refused, and by the engine; as one that
+            # leaves too little for the least length.
+            least = max(1, call.sampling.min_new_tokens)
+            room = max(least, self._config.max_context - len(prompt))
+            for copy in range(call.n):
+                seed = (call.sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+                request = Request(
+                    id=f"{call.id}-{number * call.n + copy}",
+                    prompt=prompt,
+                    mode=call.mode,
+                    sampling=call.sampling.model_copy(update={"seed": seed}),
+                    max_new_tokens=call.max_new_tokens or min(room, call.new_tokens_limit),
+                    stop_ids=self._stop_ids,
+                    logprobs=call.logprobs,
+                    grammar=grammar,
+                    quality=call.quality,
+                    deadline=deadline,
+                )
+                requests.append(request)
+        return requests
+
+    async def _pieces(
+        self, call: GenerationRequest, request: Request, choice: int
+    ) -> AsyncGenerator[OutputDelta, None]:
+        request = self.drafting.decodable(call, request)
+        seen = AnswerStats(request.mode.type, len(request.prompt))
+        started = last = time.monotonic()
+        held: OutputDelta | None = None
+        try:
+            async with aclosing(self._written(call, request, choice)) as pieces:
+                async for piece, event in pieces:
+                    now = time.monotonic()
+                    disagreed = event.disagreed - seen.disagreed
+                    self._live.add(now, len(event.tokens), event.forward - seen.forwards, disagreed)
+                    _look(seen, piece, event, now - last)
+                    seen.degraded = self._is_degraded(call, event)
+                    last = now
+                    held = joined(held, piece) if held else piece
+                    if piece.finish or call.delivery != "whole":
+                        yield held
+                        held = None
+        except Exception as error:
+            seen.ending = _ending(error)
+            raise
+        finally:
+            seen.total_s = time.monotonic() - started
+            if seen.ending != "refused":
+                self._tally.ended(seen)
+            if self._observer:
+                self._observer.answer(seen)
+
+    def _is_degraded(self, call: GenerationRequest, event: TokenEvent) -> bool:
+        lowest = event.threshold
+        return (
+            isinstance(call.quality, Elastic)
+            and lowest is not None
+            and lowest < max(call.quality.floor, self._job.set_point)
+        )
+
+    async def _written(
+        self, call: GenerationRequest, request: Request, choice: int
+    ) -> AsyncGenerator[tuple[OutputDelta, TokenEvent], None]:
+        """A piece for every step, or for all steps of an interval."""
+        transcript = OutputProcessor(call, request, choice, self._decode, self._token_text)
+        is_each = call.delivery == "steps"
+        interval_s = 0.0 if is_each else self._job.stream_interval_s
+        async with aclosing(self._thread.stream(request, interval_s)) as stream:
+            async for events in stream:
+                for some in [[event] for event in events] if is_each else [events]:
+                    piece, event = transcript.add(some)
+                    yield piece, event
+                    if piece.finish:
+                        return
+
+    def _token_text(self, token: int, logprob: float) -> TokenText:
+        raw = self._bytes.of(token)
+        return TokenText(raw.decode("utf-8", "replace"), tuple(raw), logprob)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+async def _encoded(encode: Callable[[], Made], *texts: object) -> Made:
+    """What `encode` makes of the texts: of long ones beside the loop."""
+    if len(repr(texts)) > _LONG_CHARS:
+        return await asyncio.to_thread(encode)
+    return encode()
+
+
+def _ending(error: Exception) -> Ending:
+    """A request that the engine refuses is its client's mistake, and none of the service."""
+    if isinstance(error, DeadlineError):
+        return "deadline"
+    return "refused" if isinstance(error, RequestError) else "error"
+
+
+def _look(seen: AnswerStats, piece: OutputDelta, event: TokenEvent, gap_s: float) -> None:
+    if seen.first_token_s is None:
+        seen.first_token_s, seen.queue_s = gap_s, event.queue_s
+    elif event.tokens:
+        seen.gaps.append((gap_s, len(event.tokens)))
+    seen.completion_tokens += len(event.tokens)
+    seen.forwards, seen.disagreed = event.forward, event.disagreed
+    if piece.finish:
+        seen.ending = piece.finish.reason
+
+
+def _chat_turn(turn: Turn) -> ChatTurn:
+    """Raises DataError if the arguments of an earlier call are not JSON, or not to be read."""
+    calls = []
+    for call in turn.calls:
+        try:
+            # Bounds depth and numbers as for a body; chat templates go down every level.
+            calls.append(ChatCall(call.name, from_json(call.arguments)))
+        except ValueError as error:
+            raise DataError(f"the arguments of call {call.id!r} are not JSON: {error}") from error
+    return ChatTurn(turn.role, turn.content, tuple(calls))
+
+
+def _prompt_param(call: GenerationRequest) -> str:
+    """The request's field that the prompt came in."""
+    is_chat = isinstance(call.prompts[0], tuple) and isinstance(call.prompts[0][0], Turn)
+    return "messages" if is_chat else "prompt"

@@ -1,0 +1,147 @@
+"""Metrics of a replica, on every Ray node's Prometheus endpoint under `ray_mars_...`.
+
+Names end as those of vLLM, which dashboards know; what only this service has is named after its
+terms. Serve adds the tags deployment, replica and application.
+"""
+
+from collections import Counter as Tally
+from typing import Any
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from mars_ray.serve.replica.stats import AnswerStats, EngineStats
+
+_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
+_TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000]
+_PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
+_MODE = ("mode",)
+_ADAPTER = ("adapter",)
+# Ray's annotation allows one tag only; its code, any number.
+_MODE_AND_REASON: Any = ("mode", "finished_reason")
+_MODE_AND_THRESHOLD: Any = ("mode", "threshold")
+_MODE_AND_POSITION: Any = ("mode", "position")
+
+
+class ReplicaMetrics:
+    """An observer; `engine` is called now and then with a new look at the engine."""
+
+    def __init__(self) -> None:
+        self._requests = Counter(
+            "mars_request_success", "Answers by how they ended.", _MODE_AND_REASON
+        )
+        self._prompt_tokens = Counter("mars_prompt_tokens", "Tokens of prompts.")
+        self._generation_tokens = Counter("mars_generation_tokens", "Tokens written.", _MODE)
+        self._forwards = Counter("mars_forwards", "Forwards that wrote tokens.", _MODE)
+        self._disagreed = Counter(
+            "mars_disagreed_tokens", "Tokens that AR decoding would not have chosen.", _MODE
+        )
+        self._degraded = Counter(
+            "mars_degraded_requests",
+            "Answers for which the threshold was lowered below the set-point at rest.",
+            _MODE,
+        )
+        self._first_token = _histogram("mars_time_to_first_token_seconds", _SECONDS)
+        self._inter_token = _histogram("mars_inter_token_latency_seconds", _SECONDS)
+        self._queue = _histogram("mars_request_queue_time_seconds", _SECONDS)
+        self._latency = _histogram("mars_e2e_request_latency_seconds", _SECONDS)
+        self._lengths = _histogram("mars_request_generation_tokens", _TOKENS)
+        self._per_forward = _histogram("mars_tokens_per_forward", _PER_FORWARD)
+        self._running = Gauge("mars_num_requests_running", "Sequences in the batch.")
+        self._waiting = Gauge("mars_num_requests_waiting", "Sequences that wait for room.")
+        self._cache = Gauge("mars_kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
+        self._window = Gauge("mars_window", "Masks per forward, mean over the batch, 0 when idle.")
+        self._preemptions = Counter("mars_num_preemptions", "Sequences sent back to wait.")
+        self._prefix_queries = Counter("mars_prefix_cache_queries", "Tokens of admitted sequences.")
+        self._prefix_hits = Counter(
+            "mars_prefix_cache_hits", "Tokens of admitted sequences that were in the cache."
+        )
+        self._counterfactual = Gauge(
+            "mars_counterfactual_tokens_per_forward",
+            "T/F that this threshold would have given on the same traffic.",
+            _MODE_AND_THRESHOLD,
+        )
+        self._threshold = Gauge(
+            "mars_threshold", "Threshold in force for requests that tolerate any and pin none."
+        )
+        self._adapter = Gauge(
+            "mars_draft_adapter_info",
+            "1 for the draft adapter in force, 0 for those that were.",
+            _ADAPTER,
+        )
+        self._adapter_told: str | None = None
+        self._accepted = Counter(
+            "mars_spec_decode_num_accepted_tokens_per_pos",
+            "Tokens that steps committed beyond their first, by place.",
+            _MODE_AND_POSITION,
+        )
+        self._checked = Counter(
+            "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
+        )
+        self._told: Tally[str] = Tally()
+
+    def answer(self, seen: AnswerStats) -> None:
+        """See Observer."""
+        mode = {"mode": seen.mode}
+        self._requests.inc(tags=mode | {"finished_reason": seen.ending})
+        if seen.ending == "refused":
+            return
+        _add(self._prompt_tokens, seen.prompt_tokens)
+        _add(self._generation_tokens, seen.completion_tokens, mode)
+        _add(self._forwards, seen.forwards, mode)
+        _add(self._disagreed, seen.disagreed, mode)
+        _add(self._degraded, seen.degraded, mode)
+        self._latency.observe(seen.total_s, mode)
+        if seen.queue_s is not None:
+            self._queue.observe(seen.queue_s, mode)
+        if seen.first_token_s is not None:
+            self._first_token.observe(seen.first_token_s, mode)
+        for seconds, tokens in seen.gaps:
+            self._inter_token.observe(seconds / tokens, mode)
+        if seen.forwards:
+            self._lengths.observe(seen.completion_tokens, mode)
+            self._per_forward.observe(seen.completion_tokens / seen.forwards, mode)
+
+    def engine(self, seen: EngineStats) -> None:
+        """Gauges, and what has been counted since the last look."""
+        self._running.set(seen.running)
+        self._waiting.set(seen.waiting)
+        self._cache.set(seen.cache_share)
+        self._threshold.set(seen.set_point)
+        self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
+        self._tell_adapter(seen.adapter)
+        self._since("preemptions", seen.preemptions, self._preemptions)
+        self._since("prefix queries", seen.prefix_queries, self._prefix_queries)
+        self._since("prefix hits", seen.prefix_hits, self._prefix_hits)
+        for mode, checked in seen.checked.items():
+            self._since(f"checked {mode}", checked, self._checked, {"mode": mode})
+        for mode, counts in seen.accepted_at.items():
+            for place, count in enumerate(counts):
+                tags = {"mode": mode, "position": str(place)}
+                self._since(f"accepted {mode} {place}", count, self._accepted, tags)
+        for mode, curve in seen.tokens_per_forward_at.items():
+            for threshold, value in curve.items():
+                self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})
+
+    def _tell_adapter(self, adapter: str | None) -> None:
+        if adapter == self._adapter_told:
+            return
+        for name, value in ((self._adapter_told, 0), (adapter, 1)):
+            if name is not None:
+                self._adapter.set(value, {"adapter": name})
+        self._adapter_told = adapter
+
+    def _since(
+        self, name: str, count: int, counter: Counter, tags: dict[str, str] | None = None
+    ) -> None:
+        _add(counter, count - self._told[name], tags)
+        self._told[name] = count
+
+
+def _histogram(name: str, boundaries: list[float]) -> Histogram:
+    return Histogram(name, name.replace("_", " "), boundaries, _MODE)
+
+
+def _add(counter: Counter, count: int, tags: dict[str, str] | None = None) -> None:
+    # Ray refuses to count nothing.
+    if count > 0:
+        counter.inc(count, tags or {})

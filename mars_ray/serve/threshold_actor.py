@@ -1,0 +1,241 @@
+"""What changes on a running service, on its way to the replicas: a small named actor on which they
+wait for the set-point, and for another draft adapter.
+
+Whoever decides publishes and goes on; a replica has the news some milliseconds later, and a new one
+asks for it first. The actor outlives the process that made it and updates of the service: replicas
+tell it what their job says, and the newest job's word counts, however it came to be deployed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Container, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util import list_named_actors
+
+from mars_ray.autoscale.ladder import Rung
+from mars_ray.errors import ConfigError
+from mars_ray.serve.status import Decided
+
+_NAMESPACE = "mars-ray"
+# A wait that ends without news: so that a caller which is gone is not waited for in vain.
+_WAIT_S = 30.0
+_RETRY_S = 0.5
+_ANSWER_S = 2.0
+_KEPT = 4096  # decisions, half an hour of them
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a job says of its model's threshold."""
+
+    at_s: float  # when the application was built, by the clock of the wall
+    set_point: float  # at rest
+    is_auto: bool  # whether the policy decides from there on
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Another draft adapter than the job's, or none, in the replicas of one application."""
+
+    built_s: float  # when that application was built: those before and after it have another job
+    at_s: float
+    adapter: str | None  # where it is, as every node finds it
+    name: str | None  # as replies call it
+
+
+@dataclass(frozen=True, slots=True)
+class SetPoint:
+    """What is in force for requests that leave it open, and whose drafts they get."""
+
+    version: int
+    threshold: float
+    shed: float = 0.0  # share of the new ones among them to refuse
+    rungs: tuple[Rung, ...] = ()  # that a replica may choose from by itself
+    swap: Swap | None = None
+
+
+class ThresholdActor:
+    """The actor. Versions count changes; another actor begins elsewhere."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._point = SetPoint(secrets.randbits(48), setting.set_point)
+        self._changed = asyncio.Event()
+        self._history: deque[Decided] = deque(maxlen=_KEPT)
+
+    async def adopt(self, setting: Setting, swap: Swap | None = None) -> None:
+        """Of the newest job. A fixed fleet begins with its own set-point if that is another one
+        than before, or a policy chose before; else what an operator has said stays in force.
+
+        `swap` is the last one that the replica knows of: after the loss of an actor the next one
+        has it from there.
+        """
+        if swap:
+            await self.swap(swap)
+        if setting.at_s <= self._setting.at_s:
+            return
+        before, self._setting = self._setting, setting
+        if not setting.is_auto and (before.is_auto or before.set_point != setting.set_point):
+            self._history.clear()
+            await self.publish(setting.set_point)
+
+    async def is_auto(self) -> bool:
+        """Whether the policy chooses the threshold."""
+        return self._setting.is_auto
+
+    async def record(self, decided: Decided, rungs: tuple[Rung, ...]) -> None:
+        """A decision of the autoscaling policy, and its set-point is published; not of one whose
+        service has gone over to a fixed number of replicas meanwhile."""
+        if not self._setting.is_auto:
+            return
+        self._history.append(decided)
+        await self.publish(decided.threshold, decided.shed, rungs)
+
+    async def history(self) -> list[Decided]:
+        """The last decisions, oldest first."""
+        return list(self._history)
+
+    async def newest(self) -> Decided | None:
+        """The last decision, if a policy has decided."""
+        return self._history[-1] if self._history else None
+
+    async def publish(
+        self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
+    ) -> None:
+        """The same as before is no change."""
+        self._change(replace(self._point, threshold=threshold, shed=shed, rungs=rungs))
+
+    async def swap(self, swap: Swap) -> None:
+        """Replicas of that application take this adapter; nothing that is older counts."""
+        known = self._point.swap
+        if known is None or known.at_s < swap.at_s:
+            self._change(replace(self._point, swap=swap))
+
+    async def swapped(self, built_s: float) -> Swap | None:
+        """The last one of that application, if there was any."""
+        swap = self._point.swap
+        return swap if swap and swap.built_s == built_s else None
+
+    def _change(self, point: SetPoint) -> None:
+        if point != self._point:
+            self._point = replace(point, version=point.version + 1)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def wait(self, version: int | None) -> SetPoint:
+        """The point, once it is another one than that of the version; None: at once."""
+        changed = self._changed
+        if self._point.version == version:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WAIT_S):
+                    await changed.wait()
+        return self._point
+
+
+def control_of(model: str, setting: Setting) -> Any:
+    """The handle of a model's actor, made with this setting if there is none."""
+    options: dict[str, Any] = {
+        "name": f"control:{model}",
+        "namespace": _NAMESPACE,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    return ray.remote(ThresholdActor).options(**options).remote(setting)
+
+
+async def swapped(model: str, built_s: float) -> Swap | None:
+    """What replicas of this application take in place of the job's adapter; None also if the actor
+    does not answer in time: who follows it hears of it then."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            control = await asyncio.to_thread(_actor, model)
+            return await control.swapped.remote(built_s)
+    except ValueError:
+        return None  # of the first replica
+    except (TimeoutError, RayError) as error:
+        logger.warning("whether %s has another draft adapter is not known yet: %s", model, error)
+        return None
+
+
+async def newest_decision(model: str) -> Decided | None:
+    """Of the policy on a model; None if it has none, or its actor does not answer in time."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            control = await asyncio.to_thread(_actor, model)
+            return await control.newest.remote()
+    except (ValueError, TimeoutError, RayError):
+        return None
+
+
+def publish(model: str, threshold: float) -> None:
+    """Has the model's replicas follow.
+
+    Raises ConfigError if no service has this model, or the policy chooses its threshold.
+    """
+    try:
+        control = _actor(model)
+    except ValueError as error:
+        raise ConfigError(f"no service on this cluster has a model {model!r}") from error
+    if ray.get(control.is_auto.remote()):
+        raise ConfigError(
+            f"the threshold of {model!r} is the autoscaling policy's to choose: change "
+            "`scaling.threshold` in the job and tell the service with `mars-ray update`, "
+            "or give it a fixed number of `replicas` and say this again"
+        )
+    ray.get(control.publish.remote(threshold))
+
+
+def _actor(model: str) -> Any:
+    """Raises ValueError if there is none."""
+    return ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
+
+
+def end_controls(models: Container[str] | None = None) -> None:
+    """Of models that are served no more; without names of all, where Serve has ended."""
+    actors: Any = list_named_actors(all_namespaces=True)  # Ray's annotation: of the other argument
+    for actor in actors:
+        prefix, _, model = actor["name"].partition(":")
+        is_ours = (prefix, actor["namespace"]) == ("control", _NAMESPACE)
+        if is_ours and (models is None or model in models):
+            # It may have ended meanwhile.
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(**actor))
+
+
+async def follow(
+    model: str,
+    setting: Setting,
+    apply: Callable[[SetPoint], Coroutine[Any, Any, None]],
+    swapped: Callable[[], Swap | None] = lambda: None,
+) -> None:
+    """Applies every set-point, until cancelled. `setting` is the job's own, and `swapped` says what
+    was applied in place of the job's adapter."""
+    version = None
+    while True:
+        try:
+            control = control_of(model, setting)
+            await control.adopt.remote(setting, swapped())
+            while True:
+                point = await control.wait.remote(version)
+                version = point.version
+                await apply(point)
+        except RayError as error:
+            # It may have died, and another one counts its versions from the start; or the cluster's
+            # head is away, and a threshold would be in force until the replica ends.
+            if not isinstance(error, RayActorError):
+                logger.warning(
+                    "the set-point of %s cannot be followed, again soon: %s", model, error
+                )
+            version = None
+            await asyncio.sleep(_RETRY_S)

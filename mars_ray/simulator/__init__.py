@@ -1,0 +1,1 @@
+"""Scaling policies on simulated fleets: engine model, traces, baselines, report."""

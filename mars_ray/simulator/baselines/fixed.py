@@ -1,0 +1,38 @@
+"""Fleets that do not change, and one that knows what is coming."""
+
+from collections.abc import Sequence
+
+from mars_ray.autoscale.decision import Decision, State
+from mars_ray.autoscale.sample import Sample
+
+
+class Fixed:
+    """So many replicas, always."""
+
+    def __init__(self, replicas: int, threshold: float = 1.0) -> None:
+        self._decision = Decision(replicas, threshold, 0.0, "fixed", State())
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """The same at every tick."""
+        return self._decision
+
+
+class Clairvoyant:
+    """Has the replicas that each moment needs there when it comes: no policy can know so much.
+
+    `needs` are replicas by windows of `window_s` seconds; what is needed until a replica ordered
+    now would be ready is ordered now.
+    """
+
+    def __init__(self, needs: Sequence[float], window_s: float, cold_start_s: float) -> None:
+        self._needs = needs
+        self._window_s = window_s
+        self._cold_start_s = cold_start_s
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """The most that the trace needs from now to one cold start and a window ahead."""
+        first = int(now / self._window_s)
+        last = int((now + self._cold_start_s) / self._window_s) + 1
+        ahead = self._needs[min(first, len(self._needs) - 1) : last + 1]
+        replicas = max(1, round(max(ahead)))
+        return Decision(replicas, 1.0, 0.0, "knows the trace", State())

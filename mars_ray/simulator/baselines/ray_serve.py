@@ -1,0 +1,111 @@
+"""Ray Serve's own policies, by the arithmetic of ray 2.60.
+
+`serve/autoscaling_policy.py`: the default policy (`_core_replica_queue_length_policy`), the delays
+around every policy (`_apply_delay_logic`); `serve/_private/autoscaling_state.py`: total ongoing
+requests as the time-weighted mean of the look-back period; `serve/config.py`: the defaults. The
+TTFT policy is `ray/serve/llm/autoscaling.py` of ray's master branch, described in
+doc/source/serve/llm/user-guides ("Autoscaling on time-to-first-token"); 2.60 has not got it yet.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from mars_ray.autoscale.decision import Decision, State
+from mars_ray.autoscale.sample import Sample
+from mars_ray.simulator.engine.observe import Observed
+
+_LOOK_BACK_S, _PUSH_S = 30.0, 10.0
+_UPSCALE_S, _DOWNSCALE_S = 30.0, 600.0
+_FETCH_S = 5.0
+
+
+def ongoing(sample: Sample) -> float:
+    """Requests that run or wait, of the whole fleet."""
+    return sum(load.running for load in sample.loads) + (sample.waiting or 0)
+
+
+@dataclass(slots=True)
+class Delays:
+    """A wish counts once it has been there for so long; the newest one then."""
+
+    low: int
+    high: int
+    _up: bool | None = None
+    _since: float = 0.0
+
+    def apply(self, wish: float, target: int, now: float) -> int:
+        """The new target."""
+        wanted = math.ceil(wish)
+        if wanted == target:
+            self._up = None
+            return self._bounded(target)
+        up = wanted > target
+        if self._up is not up:
+            self._up, self._since = up, now
+        if now - self._since + 1e-6 < (_UPSCALE_S if up else _DOWNSCALE_S):
+            return self._bounded(target)
+        self._up = None
+        return self._bounded(wanted)
+
+    def _bounded(self, replicas: int) -> int:
+        return min(max(replicas, self.low), self.high)
+
+
+@dataclass(slots=True)
+class RayDefault:
+    """As many replicas as have `target_ongoing` requests each."""
+
+    target_ongoing: float
+    low: int
+    high: int
+    _delays: Delays = field(init=False)
+    _seen: deque[tuple[float, float]] = field(default_factory=deque)
+    _mean: float = 0.0
+    _pushed_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self._delays = Delays(self.low, self.high)
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """Metrics reach the controller every ten seconds."""
+        self._seen.append((now, ongoing(sample)))
+        while self._seen[0][0] < now - _LOOK_BACK_S:
+            self._seen.popleft()
+        if now - self._pushed_s >= _PUSH_S:
+            self._pushed_s = now
+            self._mean = sum(value for _, value in self._seen) / len(self._seen)
+        if sample.running == 0:
+            wish = float(max(1, sample.target)) if self._mean > 0 else float(sample.target)
+        else:
+            wish = self._mean / self.target_ongoing
+        target = self._delays.apply(wish, sample.target, now)
+        return Decision(target, 1.0, 0.0, f"{self._mean:.1f} ongoing requests", State())
+
+
+@dataclass(slots=True)
+class RayTtft:
+    """One more while the p99 of the time to the first token is too long, one fewer when idle."""
+
+    ttft_target_s: float
+    low: int
+    high: int
+    idle_threshold: float = 1.0
+    _delays: Delays = field(init=False)
+    _p99_s: float | None = None
+    _fetched_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self._delays = Delays(self.low, self.high)
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """The metric is fetched every five seconds; without one nothing changes."""
+        if now - self._fetched_s >= _FETCH_S and isinstance(sample, Observed):
+            self._fetched_s, self._p99_s = now, sample.ttft_p99_s
+        wish = sample.target
+        if self._p99_s is not None and self._p99_s > self.ttft_target_s:
+            wish += 1
+        elif self._p99_s is not None and sample.running:
+            wish -= ongoing(sample) / sample.running < self.idle_threshold
+        target = self._delays.apply(wish, sample.target, now)
+        return Decision(target, 1.0, 0.0, f"p99 {self._p99_s} s", State())

@@ -1,0 +1,116 @@
+"""Each policy at its best.
+
+Every one but the mean gets a knob (the load per replica that it aims at, the latency that it aims
+at, its number of replicas; those that count capacity as ours does, the fewest replicas, the time
+per token that capacity is counted at, and how much of a load's spread they provide for) and is
+tuned: the cheapest setting that reaches the attainment on the tuning seeds, else the safest one. A
+setting costs its replicas, and at the job's prices the points that it loses. So nobody loses for a
+default that suits another service, and nobody wins for missing the objective.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from mars_ray.config.simulate import PolicyName
+from mars_ray.simulator.baselines.contenders import Contender, Knob, Manner, Setting, contender, run
+from mars_ray.simulator.engine.result import summarise
+
+
+def tuned(settings: list[Setting], name: PolicyName) -> Knob:
+    """The cheapest setting that reaches the attainment on every one of these; else the safest.
+
+    In each manner by bisection of the values: a safer one is taken to attain, and to have no fewer
+    replicas. Where the one found loses points, safer ones may cost less: from those on that make a
+    difference to the fleet, they are tried while they do.
+    """
+    others = [contender(name, setting) for setting in settings]
+    best = None
+    for manner in others[0].manners:
+        for trial in _trials(settings, others, manner, best):
+            best = _better(best, trial)
+    assert best is not None
+    return best.knob
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What came of one setting, on all tuning seeds or up to the first that missed."""
+
+    knob: Knob
+    reached: bool
+    attainment: float  # the least
+    replica_s: float
+    cost: float  # in replica-seconds
+    mean_replicas: float  # over the seeds
+
+
+def _better(one: _Trial | None, other: _Trial) -> _Trial:
+    if one is None or other.reached > one.reached:
+        return other
+    if one.reached:
+        return other if other.reached and other.cost < one.cost else one
+    return other if other.attainment > one.attainment else one
+
+
+def _trials(
+    settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
+) -> Iterator[_Trial]:
+    """Those in this manner that may be the best."""
+    found = _cheapest(settings, others, manner, best)
+    if found is None:
+        return
+    yield found
+    if found.reached and found.cost > found.replica_s:
+        yield from _safer(settings, others, found)
+
+
+def _cheapest(
+    settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
+) -> _Trial | None:
+    """By bisection: of those that attain, the one with the fewest replicas, else the safest.
+
+    Ends early, with what it has by then, where every other would cost more than the best so far.
+    """
+    values = others[0].values
+    low, high = 0, len(values) - 1
+    found = None
+    while low < high:
+        middle = (low + high) // 2
+        trial = _tried(settings, others, Knob(values[middle], manner))
+        if trial.reached:
+            high, found = middle, trial
+        elif best and best.reached and trial.replica_s > best.cost:
+            return found
+        else:
+            low = middle + 1
+    return found or _tried(settings, others, Knob(values[low], manner))
+
+
+def _safer(settings: list[Setting], others: list[Contender], found: _Trial) -> Iterator[_Trial]:
+    """Those above one that loses points, while they cost less."""
+    usual = int(found.mean_replicas)
+    for value in (v for v in others[0].values if v > found.knob.value and v >= usual):
+        above = _tried(settings, others, Knob(value, found.knob.manner))
+        if not above.reached:
+            continue  # and was not run to its end
+        if above.cost >= found.cost:
+            return
+        found = above
+        yield found
+
+
+def _tried(settings: list[Setting], others: list[Contender], knob: Knob) -> _Trial:
+    job = settings[0].job
+    wanted = job.scaling.slo.attainment
+    point = job.scaling.prices.point_hour / job.scaling.prices.replica_hour
+    least, seconds, cost, fleets = 1.0, 0.0, 0.0, []
+    for seed, (setting, other) in enumerate(zip(settings, others, strict=True)):
+        figures = summarise(run(setting, other, knob, seed), job.scaling.slo, job.accuracy)
+        seconds += figures["replica_s"]
+        cost += figures["replica_s"] * (1 + point * figures["points_lost"])
+        fleets.append(figures["mean_replicas"])
+        least = min(least, figures["attainment"])
+        if least < wanted:
+            break
+    return _Trial(knob, least >= wanted, least, seconds, cost, fmean(fleets))

@@ -1,0 +1,177 @@
+"""What the compiled core works on: records in arrays.
+
+N requests, R places for replicas, B sequences of a batch, L quality levels.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
+from mars_ray.simulator.traces.trace import Trace
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Records = Any  # numpy records, whose fields no type checker knows
+
+# Status of a place.
+FREE, STARTING, READY, DRAINING = range(4)
+# Outcome of a request.
+OPEN, DONE, SHED, FAILED = range(4)
+# Places of `World.counts`.
+NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED = range(9)
+NOBODY = -1
+
+_REQUEST = np.dtype(
+    [
+        # What the trace says.
+        ("arrival_s", "f8"),
+        ("prompt", "i8"),
+        ("output", "i8"),
+        ("priority", "i8"),
+        ("pinned", "i8"),  # the lowest level that may serve it
+        ("pins", "?"),  # whether it says so itself, even if that level is the last
+        # Uniform chances: to be refused when load is shed, and for routing.
+        ("shed_at", "f8"),
+        ("one", "f8"),
+        ("other", "f8"),
+        # What happened.
+        ("first_s", "f8"),  # of the first token
+        ("end_s", "f8"),
+        ("points", "f8"),  # sum over tokens of points lost
+        ("lowest", "i8"),  # level that served it
+        ("replica", "i8"),
+        ("outcome", "i8"),
+        ("retries", "i8"),
+        ("behind", "i8"),  # the next one in the same queue
+    ]
+)
+# A segment is steps of one kind in a row.
+_REPLICA = np.dtype(
+    [
+        ("status", "i8"),
+        ("level", "i8"),  # in force from the next step on
+        ("born_s", "f8"),
+        ("running", "i8"),
+        ("waiting", "i8"),
+        ("head", "i8"),
+        ("tail", "i8"),
+        ("start_s", "f8"),  # of the segment
+        ("steps", "i8"),  # of the segment; 0: idle
+        ("step_s", "f8"),  # its first step
+        ("growth_s", "f8"),  # by which each step takes longer than the one before
+        ("room", "i8"),  # rows of each step for prompts
+        ("decoding", "i8"),  # sequences that decode in it
+        ("used_level", "i8"),
+        ("promised", "i8"),  # cache tokens that the batch will need at its ends
+        ("rows", "f8"),  # of a decoding sequence, mean over the batch
+        ("chunk", "i8"),  # rows of prompts in each step
+        # Since the replica was born, in segments that are over.
+        ("all_steps", "i8"),
+        ("busy_s", "f8"),
+        ("decode_rows", "f8"),
+        ("prompt_steps", "i8"),
+        ("prompt_rows", "i8"),
+    ]
+)
+_SEQUENCE = np.dtype([("request", "i8"), ("prompt_left", "i8"), ("output_left", "f8")])
+
+
+class Tables(NamedTuple):
+    """The service model, looked up by level and by how many sequences decode."""
+
+    rows_LB: Floats  # positions of a sequence in a step
+    tokens_LB: Floats  # it commits in a step
+    points_L: Floats  # of accuracy lost per token
+    seconds: Floats  # of a step, by rows
+    cache_token_s: float
+    cache_tokens: int  # that fit a replica
+    step_tokens: int  # rows that a step may have
+    queue_limit: int  # requests that may wait at a replica
+    max_retries: int
+    two_choices: bool
+
+
+class World(NamedTuple):
+    """Everything that changes."""
+
+    requests: Records  # [N]
+    replicas: Records  # [R]
+    batch: Records  # [R, B]
+    ready: Ints  # places that take requests, the first READIES
+    tree: Floats  # next event of each place, see tree.py
+    counts: Ints
+    first_log: Ints  # requests by time of the first token; a retried one may be in it twice
+    end_log: Ints  # requests by time of their end
+    spent_s: Floats  # [1] of replicas that are gone
+    slowness: Floats  # [1] of all steps that begin
+
+
+def make_world(
+    trace: Trace, thresholds: list[float], places: int, batch: int, retries: int, seed: int
+) -> World:
+    """No replica yet. `thresholds` of the levels, falling."""
+    leaves = 1 << max(0, places - 1).bit_length()
+    counts = np.zeros(9, np.int64)
+    counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
+    replicas = np.zeros(places, _REPLICA)
+    replicas["head"] = replicas["tail"] = NOBODY
+    return World(
+        requests=_requests(trace, thresholds, np.random.default_rng([seed, 2])),
+        replicas=replicas,
+        batch=np.zeros((places, batch), _SEQUENCE),
+        ready=np.zeros(places, np.int64),
+        tree=np.full(2 * leaves, np.inf),
+        counts=counts,
+        first_log=np.zeros(len(trace) * (retries + 1), np.int64),
+        end_log=np.zeros(len(trace), np.int64),
+        spent_s=np.zeros(1),
+        slowness=np.ones(1),
+    )
+
+
+def _requests(trace: Trace, thresholds: list[float], rng: np.random.Generator) -> Records:
+    requests = np.zeros(len(trace), _REQUEST)
+    requests["arrival_s"] = trace.arrival_s
+    requests["prompt"], requests["output"] = trace.prompt_tokens, trace.output_tokens
+    requests["priority"] = trace.priority
+    allowed = np.array(thresholds)[None] >= trace.pinned_threshold[:, None]
+    requests["pinned"] = np.maximum(0, allowed.sum(1) - 1)
+    requests["pins"] = trace.pinned_threshold > 0
+    for name in ("shed_at", "one", "other"):
+        requests[name] = rng.random(len(trace))
+    requests["first_s"] = requests["end_s"] = np.nan
+    requests["replica"] = requests["behind"] = NOBODY
+    return requests
+
+
+def make_tables(
+    model: ServiceModel,
+    levels: tuple[Level, ...],
+    mix: Mix,
+    *,
+    slowness: float,
+    step_tokens: int,
+    queue_limit: int,
+    max_retries: int,
+    two_choices: bool,
+) -> Tables:
+    """The window of a level is what the engine's control would pick at that batch."""
+    sizes = range(model.max_batch + 1)
+    shapes = [[model.at(level, b, mix).shape if b else PLAIN for b in sizes] for level in levels]
+    rows = np.array([[shape.positions for shape in line] for line in shapes])
+    most = step_tokens + math.ceil(model.max_batch * rows.max()) + 2
+    return Tables(
+        rows_LB=rows,
+        tokens_LB=np.array([[shape.tokens_per_forward for shape in line] for line in shapes]),
+        points_L=np.array([level.points_lost for level in levels]),
+        seconds=slowness * np.array([model.step_s(max(1, n)) for n in range(most)]),
+        cache_token_s=slowness * model.cache_token_s,
+        cache_tokens=model.cache_tokens or np.iinfo(np.int64).max,
+        step_tokens=step_tokens,
+        queue_limit=queue_limit,
+        max_retries=max_retries,
+        two_choices=two_choices,
+    )

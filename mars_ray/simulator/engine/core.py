@@ -1,0 +1,265 @@
+"""The compiled event loop of a fleet: arrivals, segments' ends, replicas that become ready."""
+
+import numpy as np
+
+from mars_ray.simulator.engine.arrays import (
+    DRAINING,
+    ENDS,
+    FAILED,
+    FREE,
+    HELD,
+    HELD_HEAD,
+    HELD_TAIL,
+    NEXT,
+    NOBODY,
+    PINNED,
+    READIES,
+    READY,
+    REFUSED,
+    SHED,
+    STARTING,
+    Ints,
+    Tables,
+    World,
+)
+from mars_ray.simulator.engine.compiled import compiled
+from mars_ray.simulator.engine.engine import begin, cut, end_segment
+from mars_ray.simulator.engine.tree import first_place, set_event
+
+
+@compiled
+def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
+    """All events up to `until_s`; of new unpinned requests a share `shed` is refused."""
+    while True:
+        event_s, arrival_s = world.tree[1], np.inf
+        if world.counts[NEXT] < len(world.requests):
+            arrival_s = world.requests[world.counts[NEXT]].arrival_s
+        if min(event_s, arrival_s) > until_s or min(event_s, arrival_s) == np.inf:
+            return
+        if arrival_s < event_s:
+            world.counts[NEXT] += 1
+            _arrive(world, tables, world.counts[NEXT] - 1, shed)
+            continue
+        place = first_place(world.tree)
+        if world.replicas[place].status == STARTING:
+            _become_ready(world, tables, place, event_s)
+            continue
+        end_segment(world, tables, place, event_s)
+        begin(world, tables, place, event_s)
+        if world.replicas[place].status == DRAINING and world.replicas[place].steps == 0:
+            _free(world, place, event_s)
+
+
+@compiled
+def start(world: World, count: int, now: float, ready_s: float, level: int) -> None:
+    """As many replicas as there are places for, ready at `ready_s`."""
+    for place in range(len(world.replicas)):
+        if count == 0:
+            return
+        replica = world.replicas[place]
+        if replica.status == FREE:
+            replica.status, replica.born_s, replica.level = STARTING, now, level
+            replica.all_steps, replica.busy_s, replica.decode_rows = 0, 0.0, 0.0
+            replica.prompt_steps, replica.prompt_rows = 0, 0
+            set_event(world.tree, place, ready_s)
+            count -= 1
+
+
+@compiled
+def drain(world: World, count: int, now: float) -> None:
+    """Take replicas away: the youngest that still start, then those with the least to do."""
+    for _ in range(count):
+        chosen, best = NOBODY, np.inf
+        for place in range(len(world.replicas)):
+            replica = world.replicas[place]
+            value = np.inf
+            if replica.status == STARTING:
+                value = -1.0 - replica.born_s
+            elif replica.status == READY:
+                value = float(replica.running + replica.waiting)
+            if value < best:
+                chosen, best = place, value
+        if chosen == NOBODY:
+            return
+        replica = world.replicas[chosen]
+        idle = replica.status == STARTING or replica.steps == 0
+        replica.status = DRAINING
+        if idle:
+            _free(world, chosen, now)
+        _list_ready(world)
+
+
+@compiled
+def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
+    """These replicas are gone at once; what they had starts again elsewhere, or fails."""
+    for place in places:
+        world.replicas[place].status = DRAINING
+    _list_ready(world)
+    for place in places:
+        running = world.batch[place, : world.replicas[place].running].copy()
+        queued = world.replicas[place].head
+        _free(world, place, now)
+        for sequence in running:
+            _again(world, tables, sequence.request, now)
+        while queued != NOBODY:
+            following = world.requests[queued].behind
+            world.requests[queued].behind = NOBODY
+            _again(world, tables, queued, now)
+            queued = following
+
+
+@compiled
+def set_levels(world: World, level: int, now: float) -> None:
+    """Of all replicas, from their next step on."""
+    for place in range(len(world.replicas)):
+        replica = world.replicas[place]
+        if replica.level != level:
+            replica.level = level
+            if replica.status != STARTING:
+                cut(world, place, now)
+
+
+@compiled
+def set_slowness(world: World, slowness: float, now: float) -> None:
+    """Of all replicas, from their next step on."""
+    world.slowness[0] = slowness
+    for place in range(len(world.replicas)):
+        cut(world, place, now)
+
+
+@compiled
+def _arrive(world: World, tables: Tables, number: int, shed: float) -> None:
+    request = world.requests[number]
+    world.counts[PINNED] += request.pins
+    if not request.pins and request.shed_at < shed:
+        _end(world, number, SHED, request.arrival_s)
+    else:
+        _route(world, tables, number, request.arrival_s)
+
+
+@compiled
+def _route(world: World, tables: Tables, number: int, now: float) -> None:
+    """To a replica's queue; with none ready, requests are held before the fleet."""
+    if world.counts[READIES] == 0:
+        _hold(world, tables, number, now)
+        return
+    place = _choose(world, tables, number)
+    replica = world.replicas[place]
+    if replica.waiting >= tables.queue_limit:
+        _end(world, number, SHED, now)
+        return
+    world.requests[number].replica = place
+    _enqueue(world, place, number)
+    if replica.steps == 0:
+        begin(world, tables, place, now)
+    elif replica.running < world.batch.shape[1]:
+        cut(world, place, now)
+
+
+@compiled
+def _hold(world: World, tables: Tables, number: int, now: float) -> None:
+    counts = world.counts
+    if counts[HELD] >= tables.queue_limit:
+        _end(world, number, SHED, now)
+        return
+    if counts[HELD_HEAD] == NOBODY:
+        counts[HELD_HEAD] = number
+    else:
+        world.requests[counts[HELD_TAIL]].behind = number
+    counts[HELD_TAIL] = number
+    counts[HELD] += 1
+
+
+@compiled
+def _choose(world: World, tables: Tables, number: int) -> int:
+    """The least outstanding of two at random, or of all; the first of equals, at random."""
+    count = world.counts[READIES]
+    first = int(world.requests[number].one * count)
+    others, step = count - 1, 1
+    if tables.two_choices and count > 1:
+        others, step = 1, 1 + int(world.requests[number].other * (count - 1))
+    best = world.ready[first]
+    least = world.replicas[best].running + world.replicas[best].waiting
+    for i in range(1, others + 1):
+        place = world.ready[(first + i * step) % count]
+        load = world.replicas[place].running + world.replicas[place].waiting
+        if load < least:
+            best, least = place, load
+    return int(best)
+
+
+@compiled
+def _enqueue(world: World, place: int, number: int) -> None:
+    """Behind those of its priority."""
+    replica, request = world.replicas[place], world.requests[number]
+    replica.waiting += 1
+    if replica.tail == NOBODY:
+        replica.head = replica.tail = number
+        return
+    if world.requests[replica.tail].priority <= request.priority:
+        world.requests[replica.tail].behind = number
+        replica.tail = number
+        return
+    before, here = NOBODY, replica.head
+    while world.requests[here].priority <= request.priority:
+        before, here = here, world.requests[here].behind
+    request.behind = here
+    if before == NOBODY:
+        replica.head = number
+    else:
+        world.requests[before].behind = number
+
+
+@compiled
+def _again(world: World, tables: Tables, number: int, now: float) -> None:
+    request = world.requests[number]
+    request.first_s, request.points, request.lowest = np.nan, 0.0, 0
+    request.retries += 1
+    if request.retries > tables.max_retries:
+        _end(world, number, FAILED, now)
+    else:
+        _route(world, tables, number, now)
+
+
+@compiled
+def _end(world: World, number: int, outcome: int, now: float) -> None:
+    world.requests[number].outcome = outcome
+    world.requests[number].end_s = now
+    world.end_log[world.counts[ENDS]] = number
+    world.counts[ENDS] += 1
+    world.counts[REFUSED] += outcome == SHED
+
+
+@compiled
+def _become_ready(world: World, tables: Tables, place: int, now: float) -> None:
+    world.replicas[place].status = READY
+    set_event(world.tree, place, np.inf)
+    _list_ready(world)
+    number = world.counts[HELD_HEAD]
+    world.counts[HELD_HEAD] = world.counts[HELD_TAIL] = NOBODY
+    world.counts[HELD] = 0
+    while number != NOBODY:
+        following = world.requests[number].behind
+        world.requests[number].behind = NOBODY
+        _route(world, tables, number, now)
+        number = following
+
+
+@compiled
+def _free(world: World, place: int, now: float) -> None:
+    replica = world.replicas[place]
+    world.spent_s[0] += now - replica.born_s
+    replica.status = FREE
+    replica.running = replica.waiting = replica.steps = replica.promised = 0
+    replica.head = replica.tail = NOBODY
+    set_event(world.tree, place, np.inf)
+
+
+@compiled
+def _list_ready(world: World) -> None:
+    count = 0
+    for place in range(len(world.replicas)):
+        if world.replicas[place].status == READY:
+            world.ready[count] = place
+            count += 1
+    world.counts[READIES] = count

@@ -1,0 +1,177 @@
+"""A replica's engine, from one change of its batch to the next.
+
+Continuous batching as in decode/scheduler.py: sequences that decode go first, prompts get the rows
+that are left, in order. As long as nothing arrives, finishes or changes its level, all steps are of
+one kind, and only the cached context grows: step j of a segment takes step_s + j * growth_s. So a
+segment's end, and the step in which something may join, have closed forms, and the result is that
+of stepping one by one (reference.py).
+"""
+
+import math
+
+import numpy as np
+
+from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Tables, World
+from mars_ray.simulator.engine.compiled import compiled
+from mars_ray.simulator.engine.tree import set_event
+
+# Tokens left below this are rounding.
+NONE_LEFT = 1e-6
+_FOREVER = np.iinfo(np.int64).max
+
+
+@compiled
+def cut(world: World, place: int, now: float) -> None:
+    """End the segment with the step that runs now, so that the next one can differ."""
+    replica = world.replicas[place]
+    if replica.steps == 0:
+        return
+    gone, first, growth = now - replica.start_s, replica.step_s, replica.growth_s
+    steps = gone / first
+    if growth > 0:
+        # Of n * first + growth * n * (n - 1) / 2 = gone.
+        slope = first - growth / 2
+        steps = (math.sqrt(slope * slope + 2 * growth * gone) - slope) / growth
+    count = max(1, math.ceil(steps - 1e-9))
+    if count < replica.steps:
+        replica.steps = count
+        set_event(world.tree, place, replica.start_s + _elapsed_s(first, growth, count))
+
+
+@compiled
+def begin(world: World, tables: Tables, place: int, now: float) -> None:
+    """Start the next segment; an empty replica has none."""
+    replica = world.replicas[place]
+    level = replica.level
+    decoding = 0
+    for i in range(replica.running):
+        decoding += world.batch[place, i].prompt_left == 0
+    rows, tokens, context, steps = 0.0, 0.0, 0.0, _FOREVER
+    for i in range(replica.running):
+        sequence = world.batch[place, i]
+        request = world.requests[sequence.request]
+        context += request.prompt - sequence.prompt_left + request.output - sequence.output_left
+        if sequence.prompt_left == 0:
+            used = min(level, request.pinned)
+            pace = tables.tokens_LB[used, decoding]
+            rows += tables.rows_LB[used, decoding]
+            tokens += pace
+            steps = min(steps, math.ceil((sequence.output_left - NONE_LEFT) / pace))
+    room = max(0, int(tables.step_tokens - rows))
+    pending, first = _admit(world, tables, place, room)
+    if replica.running == 0:
+        replica.steps = 0
+        set_event(world.tree, place, np.inf)
+        return
+    chunk = min(room, pending)
+    if chunk > 0:
+        # The first prompt fills steps alone until its last one, which others may share.
+        steps = min(steps, max(1, (first - 1) // room))
+    slowness = float(world.slowness[0])
+    replica.start_s, replica.steps = now, steps
+    replica.step_s = slowness * (step_s(tables, rows + chunk) + tables.cache_token_s * context)
+    replica.growth_s = slowness * tables.cache_token_s * (tokens + chunk)
+    replica.room, replica.decoding, replica.used_level = room, decoding, level
+    replica.rows, replica.chunk = rows / max(1, decoding), chunk
+    set_event(world.tree, place, now + _elapsed_s(replica.step_s, replica.growth_s, steps))
+
+
+@compiled
+def step_s(tables: Tables, rows: float) -> float:
+    """Seconds of a step without what its cached context costs."""
+    rows = min(rows, len(tables.seconds) - 1.001)
+    below = int(rows)
+    low, high = tables.seconds[below], tables.seconds[below + 1]
+    return low + (rows - below) * (high - low)
+
+
+@compiled
+def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
+    """Book what the segment's steps did. `begin` must follow."""
+    replica = world.replicas[place]
+    replica.all_steps += replica.steps
+    replica.busy_s += now - replica.start_s
+    replica.decode_rows += replica.steps * replica.decoding * replica.rows
+    replica.prompt_steps += replica.steps * (replica.chunk > 0)
+    replica.prompt_rows += replica.steps * replica.chunk
+    give = replica.steps * replica.room
+    for i in range(replica.running):
+        sequence = world.batch[place, i]
+        request = world.requests[sequence.request]
+        if sequence.prompt_left == 0:
+            used = min(replica.used_level, request.pinned)
+            made = replica.steps * tables.tokens_LB[used, replica.decoding]
+            made = min(made, sequence.output_left)
+            sequence.output_left -= made
+            request.points += made * tables.points_L[used]
+            request.lowest = max(request.lowest, used)
+        elif give > 0:
+            taken = min(give, sequence.prompt_left)
+            give -= taken
+            sequence.prompt_left -= taken
+            if sequence.prompt_left == 0:
+                # The prompt's last row gives the first token, the model's own choice.
+                sequence.output_left -= 1
+                request.first_s = now
+                world.first_log[world.counts[FIRSTS]] = sequence.request
+                world.counts[FIRSTS] += 1
+    _leave(world, place, now)
+
+
+@compiled
+def _elapsed_s(first_s: float, growth_s: float, steps: int) -> float:
+    return steps * first_s + growth_s * steps * (steps - 1) / 2
+
+
+@compiled
+def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, int]:
+    """From the queue into the batch while prompts do not fill a step.
+
+    The cache must hold all of a sequence's tokens to come: nobody is sent back later, as the real
+    engine may have to. A sequence that is too long for it runs alone. Returns the prompt tokens to
+    forward, and those of the first prompt.
+    """
+    replica = world.replicas[place]
+    pending, first = 0, 0
+    for i in range(replica.running):
+        left = world.batch[place, i].prompt_left
+        first = first if first else left
+        pending += left
+    while replica.waiting and replica.running < world.batch.shape[1] and pending < room:
+        number = replica.head
+        request = world.requests[number]
+        need = request.prompt + request.output
+        if replica.running and replica.promised + need > tables.cache_tokens:
+            break
+        replica.promised += need
+        replica.head, request.behind = request.behind, NOBODY
+        if replica.head == NOBODY:
+            replica.tail = NOBODY
+        replica.waiting -= 1
+        sequence = world.batch[place, replica.running]
+        sequence.request = number
+        sequence.prompt_left, sequence.output_left = request.prompt, request.output
+        replica.running += 1
+        first = first if first else request.prompt
+        pending += request.prompt
+    return pending, first
+
+
+@compiled
+def _leave(world: World, place: int, now: float) -> None:
+    """Sequences that are complete; the others keep their order."""
+    replica = world.replicas[place]
+    kept = 0
+    for i in range(replica.running):
+        sequence = world.batch[place, i]
+        if sequence.prompt_left == 0 and sequence.output_left < NONE_LEFT:
+            request = world.requests[sequence.request]
+            request.end_s, request.outcome = now, DONE
+            replica.promised -= request.prompt + request.output
+            world.end_log[world.counts[ENDS]] = sequence.request
+            world.counts[ENDS] += 1
+            continue
+        if kept < i:
+            world.batch[place, kept] = sequence
+        kept += 1
+    replica.running = kept

@@ -1,0 +1,213 @@
+"""What a real cluster could see of a simulated one.
+
+Counters, queues and latencies of requests that got their first token or ended. Not the trace, not
+the tokens that a running request is going to make, not the service model's truth.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mars_ray.autoscale.sample import PINNED as PINNED_CLASS
+from mars_ray.autoscale.sample import ReplicaLoad, Sample
+from mars_ray.simulator.engine.arrays import (
+    DONE,
+    DRAINING,
+    ENDS,
+    FIRSTS,
+    HELD,
+    NEXT,
+    PINNED,
+    READY,
+    REFUSED,
+    STARTING,
+    Ints,
+    Records,
+    World,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed(Sample):
+    """With what only other policies look at."""
+
+    ttft_p99_s: float | None = None
+
+
+# Before the first metrics arrive.
+_NOTHING = Observed(running=0, target=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """At one moment, since the beginning."""
+
+    at_s: float = 0.0
+    arrivals: int = 0
+    pinned: int = 0
+    refused: int = 0
+    firsts: int = 0
+    ends: int = 0
+
+
+@dataclass(slots=True)
+class Observer:
+    """Takes a sample each tick and hands out the newest that is old enough."""
+
+    world: World
+    lag_s: float
+    latency_window_s: float
+    _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
+    _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
+    _means: tuple[float | None, float | None] = (None, None)
+    _done_5R: np.ndarray = field(init=False)  # as `_counted`
+
+    def __post_init__(self) -> None:
+        self._done_5R = np.zeros((5, len(self.world.replicas)))
+
+    def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
+        """The controller knows its own target and replicas at once; metrics come late."""
+        if now > self._past[-1].at_s:
+            # Nothing is measured in no time: a request at second 0 would be a rate without end.
+            self._samples.append((now, self._measure(now)))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - self.lag_s + 1e-9:
+            self._samples.popleft()
+        at_s, measured = self._samples[0] if self._samples else (now, _NOTHING)
+        if at_s > now - self.lag_s + 1e-9:
+            measured = _NOTHING
+        return replace(
+            measured,
+            running=int(np.count_nonzero(self.world.replicas["status"] == READY)),
+            target=target,
+            starting_ages_s=self._starting_ages(now),
+            cold_start_s=cold_start_s,
+            age_s=now - at_s if measured.arrivals_per_s is not None else None,
+        )
+
+    def _starting_ages(self, now: float) -> tuple[float, ...]:
+        starting = self.world.replicas["status"] == STARTING
+        return tuple(sorted((now - self.world.replicas["born_s"][starting]).tolist(), reverse=True))
+
+    def _measure(self, now: float) -> Observed:
+        before = self._past[-1]
+        counts = self.world.counts
+        here = _Counters(now, *(int(counts[i]) for i in (NEXT, PINNED, REFUSED, FIRSTS, ENDS)))
+        self._past.append(here)
+        while len(self._past) > 2 and self._past[1].at_s <= now - self.latency_window_s:
+            self._past.popleft()
+        span = now - before.at_s
+        refused = here.refused - before.refused
+        arrived = here.arrivals - before.arrivals
+        prompt, output = self._token_means(before, here)
+        waits, paces = self._latencies(here)
+        return Observed(
+            running=0,
+            target=0,
+            arrivals_per_s=max(0, arrived - refused) / span,
+            refused_per_s=refused / span,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            waiting=self._waiting(),
+            loads=self._loads(now),
+            class_shares=_pinned_share(here.pinned - before.pinned, arrived),
+            ttft_p90_s=_percentile(waits, 0.9),
+            ttft_p99_s=_percentile(waits, 0.99),
+            time_per_token_p90_s=_percentile(paces, 0.9),
+        )
+
+    def _token_means(self, before: _Counters, here: _Counters) -> tuple[float | None, float | None]:
+        """Of the prompts that arrived and the answers that ended since the tick before.
+
+        Without any, those of the last time that there were some.
+        """
+        arrived = self.world.requests["prompt"][before.arrivals : here.arrivals]
+        ended = self.world.end_log[before.ends : here.ends]
+        done = ended[self.world.requests["outcome"][ended] == DONE]
+        prompt, output = self._means
+        self._means = (
+            float(arrived.mean()) if len(arrived) else prompt,
+            float(self.world.requests["output"][done].mean()) if len(done) else output,
+        )
+        return self._means
+
+    def _waiting(self) -> int:
+        """Requests without a token and in no batch."""
+        alive = (self.world.replicas["status"] == READY) | (
+            self.world.replicas["status"] == DRAINING
+        )
+        return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
+
+    def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
+        """Of steps the means since the tick before, as an engine's counters give them.
+
+        But `positions`, which are those of the newest steps.
+        """
+        replicas = self.world.replicas
+        done_5R = self._counted(now)
+        more_5R = done_5R - self._done_5R
+        # A new replica in the same place began at 0.
+        more_5R = np.where(more_5R[0] < 0, done_5R, more_5R)
+        self._done_5R = done_5R
+        here = np.flatnonzero(replicas["status"] == READY)
+        fields = [replicas[name][here].tolist() for name in ("running", "waiting", "rows")]
+        return tuple(
+            ReplicaLoad(
+                running=running,
+                waiting=waiting,
+                step_s=seconds / steps if steps > 0 else None,
+                decode_rows=decoded / steps if steps > 0 else None,
+                prompt_rows=prompts / prompt_steps if prompt_steps > 0 else None,
+                prompt_share=prompt_steps / steps if steps > 0 else None,
+                positions=rows or None,
+            )
+            for running, waiting, rows, steps, seconds, decoded, prompt_steps, prompts in zip(
+                *fields, *more_5R[:, here].tolist(), strict=True
+            )
+        )
+
+    def _counted(self, now: float) -> np.ndarray:
+        """Steps, busy seconds, decoded rows, steps with prompts and their rows, of every place.
+
+        With those of the segment that runs.
+        """
+        replicas = self.world.replicas
+        middle = replicas["step_s"] + replicas["growth_s"] * (replicas["steps"] - 1) / 2
+        gone = np.where(replicas["steps"] > 0, now - replicas["start_s"], 0.0)
+        part = np.where(replicas["steps"] > 0, gone / np.maximum(middle, 1e-12), 0.0)
+        return np.stack(
+            [
+                replicas["all_steps"] + part,
+                replicas["busy_s"] + gone,
+                replicas["decode_rows"] + part * replicas["decoding"] * replicas["rows"],
+                replicas["prompt_steps"] + part * (replicas["chunk"] > 0),
+                replicas["prompt_rows"] + part * replicas["chunk"],
+            ]
+        )
+
+    def _latencies(self, here: _Counters) -> tuple[np.ndarray, np.ndarray]:
+        """Of the window: times to first tokens, and per token after them."""
+        oldest = self._past[0]
+        requests = self.world.requests
+        firsts = self.world.first_log[oldest.firsts : here.firsts]
+        waits = requests["first_s"][firsts] - requests["arrival_s"][firsts]
+        ends = self.world.end_log[oldest.ends : here.ends]
+        paces = token_times(requests, ends[requests["outcome"][ends] == DONE])
+        return waits[~np.isnan(waits)], paces[paces > 0]
+
+
+def token_times(requests: Records, index: Ints) -> np.ndarray:
+    """Seconds per token after the first one; 0 for answers of one token."""
+    more = requests["output"][index] - 1
+    return (requests["end_s"][index] - requests["first_s"][index]) / np.maximum(1, more)
+
+
+def _percentile(values: np.ndarray, share: float) -> float | None:
+    if not len(values):
+        return None
+    place = min(len(values) - 1, int(share * len(values)))
+    return float(np.partition(values, place)[place])
+
+
+def _pinned_share(pinned: int, arrived: int) -> dict[str, float]:
+    return {PINNED_CLASS: pinned / arrived} if pinned and arrived else {}

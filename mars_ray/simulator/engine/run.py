@@ -1,0 +1,222 @@
+"""One simulated run: the virtual clock, the controller's ticks, the scenario."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mars_ray.autoscale.decision import Decision
+from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
+from mars_ray.config.simulate import Cluster, Kill, Slowdown
+from mars_ray.simulator.engine.arrays import (
+    DRAINING,
+    ENDS,
+    FAILED,
+    FREE,
+    NEXT,
+    OPEN,
+    READY,
+    STARTING,
+    Tables,
+    World,
+    make_tables,
+    make_world,
+)
+from mars_ray.simulator.engine.core import advance, drain, kill, set_levels, set_slowness, start
+from mars_ray.simulator.engine.observe import Observer
+from mars_ray.simulator.engine.policy import Policy
+from mars_ray.simulator.engine.result import Outcome, Timeline
+from mars_ray.simulator.traces.trace import Trace
+
+# Plain decoding: no masks, whatever the threshold.
+EXACT = (Level(1.0, 0.0, (PLAIN,)),)
+# A run whose queues never empty ends so long after the last arrival; what is open has failed.
+_PATIENCE_S = 7200.0
+Progress = Callable[[int, int], None]  # requests ended, of all
+
+
+@dataclass(frozen=True, slots=True)
+class Fixture:
+    """All of a run but its policy."""
+
+    trace: Trace
+    model: ServiceModel
+    cluster: Cluster
+    levels: tuple[Level, ...]
+    set_point: float  # threshold to begin with
+    replicas: int  # warm ones to begin with; more if the policy wants them at once
+    most: int  # replicas at a time
+    seed: int
+
+
+def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None) -> Outcome:
+    """The same fixture and an equal policy give the same outcome."""
+    return _Run(fixture, policy).run(progress)
+
+
+@dataclass(slots=True)
+class _Run:
+    fixture: Fixture
+    policy: Policy
+    world: World = field(init=False)
+    tables: Tables = field(init=False)
+    observer: Observer = field(init=False)
+    thresholds: np.ndarray = field(init=False)
+    target: int = field(init=False)
+    threshold: float = field(init=False)
+    shed: float = 0.0
+    ordered: int = 0  # replicas, after the beginning
+    coming: list[tuple[float, float]] = field(default_factory=list)  # ready at; cold start
+    cold_start_s: float | None = None  # newest measured
+    lowered_s: float = 0.0
+    ticks: list[tuple[float, ...]] = field(default_factory=list)
+    reasons: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        given = self.fixture
+        cluster = given.cluster
+        self.world = make_world(
+            given.trace,
+            [level.threshold for level in given.levels],
+            # Draining replicas keep their places while their successors start.
+            places=2 * given.most + 4,
+            batch=given.model.max_batch,
+            retries=cluster.retries,
+            seed=given.seed,
+        )
+        self.tables = make_tables(
+            given.model,
+            given.levels,
+            Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
+            slowness=cluster.slowness,
+            step_tokens=cluster.step_tokens,
+            queue_limit=cluster.waiting_requests,
+            max_retries=cluster.retries,
+            two_choices=cluster.routing == "two-choices",
+        )
+        self.observer = Observer(self.world, cluster.metrics_lag_s, cluster.latency_window_s)
+        self.thresholds = np.array([level.threshold for level in given.levels])
+        self.target = given.replicas
+        self.threshold = given.set_point
+        start(self.world, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
+
+    def run(self, progress: Progress | None) -> Outcome:
+        """Ticks until every request has ended."""
+        trace, tick_s = self.fixture.trace, self.fixture.cluster.tick_s
+        cluster = self.fixture.cluster
+        events = sorted((*cluster.kills, *cluster.slowdowns), key=lambda event: event.at_s)
+        rng = np.random.default_rng([self.fixture.seed, 3])
+        now, tick, total = 0.0, 0, len(trace)
+        while self.world.counts[ENDS] < total and now < trace.duration_s + _PATIENCE_S:
+            now = tick * tick_s
+            while events and events[0].at_s <= now:
+                self._happen(events.pop(0), rng)
+            self._advance(now)
+            self._tick(now)
+            tick += 1
+            if progress and tick % 64 == 0:
+                progress(int(self.world.counts[ENDS]), total)
+        return self._outcome(now)
+
+    def _advance(self, until_s: float) -> None:
+        advance(self.world, self.tables, until_s, self.shed)
+
+    def _tick(self, now: float) -> None:
+        self._log(now)
+        sample = self.observer.sample(now, self.target, self.cold_start_s)
+        self._apply(self.policy(sample, now), now)
+
+    def _apply(self, decision: Decision, now: float) -> None:
+        before = self.target, self.threshold
+        self.target = min(max(0, decision.replicas), self.fixture.most)
+        self.shed = decision.shed
+        if decision.threshold_setpoint is not None:
+            self.threshold = decision.threshold_setpoint
+        if (self.target, self.threshold) != before:
+            self.reasons.append((now, decision.reason))
+        level = self._level_of(self.threshold)
+        set_levels(self.world, level, now)
+        status = self.world.replicas["status"]
+        alive = int(np.count_nonzero((status == READY) | (status == STARTING)))
+        for _ in range(self.target - alive):
+            self._order(now, level)
+        if alive > self.target:
+            drain(self.world, alive - self.target, now)
+        self._measure_cold_start(now)
+
+    def _order(self, now: float, level: int) -> None:
+        """A replica. What is wanted before the first request has been there for long."""
+        cold_s = 0.0
+        if now > 0:
+            cluster = self.fixture.cluster
+            first = cluster.first_cold_starts_s[self.ordered :]
+            cold_s = first[0] if first else cluster.cold_start_s
+            self.ordered += 1
+            self.coming.append((now + cold_s, cold_s))
+        start(self.world, 1, now, now + cold_s, level)
+
+    def _measure_cold_start(self, now: float) -> None:
+        """Of the newest replica that has come: it is known once it is over."""
+        self.coming.sort()
+        while self.coming and self.coming[0][0] <= now:
+            _, self.cold_start_s = self.coming.pop(0)
+
+    def _level_of(self, threshold: float) -> int:
+        """The lowest level that is not below the threshold."""
+        kept = [level.threshold >= min(1.0, threshold) for level in self.fixture.levels]
+        return max(0, sum(kept) - 1)
+
+    def _happen(self, event: Kill | Slowdown, rng: np.random.Generator) -> None:
+        if isinstance(event, Slowdown):
+            # What begins in that very moment is slower already.
+            self._advance(math.nextafter(event.at_s, -1))
+            set_slowness(self.world, event.slowness, event.at_s)
+            return
+        self._advance(event.at_s)
+        ready = np.flatnonzero(self.world.replicas["status"] == READY)
+        places = rng.choice(ready, min(event.replicas, len(ready)), replace=False)
+        kill(self.world, self.tables, places, event.at_s)
+
+    def _log(self, now: float) -> None:
+        status, counts = self.world.replicas["status"], self.world.counts
+        ready = status == READY
+        used = self.thresholds[self.world.replicas["level"][ready]]
+        threshold = float(np.mean(used)) if len(used) else self.threshold
+        self.ticks.append(
+            (
+                now,
+                float(counts[NEXT]),
+                int(ready.sum()),
+                int((status == STARTING).sum()),
+                int((status == DRAINING).sum()),
+                self.target,
+                threshold,
+                int(counts[NEXT] - counts[ENDS]),
+            )
+        )
+        if threshold < self.fixture.set_point - 1e-9:
+            self.lowered_s += self.fixture.cluster.tick_s
+
+    def _outcome(self, now: float) -> Outcome:
+        end_s = max(now, self.fixture.trace.duration_s)
+        replicas, requests = self.world.replicas, self.world.requests
+        alive = replicas["status"] != FREE
+        spent = float(self.world.spent_s[0] + (end_s - replicas["born_s"][alive]).sum())
+        requests["outcome"][requests["outcome"] == OPEN] = FAILED
+        return Outcome(
+            trace=self.fixture.trace,
+            requests=requests,
+            timeline=self._timeline(),
+            end_s=end_s,
+            replica_s=spent,
+            below_set_point_s=self.lowered_s,
+            overhead_s=self.fixture.cluster.overhead_s,
+            reasons=tuple(self.reasons),
+        )
+
+    def _timeline(self) -> Timeline:
+        columns = [np.array(column) for column in zip(*self.ticks, strict=True)]
+        at_s, arrived, *rest = columns
+        gaps = np.diff(at_s, prepend=at_s[0] - self.fixture.cluster.tick_s)
+        return Timeline(at_s, np.diff(arrived, prepend=0.0) / gaps, *rest)

@@ -1,0 +1,65 @@
+"""Made-up traces: Poisson arrivals whose rate is a function of time."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from mars_ray.config.traces import FlashTrace, Lengths, RampTrace, SineTrace
+from mars_ray.simulator.traces.trace import Floats, Ints, Trace
+
+
+def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
+    """One stage after another."""
+    stages = np.array(source.rates_rps)
+
+    def rate(times: Floats) -> Floats:
+        return stages[np.minimum(times / source.stage_s, len(stages) - 1).astype(int)]
+
+    return _trace("ramp", rate, stages.max(), len(stages) * source.stage_s, source.lengths, rng)
+
+
+def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
+    """A crowd that comes at once and leaves at once."""
+
+    def rate(times: Floats) -> Floats:
+        inside = (times >= source.from_s) & (times < source.to_s)
+        return np.where(inside, source.peak_rps, source.base_rps)
+
+    most = max(source.base_rps, source.peak_rps)
+    return _trace("flash", rate, most, source.duration_s, source.lengths, rng)
+
+
+def sine(source: SineTrace, rng: np.random.Generator) -> Trace:
+    """Begins at the low end."""
+    middle = (source.low_rps + source.high_rps) / 2
+    swing = (source.high_rps - source.low_rps) / 2
+
+    def rate(times: Floats) -> Floats:
+        return middle - swing * np.cos(2 * math.pi * times / source.period_s)
+
+    return _trace("sine", rate, middle + abs(swing), source.duration_s, source.lengths, rng)
+
+
+def _trace(
+    name: str,
+    rate: Callable[[Floats], Floats],
+    most_rps: float,
+    duration_s: float,
+    lengths: Lengths,
+    rng: np.random.Generator,
+) -> Trace:
+    """Thinning (Lewis and Shedler, 1979): arrivals at the highest rate, kept by their share."""
+    count = rng.poisson(most_rps * duration_s)
+    times = np.sort(rng.random(count)) * duration_s
+    times = times[rng.random(count) * most_rps < rate(times)]
+    prompts = token_counts(lengths.prompt_mean, lengths, len(times), rng)
+    outputs = token_counts(lengths.output_mean, lengths, len(times), rng)
+    return Trace(name, times, prompts, outputs)
+
+
+def token_counts(mean: float, lengths: Lengths, count: int, rng: np.random.Generator) -> Ints:
+    """Log-normal with this mean before it is cut."""
+    variance = math.log1p(lengths.cv**2)
+    values = rng.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
+    return np.clip(np.round(values), 1, lengths.limit).astype(np.int64)

@@ -1,0 +1,176 @@
+"""Traces from files: our own schema, and two published ones.
+
+The schema (docs/simulator.md): `arrival_s`, `prompt_tokens`, `output_tokens`, and if wanted
+`priority`, `deadline_s`, `pinned_threshold`, as columns of a CSV or keys of JSON lines. A row that
+cannot be used is refused by file and line: a trace with holes would be another load.
+"""
+
+import csv
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from mars_ray.errors import DataError
+from mars_ray.simulator.traces.trace import Trace
+
+# A row of the schema, in its order.
+Row = tuple[float, int, int, int, float, float]
+# No model's context is longer.
+_MOST_TOKENS = 10**9
+_REQUIRED = {"arrival_s", "prompt_tokens", "output_tokens"}
+_OPTIONAL = {"priority": 0, "deadline_s": math.inf, "pinned_threshold": 0.0}
+
+
+def read_trace(path: str | Path) -> Trace:
+    """A CSV or JSONL file of our schema, also gzipped. Raises DataError."""
+    return _from_zero(_trace(path, "mars-ray's trace schema", _own_row))
+
+
+def read_azure(path: str | Path) -> Trace:
+    """Azure's LLM traces of 2023: TIMESTAMP, ContextTokens, GeneratedTokens. Raises DataError."""
+
+    def row(table: dict[str, Any]) -> Row:
+        moment = datetime.fromisoformat(table["TIMESTAMP"]).timestamp()
+        return _row(moment, table["ContextTokens"], table["GeneratedTokens"])
+
+    return _from_zero(_trace(path, "Azure's LLM trace", row))
+
+
+def read_mooncake(path: str | Path) -> Trace:
+    """Mooncake's traces: timestamp in ms, input_length, output_length. Raises DataError.
+
+    Prefixes that its requests share (hash_ids) are not: every prompt counts in full.
+    """
+
+    def row(table: dict[str, Any]) -> Row:
+        return _row(table["timestamp"] / 1000, table["input_length"], table["output_length"])
+
+    return _from_zero(_trace(path, "Mooncake's trace", row))
+
+
+def _trace(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) -> Trace:
+    rows: list[Row] = []
+    for line, table in _tables(Path(path).expanduser()):
+        try:
+            rows.append(row(table))
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{path}:{line}: not a row of {what}: {reason}") from None
+        if len(rows) > 1 and rows[-1][0] < rows[-2][0]:
+            raise DataError(f"{path}:{line}: arrives before the row above it; sort the file")
+    if not rows:
+        raise DataError(f"{path}: no requests")
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return Trace(Path(path).name.split(".")[0], *columns)
+
+
+def _own_row(table: dict[str, Any]) -> Row:
+    unknown = table.keys() - _REQUIRED - _OPTIONAL.keys()
+    if unknown:
+        raise ValueError(f"unknown column {min(map(str, unknown))!r}")
+    given = {key: value for key, value in table.items() if value not in ("", None)}
+    more = _OPTIONAL | {key: given[key] for key in _OPTIONAL.keys() & given.keys()}
+    return _row(
+        given["arrival_s"],
+        given["prompt_tokens"],
+        given["output_tokens"],
+        more["priority"],
+        more["deadline_s"],
+        more["pinned_threshold"],
+    )
+
+
+def _row(
+    arrival_s: Any,
+    prompt: Any,
+    output: Any,
+    priority: Any = 0,
+    deadline_s: Any = math.inf,
+    pinned: Any = 0.0,
+) -> Row:
+    """Checked values. Raises ValueError."""
+    row = (
+        float(arrival_s),
+        _whole(prompt),
+        _whole(output),
+        _whole(priority),
+        float(deadline_s),
+        float(pinned),
+    )
+    if not (math.isfinite(row[0]) and row[0] >= 0):
+        raise ValueError(f"arrives at {arrival_s} s")
+    if not (1 <= row[1] <= _MOST_TOKENS and 1 <= row[2] <= _MOST_TOKENS):
+        raise ValueError(
+            f"{prompt} prompt and {output} output tokens; both must be 1 to {_MOST_TOKENS}"
+        )
+    if not row[4] > 0:
+        raise ValueError(f"a deadline of {deadline_s} s")
+    if not 0 <= row[5] <= 1:
+        raise ValueError(f"pinned_threshold {pinned} is not in [0, 1]")
+    return row
+
+
+def _whole(number: Any) -> int:
+    """Raises ValueError for 1.5, which int() cuts where it is no text."""
+    if isinstance(number, float) and not number.is_integer():
+        raise ValueError(f"{number} is no whole number")
+    return int(number)
+
+
+def missing(path: str | Path) -> str:
+    """What to say of a trace that is not there."""
+    return f"{path}: no such file; docs/simulator.md says where published traces come from"
+
+
+def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and content of each row."""
+    suffix = path.suffixes[-2:][0] if path.suffix == ".gz" else path.suffix
+    if suffix not in (".csv", ".jsonl"):
+        raise DataError(f"{path}: a trace is a .csv or .jsonl file, also with .gz")
+    try:
+        with (
+            # Spreadsheets begin a file with a mark of its encoding.
+            gzip.open(path, "rt", encoding="utf-8-sig")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8-sig")
+        ) as file:
+            yield from (_csv_rows if suffix == ".csv" else _json_rows)(path, file)
+    except FileNotFoundError:
+        raise DataError(missing(path)) from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(file, strict=True)
+    try:
+        for table in reader:
+            if None in table or None in table.values():
+                raise DataError(f"{path}:{reader.line_num}: not as many fields as the header has")
+            yield reader.line_num, table
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: no CSV: {error}") from None
+
+
+def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in enumerate(file, start=1):
+        if not text.strip():
+            continue
+        try:
+            table = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: no JSON: {error}") from None
+        if not isinstance(table, dict):
+            raise DataError(f"{path}:{number}: not a JSON object")
+        yield number, table
+
+
+def _from_zero(trace: Trace) -> Trace:
+    return trace.part(float(trace.arrival_s[0]), None)

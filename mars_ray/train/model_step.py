@@ -1,0 +1,211 @@
+"""One forward of a training or evaluation step, as a module that an engine can wrap.
+
+Only rows with a target reach the output head: the vocabulary projection and its float32 logits
+would otherwise bound the batch.
+
+Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, A anchored rows, H
+hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from mars_ray.core.acceptance_counts import acceptance_weights
+from mars_ray.core.attention_mask import attention_mask
+from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.loss import WeightedCrossEntropy, loss_counts
+from mars_ray.model.forward import hidden_states, output_head
+
+# Float32 logits of this many bytes are kept at once; more rows go through the head in chunks.
+_LOGITS_BYTES = 1 << 28
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """How many rows go through the head at once."""
+    return max(64, _LOGITS_BYTES // (4 * vocabulary))
+
+
+# The names of `step_counts`, in their order.
+COUNTS = (
+    "clean",
+    "noisy",
+    "tokens",
+    "filled",
+    "rows",
+    "targets",
+    "pairs",
+    "masks",
+    "clean_pairs",
+)
+
+
+class TrainStep(nn.Module):
+    """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        acceptance_weight: float = 0.0,
+        anchor: PreTrainedModel | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # In a tuple: no part of what is trained, wrapped, sharded or saved.
+        self._anchor: tuple[PreTrainedModel, ...] = (anchor,) if anchor else ()
+        self.model.set_output_embeddings(_LossHead(output_head(model)))
+        self.chunk_rows = chunk_rows(model.config.vocab_size)
+        self._acceptance_weight = acceptance_weight
+
+    @property
+    def stored(self) -> nn.Module:
+        """What of it a checkpoint holds."""
+        return self.model
+
+    def forward(
+        self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Training: (loss, its stream sums). Without coefficients: (stream sums, predictions).
+
+        The loss is `sum(coefficient * CE)`; stream sums are `weight * CE` summed over clean and
+        over noisy rows, float64 (2,); predictions are each target row's argmax, int64 (B, R),
+        -1 elsewhere.
+        """
+        layout = Layout(**layout_BR)
+        wanted_BR = layout.target_BR != NO_TARGET
+        hidden_BRH = hidden_states(
+            self.model, layout.input_ids_BR, layout.position_BR, attention_mask(layout)
+        )
+        hidden_NH, target_N = hidden_BRH[wanted_BR], layout.target_BR[wanted_BR]
+        head = output_head(self.model)
+        if coefficient_BR is None:
+            ce_N, predicted_N = head(hidden_NH, target_N, self.chunk_rows)
+            predicted_BR = torch.full_like(layout.target_BR, -1)
+            return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
+                wanted_BR, predicted_N
+            )
+        coefficient_N = coefficient_BR[wanted_BR]
+        if self._acceptance_weight:
+            coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
+        loss, ce_N = head(hidden_NH, target_N, self.chunk_rows, coefficient_N)
+        sums = _stream_sums(layout, wanted_BR, ce_N)
+        if self._anchor and layout.is_anchored_BR.any():
+            kl_A = self._divergence(layout, hidden_BRH)
+            loss = loss + (coefficient_BR[layout.is_anchored_BR] * kl_A).sum()
+            sums[0] += (layout.weight_BR[layout.is_anchored_BR] * kl_A.detach()).sum()
+        return loss, sums
+
+    @torch.no_grad()
+    def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
+        factor_N = torch.ones_like(target_N, dtype=torch.float32)
+        noisy_N = depth_N > 0
+        # Also without any: every rank calls the head as often.
+        ce_M, _ = output_head(self.model)(hidden_NH[noisy_N], target_N[noisy_N], self.chunk_rows)
+        if len(ce_M):
+            weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
+            factor_N[noisy_N] = torch.lerp(
+                torch.ones_like(weight_M), weight_M, self._acceptance_weight
+            )
+        return factor_N
+
+    def _divergence(self, layout: Layout, hidden_BRH: Tensor) -> Tensor:
+        """KL(starting model || model) of each anchored row, float32 (A,)."""
+        anchor = self._anchor[0]
+        anchored_BR = layout.is_anchored_BR
+        # Clean rows see no noisy ones, so those behind the last anchored row are left out.
+        width = int(anchored_BR.any(dim=0).nonzero().max()) + 1
+        part = Layout(**{name: getattr(layout, name)[:, :width] for name in Layout.__slots__})
+        with torch.no_grad():
+            theirs_BRH = hidden_states(
+                anchor, part.input_ids_BR, part.position_BR, attention_mask(part)
+            )
+        rows = hidden_BRH[anchored_BR], theirs_BRH[anchored_BR[:, :width]]
+        chunks = zip(*(hidden_AH.split(self.chunk_rows) for hidden_AH in rows), strict=True)
+        heads = output_head(self.model), output_head(anchor)
+        return torch.cat([checkpoint(_kl, *heads, *pair, use_reentrant=False) for pair in chunks])
+
+
+class _LossHead(nn.Linear):
+    """The model's own output projection, which can go on to the loss.
+
+    A module, because ZeRO-3 brings a weight together only while the module that owns it is called.
+    Chunks are made inside: a call is a collective there, and ranks have unequal numbers of rows.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        assert isinstance(head, nn.Linear), f"the output head is a {type(head).__name__}"
+        assert head.bias is None, "an output head with a bias"
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.weight = head.weight
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - nn.Linear's name
+        target_N: Tensor | None = None,
+        chunk_rows: int = 0,
+        coefficient_N: Tensor | None = None,
+    ) -> Any:
+        """Logits (N, V); with targets cross-entropies and predictions, both (N,); with coefficients
+        the loss and cross-entropies."""
+        if target_N is None:
+            return super().forward(input)
+        if coefficient_N is None:
+            return self._predicted(input, target_N, chunk_rows)
+        return WeightedCrossEntropy.apply(input, self.weight, target_N, coefficient_N, chunk_rows)
+
+    def _predicted(
+        self, hidden_NH: Tensor, target_N: Tensor, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        ce, predicted = [], []
+        for rows_NH, target in zip(
+            hidden_NH.split(chunk_rows), target_N.split(chunk_rows), strict=True
+        ):
+            logits_NV = super().forward(rows_NH).float()
+            ce.append(nn.functional.cross_entropy(logits_NV, target, reduction="none"))
+            predicted.append(logits_NV.argmax(dim=-1))
+        return torch.cat(ce), torch.cat(predicted)
+
+
+def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    """A layout as the keyword arguments of `TrainStep`, on a device."""
+    return {name: getattr(layout, name).to(device) for name in Layout.__slots__}
+
+
+def step_counts(layouts: list[Layout]) -> Tensor:
+    """What is counted before a step's forwards, float64 (9,); additive over ranks.
+
+    Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
+    rows, rows with a target, keys seen by rows that are no padding, mask rows with a target, and
+    keys seen by clean ones.
+    """
+    total = torch.zeros(len(COUNTS), dtype=torch.float64)
+    for layout in layouts:
+        filled_BR = layout.document_BR >= 0
+        clean_BR = filled_BR & ~layout.is_noisy_BR
+        has_target_BR = layout.target_BR != NO_TARGET
+        total[:2] += loss_counts(layout)
+        total[2] += clean_BR.sum()
+        total[3] += filled_BR.sum()
+        total[4] += filled_BR.numel()
+        total[5] += has_target_BR.sum()
+        total[6] += ((layout.position_BR + 1) * filled_BR).sum()
+        total[7] += (has_target_BR & layout.is_noisy_BR).sum()
+        total[8] += ((layout.position_BR + 1) * clean_BR).sum()
+    return total
+
+
+def _kl(head: nn.Module, anchor_head: nn.Module, hidden_AH: Tensor, theirs_AH: Tensor) -> Tensor:
+    log_q_AV = head(hidden_AH).float().log_softmax(dim=-1)
+    with torch.no_grad():
+        log_p_AV = anchor_head(theirs_AH).float().log_softmax(dim=-1)
+    return nn.functional.kl_div(log_q_AV, log_p_AV, reduction="none", log_target=True).sum(dim=-1)
+
+
+def _stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:
+    weighted_N = (layout.weight_BR[wanted_BR] * ce_N).double()
+    noisy_N = layout.is_noisy_BR[wanted_BR]
+    return torch.stack([weighted_N[~noisy_N].sum(), weighted_N[noisy_N].sum()])

@@ -1,0 +1,152 @@
+"""Thresholds that nobody has pinned."""
+
+import math
+
+import pytest
+from decode.cases import SIZE
+from decode.models import CARD, STOP, pattern
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_ray.config.decode import ExactMode, Sampling, VerifiedMode
+from mars_ray.decode.engine import Engine, generate_all
+from mars_ray.decode.request import Request
+from mars_ray.decode.thresholds import Budget, Elastic, Quality, Thresholds
+from mars_ray.errors import RequestError
+
+
+def requests(quality: Quality | None, threshold: float = 1.0, count: int = 12) -> list[Request]:
+    # Sampled hot, the model's own choices often differ from the drafts.
+    return [
+        Request(
+            f"r{start}",
+            tuple(pattern(start, 1 + start % 3, 6)),
+            VerifiedMode(threshold=threshold),
+            Sampling(temperature=1.5, seed=start),
+            40,
+            frozenset({STOP}),
+            quality=quality,
+        )
+        for start in range(count)
+    ]
+
+
+def events_of(engine: Engine, asked: list[Request]) -> dict[str, list]:
+    for request in asked:
+        engine.submit(request)
+    events: dict[str, list] = {request.id: [] for request in asked}
+    while engine.has_work:
+        for event in engine.step():
+            events[event.request_id].append(event)
+    engine.check_integrity()
+    return events
+
+
+@pytest.mark.parametrize("set_point", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("floor", [1.0, 0.3])
+def test_the_set_point_is_in_force_down_to_the_floor(model, floor, set_point):
+    """The text is that of a pinned threshold of the same height, and the reply names it."""
+    engine, other = Engine(model, CARD, SIZE), Engine(model, CARD, SIZE)
+    engine.thresholds.set_point = set_point
+    in_force = max(floor, set_point)
+    elastic = events_of(engine, requests(Elastic(floor)))
+    pinned = events_of(other, requests(None, in_force))
+    for name, events in elastic.items():
+        assert events[-1].completion == pinned[name][-1].completion
+        assert events[-1].threshold == in_force
+
+
+def test_a_pinned_request_ignores_the_set_point(model):
+    """Nothing the service does may lower what a request has pinned."""
+    engine = Engine(model, CARD, SIZE)
+    engine.thresholds.set_point = 0.0
+    for events in events_of(engine, requests(None)).values():
+        assert events[-1].disagreed == 0
+        assert events[-1].threshold == 1.0
+
+
+def test_the_set_point_moves_while_a_request_runs(model):
+    """The reply names the lowest threshold of its steps."""
+    engine = Engine(model, CARD, SIZE)
+    engine.submit(requests(Elastic(0.2), count=1)[0])
+    last = None
+    for step in range(100):
+        engine.thresholds.set_point = 0.5 if 2 <= step < 4 else 1.0
+        events = engine.step()
+        last = events[-1] if events else last
+        if not engine.has_work:
+            break
+    assert last is not None
+    assert last.threshold == 0.5
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
+def test_a_budget_holds_at_every_moment(model, share):
+    """Counted by the engine's own measures, which compare with the causal rows."""
+    engine = Engine(model, CARD, SIZE)
+    told = [
+        event for events in events_of(engine, requests(Budget(share))).values() for event in events
+    ]
+    tokens: dict[str, int] = {}
+    for event in told:
+        tokens[event.request_id] = tokens.get(event.request_id, 0) + len(event.tokens)
+        assert event.disagreed <= share * tokens[event.request_id]
+    spent = sum(event.disagreed for event in told if event.completion)
+    assert (spent > 0) == (share > 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=200), st.floats(0, 1))
+def test_a_threshold_stays_in_range(steps, share):
+    """Whatever is observed."""
+    thresholds, budget = Thresholds(), Budget(share)
+    for tokens, disagreed in steps:
+        thresholds.observe(budget, tokens, min(tokens, disagreed))
+        assert 0 < thresholds.of(budget) <= 1
+
+
+def test_feedback_finds_the_threshold_of_a_budget():
+    """Below 0.2 every fifth token differs, above it none: a budget of 0.1 settles there."""
+    thresholds, budget = Thresholds(), Budget(0.1)
+    for step in range(3000):
+        deviates = thresholds.of(budget) < 0.2 and step % 5 == 0
+        thresholds.observe(budget, 1, int(deviates))
+    assert math.isclose(thresholds.of(budget), 0.2, rel_tol=0.3)
+
+
+def test_a_threshold_is_kept_for_a_thousand_budgets_at_most():
+    """Clients may name any number; guards memory that grows with every new one."""
+    thresholds = Thresholds()
+    for step in range(5000):
+        thresholds.observe(Budget(step / 5000), 1, 0)
+    assert len(thresholds._log_of) == 1001
+
+
+@pytest.mark.parametrize("is_sent_back", [False, True])
+def test_a_quality_leaves_nothing_of_the_modes_own_threshold(model, is_sent_back):
+    """A default mode may name one. Guards a report of it, and drafts that it accepts right after a
+    sequence has come back from where it had to give way."""
+    engine, other = Engine(model, CARD, SIZE), Engine(model, CARD, SIZE)
+    pinned = events_of(other, requests(None, 1.0, count=3))
+    asked = requests(Elastic(1.0), 0.1, count=3)
+    for request in asked:
+        engine.submit(request)
+    done = {}
+    while engine.has_work:
+        for event in engine.step():
+            assert (event.threshold, event.disagreed) == (1.0, 0)
+            done[event.request_id] = event.completion
+        for sequence in engine.set_aside() if is_sent_back else ():
+            engine.take_back(sequence)
+    assert done == {name: events[-1].completion for name, events in pinned.items()}
+
+
+def test_quality_needs_a_mode_that_verifies(model):
+    """A setting without effect is an error."""
+    engine = Engine(model, CARD, SIZE)
+    asked = Request(
+        "a", (1, 2), ExactMode(), Sampling(), 4, frozenset({STOP}), quality=Elastic(0.5)
+    )
+    with pytest.raises(RequestError) as caught:
+        engine.submit(asked)
+    assert caught.value.field == "quality"
+    assert generate_all(engine, []) == []

@@ -1,0 +1,205 @@
+"""API keys: who may ask, how much, and what is never said."""
+
+import hashlib
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+from fastapi.testclient import TestClient
+
+from mars_ray.config.serve import ServeJob
+from mars_ray.errors import ConfigError
+from mars_ray.serve.ingress.api_keys import ApiKeys
+from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.request_models import ApiError
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    Finish,
+    GenerationRequest,
+    Message,
+    OutputDelta,
+    Prompt,
+    Tokenized,
+)
+
+SECRET, OTHER = "a-secret-of-24-characters", "another-secret-of-some-30-chars"
+FILE = f"""
+[[keys]]
+name = "hashed"
+sha256 = "{hashlib.sha256(SECRET.encode()).hexdigest()}"
+answers = 2
+new_tokens = 5
+[[keys]]
+name = "plain"
+key = "{OTHER}"
+"""
+
+
+class Counting:
+    """A backend that remembers its calls and answers each with one piece."""
+
+    def __init__(self) -> None:
+        self.calls: list[GenerationRequest] = []
+
+    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        self.calls.append(call)
+        for choice in range(call.choices):
+            yield OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice)
+
+    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+        return Tokenized((1, 2), 10)
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
+        return "x"
+
+    async def is_ready(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def backend() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def client(tmp_path, backend) -> TestClient:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return TestClient(build_api(ServeJob(checkpoint="m", keys_file=str(path)), {"m": backend}))
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def ask(client: TestClient, secret: str, **fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+    return client.post("/v1/chat/completions", json=body, headers=bearer(secret))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/version"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    ],
+)
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer("wrong"), bearer(SECRET[:-1]), {"Authorization": SECRET}, {"Authorization": ""}],
+    ids=["none", "wrong", "shorter", "no-scheme", "empty"],
+)
+def test_every_route_asks_for_a_key(client, backend, method, path, headers):
+    """Before it reads a byte of the body, which here would be a 400."""
+    response = client.request(method, path, headers=headers)
+    assert response.status_code == 401
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz"])
+def test_probes_and_the_page_ask_for_none(client, path):
+    """Kubernetes has no key; the page asks for it itself."""
+    assert client.get(path).status_code == 200
+
+
+def test_both_forms_of_a_key_are_good(client):
+    """As its hash, and as it is."""
+    for secret in (SECRET, OTHER):
+        assert ask(client, secret).status_code == 200
+        assert client.get("/v1/models", headers=bearer(secret)).status_code == 200
+
+
+def test_a_key_limits_tokens(client, backend):
+    """More is refused; without a wish the answer is as long as the key allows."""
+    assert ask(client, SECRET).status_code == 200
+    assert backend.calls[-1].new_tokens_limit == 5
+    assert ask(client, SECRET, max_tokens=5).status_code == 200
+    refused = ask(client, SECRET, max_tokens=6)
+    assert refused.status_code == 400
+    assert "'hashed' allows at most 5" in refused.json()["error"]["message"]
+    refused = ask(client, SECRET, max_tokens=None, max_completion_tokens=6)
+    assert refused.json()["error"]["param"] == "max_completion_tokens"
+    assert ask(client, OTHER, max_tokens=6).status_code == 200
+
+
+def test_a_key_shortens_what_the_request_leaves_open(client, backend):
+    """A completion without a wish has OpenAI's 16 tokens, or those of its key; guards a 400 for a
+    field that was not sent."""
+
+    def complete(**fields):
+        body = {"model": "m", "prompt": "hi"} | fields
+        return client.post("/v1/completions", json=body, headers=bearer(SECRET))
+
+    for fields in ({}, {"min_tokens": 20}):
+        assert complete(**fields).status_code == 200
+        assert backend.calls[-1].max_new_tokens is None
+        assert backend.calls[-1].new_tokens_limit == 5
+    assert complete(max_tokens=6).json()["error"]["param"] == "max_tokens"
+
+
+def test_a_key_limits_answers_at_a_time(client, tmp_path):
+    """And its places come back, also after a failure."""
+    assert ask(client, SECRET, n=2).status_code == 200
+    # However often it asks, these would be too many.
+    refused = ask(client, SECRET, n=3)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "n"
+    keys = ApiKeys(str(tmp_path / "keys.toml"))
+    key = keys.holder(f"Bearer {SECRET}")
+
+    def fail() -> None:
+        with keys.admitted(key, 2):
+            with pytest.raises(ApiError) as caught, keys.admitted(key, 1):
+                pass
+            refusal = caught.value.refusal
+            assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "key_limit", 1)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    with keys.admitted(key, 2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "keys: Field required"),
+        ("keys = []", "at least 1 item"),
+        ("[[keys]]\nname = 'a'", "either key or sha256"),
+        (f"[[keys]]\nname = 'a'\nkey = '{SECRET}'\nother = 1", "keys.0.other"),
+        ("[[keys]]\nname = 'a'\nkey = 'short-secret'", "at least 16 characters"),
+        (f"[[keys]]\nname = 'a'\nkey = '{SECRET}'\n" * 2, "same name or value"),
+        ("keys = ", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_without_its_secrets(tmp_path, text, message):
+    """When the service starts, not with the first request."""
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        ApiKeys(str(path))
+    assert SECRET not in str(caught.value)
+    assert "short-secret" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    """Guards a service that everybody may use because of a typing error."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ApiKeys(str(tmp_path / "none.toml"))
+
+
+def test_keys_are_not_in_logs(client, caplog):
+    """The name is."""
+    caplog.set_level("DEBUG")
+    assert ask(client, OTHER, user="someone").status_code == 200
+    assert '"key": "plain"' in caplog.text
+    assert "someone" in caplog.text
+    assert OTHER not in caplog.text
+    assert json.dumps("hi") not in caplog.text

@@ -1,0 +1,119 @@
+"""What the metrics are told of single answers."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from mars_ray.autoscale.ladder import Rung
+from mars_ray.config.decode import Sampling, VerifiedMode
+from mars_ray.decode.loading import load_engine
+from mars_ray.decode.thresholds import Budget, Elastic
+from mars_ray.serve.protocol import GenerationRequest
+from mars_ray.serve.replica.llm_server import LLMServer
+from mars_ray.serve.replica.stats import AnswerStats
+
+
+class Kept:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.answers: list[AnswerStats] = []
+
+    def answer(self, seen: AnswerStats) -> None:
+        self.answers.append(seen)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return Kept()
+
+
+@pytest.fixture(scope="module")
+def engine(job, kept):
+    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job, kept)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("quality", "point", "degraded"),
+    [
+        (Elastic(0.1), 1.0, False),
+        (Elastic(0.1), 0.3, True),
+        (Elastic(1.0), 0.3, False),  # has pinned the best
+        (Budget(0.1), 0.3, False),  # gets what it asked for, whatever the set-point
+        (None, 0.3, False),
+    ],
+)
+def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
+    engine, kept, quality, point, degraded
+):
+    """Operators are alerted by it, so neither pinned requests nor quiet times may count."""
+
+    async def ask() -> None:
+        await engine.follow(point, 0.0)
+        prompt = ("one two three",)
+        call = GenerationRequest("a", prompt, VerifiedMode(), Sampling(), 12, 100, quality=quality)
+        async for _ in engine.answer(call):
+            pass
+
+    asyncio.run(ask())
+    assert kept.answers[-1].degraded is degraded
+    assert kept.answers[-1].completion_tokens == 12
+
+
+def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
+    """The fast loop: no policy has said so, and without rungs it is the policy's again."""
+    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job, kept)
+    engine.start()
+    rungs = (Rung(1.0, 2.0, 1.0, 0.0), Rung(0.3, 4.0, 1.0, 1.0))
+
+    async def ask(number: int) -> None:
+        call = GenerationRequest(str(number), ("one two",), VerifiedMode(), Sampling(), 12, 100)
+        call = replace(call, quality=Elastic(0.1), quality_class="default")
+        async for _ in engine.answer(call):
+            await engine.steer()
+
+    async def ask_for_many() -> None:
+        await engine.follow(1.0, 0.0, rungs)
+        before = (await engine.seen()).set_point
+        await asyncio.gather(*map(ask, range(12)))
+        during = (await engine.seen()).set_point
+        await engine.follow(1.0, 0.0)
+        assert (before, during, (await engine.seen()).set_point) == (1.0, 0.3, 1.0)
+
+    asyncio.run(ask_for_many())
+    engine.stop()
+    assert any(answer.degraded for answer in kept.answers[-12:])
+
+
+def test_all_tokens_of_an_interval_are_counted(engine, kept):
+    """Guards steps that are read one by one, as text may end between them, and counted once."""
+
+    async def ask() -> None:
+        call = GenerationRequest(
+            "b", ("one two three",), VerifiedMode(), Sampling(), 40, 100, stop=("\0",)
+        )
+        async for _ in engine.answer(call):
+            pass
+
+    asyncio.run(ask())
+    seen = kept.answers[-1]
+    assert (seen.completion_tokens, seen.ending) == (40, "length")
+    assert seen.forwards <= 40
+
+
+def test_what_the_engine_refuses_is_no_failure(engine, kept):
+    """Operators are woken by failures. Guards alerts for prompts that are too long."""
+
+    async def ask() -> None:
+        call = GenerationRequest("long", ("one " * 5000,), VerifiedMode(), Sampling(), 12, 100)
+        async for _ in engine.answer(call):
+            pass
+
+    finished = engine._tally.finished
+    asyncio.run(ask())
+    assert kept.answers[-1].ending == "refused"
+    assert engine._tally.finished == finished
