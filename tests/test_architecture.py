@@ -40,7 +40,7 @@ ONLY_IN = {
         "serve/autoscaler.py",
         "serve/deploy.py",
         "serve/threshold_actor.py",
-        "serve/ingress/exposition.py",
+        "serve/ingress/metrics_endpoint.py",
         "serve/ingress/deployment.py",
         "serve/replica/metrics.py",
         "serve/ingress/retry.py",

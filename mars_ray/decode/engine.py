@@ -32,11 +32,10 @@ from mars_ray.decode.request import (
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.stats import LiveMeasures
+from mars_ray.decode.stats import LiveMeasures, StepTotals
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 from mars_ray.decode.thresholds import Budget, Thresholds
-from mars_ray.decode.totals import StepTotals
 from mars_ray.decode.warm_up import measure_steps, step_seconds
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard

@@ -1,8 +1,9 @@
-"""What live traffic says about the threshold, without a forward of its own.
+"""What an engine has done since its start, and what live traffic says about the threshold.
 
 Every step sees how good each of its proposals is, so it knows how many tokens *each* threshold
 would have committed in it; and a token that was committed without being the model's own choice is
-forwarded as a real token anyway, when the row before it tells what that choice would have been.
+forwarded as a real token anyway, when the row before it tells what that choice would have been. So
+this takes no forward of its own.
 """
 
 from collections import Counter
@@ -21,8 +22,38 @@ from mars_ray.config.decode import (
     VerifiedMode,
 )
 from mars_ray.core.tree import children_of
+from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Means over any span are differences of two readings."""
+
+    steps: int = 0
+    seconds: float = 0.0  # of whole steps, with what they commit
+    prompt_steps: int = 0  # that had rows of prompts
+    prompt_rows: int = 0  # computed, not found in the prefix cache
+    prompts: int = 0  # done
+    prompt_tokens: int = 0  # of those that are done; computed, as above
+    sequences: int = 0  # decoding, one count per step
+    decode_rows: int = 0  # of those
+
+    def add(self, work: Several[Work]) -> None:
+        """A step before its tokens are committed."""
+        self.steps += 1
+        self.prompt_steps += any(not item.sequence.forwards for item in work)
+        for item in work:
+            if item.sequence.forwards:
+                self.sequences += 1
+                self.decode_rows += item.rows
+            else:
+                self.prompt_rows += item.count
+                if item.plan:
+                    self.prompts += 1
+                    self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)
+
 
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 

@@ -16,7 +16,7 @@ import httpx
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.ingress.slow_readers import LIMIT_HEADER
+from mars_ray.serve.ingress.proxy import LIMIT_HEADER
 
 CHAT = [{"role": "user", "content": "count from one to ten"}]
 TOKENS = 200

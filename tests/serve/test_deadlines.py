@@ -12,8 +12,8 @@ from serve.saying import Saying
 from starlette.types import ASGIApp
 
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve.ingress.proxy import LIMIT_HEADER, SlowReaders
 from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.ingress.slow_readers import LIMIT_HEADER, SlowReaders
 from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mars_ray.serve.ingress.exposition import joined
+from mars_ray.serve.ingress.metrics_endpoint import joined
 
 NODE = """# HELP ray_mars_forwards_total Forwards that wrote tokens.
 # TYPE ray_mars_forwards_total counter

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.serve.replica.text import REPLACEMENT, Detokenizer, StopFilter, Writer
+from mars_ray.serve.replica.output_processor import REPLACEMENT, Detokenizer, StopFilter, Writer
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

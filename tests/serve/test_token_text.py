@@ -4,7 +4,7 @@ from model.toys import llama_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mars_ray.serve.replica.token_text import TokenBytes
+from mars_ray.serve.replica.output_processor import TokenBytes
 
 SPECIAL = {"<unk>": 0, "<s>": 1, "</s>": 2}
 WORDS = ["\u2581caf", "é", "\u2581été", "ñ", "über", "<0xE9>", "a"]

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.ingress.exposition import of_all_nodes
 from mars_ray.serve.ingress.gate import Gate
+from mars_ray.serve.ingress.metrics_endpoint import of_all_nodes
 from mars_ray.serve.ingress.recent import Recent
 from mars_ray.serve.ingress.request_log import write_to
 from mars_ray.serve.ingress.retry import answered, insisted

@@ -1,13 +1,70 @@
-"""The page of metrics as HTTP brings it: those of a large cluster are megabytes.
+"""`GET /metrics`: the service's metrics, gathered from the Prometheus endpoints of all nodes.
 
-Serve's proxy takes no message of over 4 MiB from a replica.
+Each node of a Ray cluster exports what its own processes count. A scraper that knows the nodes asks
+them; this page is for one that knows only the service. Serve's proxy takes no message of over 4 MiB
+from a replica, so a page of a large cluster is compressed or comes in pieces.
 """
 
 import asyncio
 import gzip
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterable
+from urllib.request import Request
 
+import ray
 from fastapi.responses import Response, StreamingResponse
+
+from mars_ray.cluster.direct import open_direct
+
+logger = logging.getLogger(__name__)
+
+# What this service counts, and what Serve counts of it; the rest is about Ray.
+_PREFIXES = ("ray_mars_", "ray_serve_")
+_TIMEOUT_S = 2.0
+
+
+async def of_all_nodes() -> str:
+    """Prometheus's text format; a node that does not answer in time is left out, and logged."""
+    addresses = [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in await asyncio.to_thread(ray.nodes)
+        if node["Alive"]
+    ]
+    texts = await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses))
+    return joined(texts)
+
+
+def joined(texts: Iterable[str]) -> str:
+    """One text of several: each family once, with the samples of all, as the format demands."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for text in texts:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                _, kind, name, *_ = [*line.split(" ", 3), "", ""]
+                about, _ = families.setdefault(name, ([], []))
+                if kind in ("HELP", "TYPE") and line not in about:
+                    about.append(line)
+            elif line:
+                families.setdefault(name, ([], []))[1].append(line)
+    lines = [
+        line
+        for name, (about, samples) in families.items()
+        if name.startswith(_PREFIXES) and samples
+        for line in (*about, *samples)
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _read(address: str) -> str:
+    try:
+        # A node goes by its outward address, which a proxy outside need not reach.
+        with open_direct(Request(address), _TIMEOUT_S) as reply:
+            return reply.read().decode()
+    except OSError as error:
+        logger.warning("%s does not answer: %s", address, error)
+        return ""
+
 
 PIECE_BYTES = 1 << 20
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
