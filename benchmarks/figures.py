@@ -16,14 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from mars_ray.config.decode import (
-    ConfidenceMode,
-    EngineConfig,
-    ExactMode,
-    Mode,
-    Sampling,
-    VerifiedMode,
-)
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.core.attention_mask import dense_mask
 from mars_ray.core.batch import TokenBatch
 from mars_ray.core.layout import compact_layout

@@ -24,9 +24,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.core.frontier import mode_label
 from mars_ray.core.loops import is_looping
 from mars_ray.decode.engine import Engine, generate_all

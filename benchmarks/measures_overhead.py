@@ -10,7 +10,8 @@ import sys
 import time
 from typing import Any
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.decode.engine import Engine, generate_all

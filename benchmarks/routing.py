@@ -16,7 +16,8 @@ import ray
 from ray import serve
 
 from mars_ray.cluster.port import free_port
-from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.corpus import problems
 from mars_ray.provenance import provenance

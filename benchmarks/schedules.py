@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mars_ray.config.decode import EngineConfig, VerifiedMode
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob
 from mars_ray.config.load import load_job, parse_job, put_value, read_toml
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier

@@ -25,8 +25,9 @@ from typing import Any, get_args
 from load_client import Client, Load, load
 from load_servers import mars_command, started, vllm_command
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.model import PresetName
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems

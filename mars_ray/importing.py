@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mars_ray.adapt.report import Speed
 from mars_ray.config.adapt import MeasureConfig
-from mars_ray.config.decode import ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request

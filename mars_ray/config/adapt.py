@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.data import FilesSource
-from mars_ray.config.decode import EngineConfig, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import OwnPrompts, PromptSource
+from mars_ray.config.modes import Mode, VerifiedMode
 from mars_ray.config.train import (
     CheckpointConfig,
     DraftAdapterConfig,

@@ -5,9 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.decode import ExactMode, Mode, SpeculativeMode, VerifiedMode
 from mars_ray.config.evaluate import PromptsTask
 from mars_ray.config.model import PresetName
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 
 Peer = Literal["vllm", "transformers", "transformers-continuous"]
 
@@ -67,7 +67,7 @@ class BenchDecodeJob(Config):
 
     @model_validator(mode="after")
     def _no_draft_model(self) -> Self:
-        if any(isinstance(mode, SpeculativeMode) for mode in self.modes):
+        if any(mode.needs_draft_model for mode in self.modes):
             raise ValueError(
                 "modes: this benchmark has no draft model for speculative; leave it out, and "
                 "measure it by `mars-ray evaluate` with engine.draft_model"

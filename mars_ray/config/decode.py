@@ -1,4 +1,4 @@
-"""Decoding modes, sampling and the size of an engine."""
+"""Sampling and the size of an engine."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -6,86 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
-
-Threshold = Annotated[float, Field(ge=0, le=1)]
-Window = Annotated[
-    int | None, Field(ge=1, le=64, description="masks per step; default: trained depth")
-]
-
-
-class ExactMode(Config):
-    """Plain autoregressive decoding: one token per forward."""
-
-    type: Literal["exact"] = "exact"
-
-
-class VerifiedMode(Config):
-    """Drafts are verified by the next forward; at threshold 1 the output is that of `exact`."""
-
-    type: Literal["verified"] = "verified"
-    threshold: Threshold = 1.0
-    window: Window = None
-    groups: int | None = Field(
-        default=None,
-        ge=1,
-        le=65,
-        description="outcomes of a step that get masks, likeliest first; default: as many as pay",
-    )
-    branches: int | None = Field(
-        default=None,
-        ge=1,
-        le=8,
-        description="alternatives for a step's first draft, each with a chain of drafts behind it; "
-        "default: as many as pay, and one where the threshold is fixed below 1",
-    )
-
-
-class ConfidenceMode(Config):
-    """The paper's rule: commit proposals left to right while their confidence passes."""
-
-    type: Literal["confidence"] = "confidence"
-    threshold: Threshold = 0.95
-    measure: Literal["probability", "margin", "entropy"] = "probability"
-    window: Window = None
-
-
-class BlockCachedMode(Config):
-    """The paper's block-level cache: rows wait at block boundaries."""
-
-    type: Literal["block_cached"] = "block_cached"
-    threshold: Threshold = 0.95
-    measure: Literal["probability", "margin", "entropy"] = "probability"
-    cache_block: int = Field(default=4, ge=1, le=64, description="tokens per cache block")
-
-
-class JacobiMode(Config):
-    """Fixed-point decoding without masks (Santilli et al., 2023): the output is that of `exact`."""
-
-    type: Literal["jacobi"] = "jacobi"
-    guesses: int = Field(default=4, ge=1, le=64, description="tokens guessed ahead")
-
-
-class SpeculativeMode(Config):
-    """A draft model adds its tokens to those of the masks (paper, section 4.6).
-
-    At threshold 1 the output is that of `exact`. With window 0 it is ordinary speculative decoding.
-    """
-
-    type: Literal["speculative"] = "speculative"
-    threshold: Threshold = 1.0
-    draft_tokens: int = Field(default=4, ge=1, le=64, description="of the draft model, per step")
-    window: int | None = Field(
-        default=None, ge=0, le=64, description="masks of a group; default: trained depth"
-    )
-    groups: int | None = Field(
-        default=None, ge=1, le=129, description="outcomes that get masks; default: all"
-    )
-
-
-Mode = Annotated[
-    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
-    Field(discriminator="type"),
-]
+from mars_ray.config.modes import Mode
 
 
 class Sampling(Config):
@@ -175,5 +96,5 @@ def check_generation(modes: Iterable[Mode], max_new_tokens: int, engine: EngineC
             f"max_new_tokens {max_new_tokens} leaves no room for a prompt in engine.max_context "
             f"{engine.max_context}: lower the one or raise the other"
         )
-    if any(isinstance(mode, SpeculativeMode) for mode in modes) and not engine.draft_model:
+    if any(mode.needs_draft_model for mode in modes) and not engine.draft_model:
         raise ValueError("mode speculative needs engine.draft_model: name one, or leave it out")

@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.decode import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 

@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.data import FilesSource
-from mars_ray.config.decode import EngineConfig, ExactMode, Mode, check_generation
+from mars_ray.config.decode import EngineConfig, check_generation
+from mars_ray.config.modes import ExactMode, Mode
 
 
 class CorpusTask(Config):

@@ -6,7 +6,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mars_ray.config.base import Config
 from mars_ray.config.data import CorpusSource, FilesSource, HubSource
-from mars_ray.config.decode import EngineConfig, ExactMode, Mode, Sampling, check_generation
+from mars_ray.config.decode import EngineConfig, Sampling, check_generation
+from mars_ray.config.modes import ExactMode, Mode
 
 
 class OwnPrompts(Config):

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
-from mars_ray.config.decode import Threshold
+from mars_ray.config.modes import Threshold
 
 
 class Slo(Config):

@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config
-from mars_ray.config.decode import EngineConfig, Mode, Threshold, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import Mode, Threshold, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig
 
 

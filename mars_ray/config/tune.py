@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.decode import EngineConfig, Threshold, check_generation
+from mars_ray.config.decode import EngineConfig, check_generation
 from mars_ray.config.evaluate import Task
+from mars_ray.config.modes import Threshold
 from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
 
 # Length and rhythm of the trials are what early stopping compares them by.

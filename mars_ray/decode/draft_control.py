@@ -12,12 +12,11 @@ import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from mars_ray.config.decode import VerifiedMode
+from mars_ray.config.modes import VerifiedMode, controlled_branches
 from mars_ray.core.draft_choice import Choice, Prospects, best_choice
 from mars_ray.core.step_cost import StepCost
 from mars_ray.core.tree import depths_of, first_chain
 from mars_ray.decode.draft_stats import DraftStats
-from mars_ray.decode.request import controlled_branches
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan
 

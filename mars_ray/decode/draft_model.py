@@ -6,7 +6,8 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from mars_ray.config.decode import ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.sequence import Sequence
 from mars_ray.errors import ConfigError

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_ray.config.decode import EngineConfig, SpeculativeMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import VerifiedMode, widest_rows
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.draft_control import DraftControl
@@ -25,8 +26,6 @@ from mars_ray.decode.request import (
     TokenLogprobs,
     check_request,
     check_sees_all,
-    most_rows,
-    widest_rows,
     window_of,
 )
 from mars_ray.decode.sampler import Sampler
@@ -169,7 +168,7 @@ class Engine:
         own, rows = fused(adapter, self.model), self.config.max_step_tokens
         if (
             min(rows, widest_rows(own.depths)) > self._spare
-            or most_rows(VerifiedMode(), own.depths) > rows
+            or VerifiedMode().most_rows(own.depths) > rows
         ):
             raise ModelError(
                 f"this engine has no room for the {own.depths} depths of the draft adapter: start "
@@ -215,11 +214,11 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if it could not be decoded here."""
         check_request(request, self.model, self.card, self.config.max_context)
-        if isinstance(request.mode, SpeculativeMode) and not self._drafter:
+        if request.mode.needs_draft_model and not self._drafter:
             raise RequestError(
                 "mode 'speculative' needs an engine with a draft_model", field="mode"
             )
-        rows = most_rows(request.mode, window_of(request.mode, self.card))
+        rows = request.mode.most_rows(window_of(request.mode, self.card))
         if rows > self.config.max_step_tokens:
             raise RequestError(
                 f"mode {request.mode.type!r} needs forwards of {rows} rows, more than "

@@ -4,7 +4,8 @@ A step commits nothing before its forward has succeeded, and a sequence that lea
 comes back says the same as one that stays. So everybody leaves, and takes the next steps alone.
 """
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.sequence import Sequence

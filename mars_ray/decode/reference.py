@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mars_ray.config.decode import (
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import (
     BlockCachedMode,
     ConfidenceMode,
     ExactMode,
     JacobiMode,
     Mode,
-    Sampling,
     SpeculativeMode,
     VerifiedMode,
 )
@@ -33,14 +33,7 @@ from mars_ray.core.penalties import adjust
 from mars_ray.core.sampling import scores
 from mars_ray.core.tree import chain, first_chain, path_to
 from mars_ray.core.verification import accepts
-from mars_ray.decode.request import (
-    Completion,
-    Request,
-    branches_of,
-    check_request,
-    groups_of,
-    window_of,
-)
+from mars_ray.decode.request import Completion, Request, check_request, window_of
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.forward import hidden_states, output_head
@@ -318,7 +311,7 @@ def _alternatives(
 def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
     """Drafts are checked by the causal rows before them, the first rejection is corrected, and the
     masks that stand behind just so many drafts say the next drafts."""
-    return _verify(run, mode.threshold, groups_of(mode, run.window), branches_of(mode, run.window))
+    return _verify(run, mode.threshold, mode.groups_of(run.window), mode.branches_of(run.window))
 
 
 def _speculative(run: _Run, mode: SpeculativeMode) -> list[int]:

@@ -7,15 +7,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from mars_ray.config.decode import (
-    BlockCachedMode,
-    ConfidenceMode,
-    ExactMode,
-    JacobiMode,
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import (
     Mode,
-    Sampling,
-    SpeculativeMode,
-    VerifiedMode,
 )
 from mars_ray.decode.constraint import Grammar
 from mars_ray.decode.thresholds import Quality
@@ -24,10 +18,6 @@ from mars_ray.model.card import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window
 
 _MOST_LOGPROBS = 20  # OpenAI's limit
-# Of a sequence's step, where they are no chain: what a row sees of them are bits of a number.
-MOST_DRAFTS = 63
-# What window control may choose: more would take longer to choose from than it brings.
-_MOST_BRANCHES, _CONTROLLED_DRAFTS = 4, 16
 FinishReason = Literal["stop", "length", "deadline"]
 
 
@@ -106,94 +96,19 @@ def as_one(events: Several[TokenEvent]) -> TokenEvent:
     )
 
 
-def window_within(mode: Mode, depth: int) -> int:
-    """Masks of a group at most where so many depths were trained; 0 for modes that have none."""
-    match mode:
-        case ExactMode() | JacobiMode():
-            return 0
-        case BlockCachedMode():
-            return depth
-        case _:
-            return depth if mode.window is None else min(mode.window, depth)
-
-
 def window_of(mode: Mode, card: ModelCard) -> int:
     """Masks per step; 0 for the modes that have none. Raises RequestError beyond the trained
     depth."""
-    depth = card.block_size
-    if isinstance(mode, ExactMode | JacobiMode):
-        return 0
-    if isinstance(mode, SpeculativeMode) and not (mode.window or depth):
-        return 0
-    if depth == 0:
+    depth, asked = card.block_size, mode.asked_window
+    if depth == 0 and (mode.needs_masks or asked):
         raise RequestError(
             f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or "
             "give it a draft adapter (`mars-ray adapt MODEL` makes one)",
             field="mode",
         )
-    if not isinstance(mode, BlockCachedMode) and (mode.window or 0) > depth:
-        raise RequestError(
-            f"window {mode.window} is more than the trained depth {depth}", field="window"
-        )
-    return window_within(mode, depth)
-
-
-def needs_drafts(mode: Mode) -> bool:
-    """Whether a model that makes none is asked for it in vain (`window_of`)."""
-    return isinstance(mode, VerifiedMode | ConfidenceMode | BlockCachedMode)
-
-
-def branches_of(mode: Mode, window: int) -> int:
-    """Alternatives for the first draft of a step, each with a chain of as many drafts as masks,
-    unless window control decides."""
-    if not isinstance(mode, VerifiedMode) or not window:
-        return 1
-    return max(1, min(mode.branches or 1, MOST_DRAFTS // window))
-
-
-def groups_of(mode: Mode, window: int) -> int:
-    """Outcomes of a step that get masks, unless window control decides."""
-    match mode:
-        case VerifiedMode(groups=groups):
-            return min(groups or 1, branches_of(mode, window) * window + 1)
-        case SpeculativeMode(draft_tokens=drafts, groups=groups):
-            outcomes = window + drafts + 1
-            return min(groups or outcomes, outcomes)
-        case _:
-            return 1
-
-
-def has_drafts(mode: Mode) -> bool:
-    """Whether a step checks what was guessed before it."""
-    return isinstance(mode, VerifiedMode | SpeculativeMode | JacobiMode)
-
-
-def most_rows(mode: Mode, window: int) -> int:
-    """Rows of a decoding step at most, the last committed token's included."""
-    match mode:
-        case VerifiedMode():
-            return 1 + (branches_of(mode, window) + groups_of(mode, window)) * window
-        case SpeculativeMode(draft_tokens=drafts):
-            return 1 + window + drafts + groups_of(mode, window) * window
-        case ConfidenceMode():
-            # What the masks gave was committed unseen, and is pending.
-            return 1 + 2 * window
-        case JacobiMode(guesses=guesses):
-            return 1 + guesses
-        case BlockCachedMode(cache_block=size):
-            return size + window
-        case ExactMode():
-            return 1
-
-
-def controlled_branches(depth: int) -> int:
-    """Alternatives for the first draft at most where window control decides."""
-    return max(1, min(_MOST_BRANCHES, _CONTROLLED_DRAFTS // max(1, depth)))
-
-
-def widest_rows(depth: int) -> int:
-    """Rows of a step that has masks behind every draft that window control may choose."""
-    return most_rows(VerifiedMode(groups=65, branches=controlled_branches(depth)), depth)
+    if asked > depth:
+        raise RequestError(f"window {asked} is more than the trained depth {depth}", field="window")
+    return mode.widest(depth)
 
 
 def check_context(max_context: int, model_config: Any) -> None:
@@ -238,7 +153,7 @@ def check_request(
             "a least length may contradict the format asked for; leave one of the two out",
             field="min_tokens",
         )
-    if request.quality and not isinstance(request.mode, VerifiedMode | SpeculativeMode):
+    if request.quality and not request.mode.verifies:
         raise RequestError(
             f"a quality has no effect in mode {request.mode.type!r}; use 'verified'",
             field="quality",

@@ -7,21 +7,10 @@
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
-from mars_ray.config.decode import SpeculativeMode, VerifiedMode
 from mars_ray.core.draft_choice import Choice
 from mars_ray.core.tree import chain, first_chain, renumbered
 from mars_ray.decode.constraint import GrammarState
-from mars_ray.decode.request import (
-    Completion,
-    FinishReason,
-    Request,
-    TokenEvent,
-    branches_of,
-    groups_of,
-    has_drafts,
-    most_rows,
-    window_within,
-)
+from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent
 
 
 @dataclass(slots=True)
@@ -62,16 +51,16 @@ class Sequence:
     def __post_init__(self) -> None:
         mode = self.request.mode
         self._set_size()
-        verifies = isinstance(mode, VerifiedMode | SpeculativeMode)
+        own = mode.verified_at
         # With a quality the mode's own threshold is never in force; the engine sets another one.
-        self.threshold = mode.threshold if verifies and not self.request.quality else 1.0
-        self.lowest_threshold = self.threshold if verifies else None
+        self.threshold = 1.0 if own is None or self.request.quality else own
+        self.lowest_threshold = self.threshold if mode.verifies else None
         self.grammar = self.request.grammar.start() if self.request.grammar else None
 
     def _set_size(self) -> None:
-        self.groups = groups_of(self.request.mode, self.widest)
+        self.groups = self.request.mode.groups_of(self.widest)
         # A grammar knows one text after another.
-        self.branches = 1 if self.request.grammar else branches_of(self.request.mode, self.widest)
+        self.branches = 1 if self.request.grammar else self.request.mode.branches_of(self.widest)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -117,16 +106,16 @@ class Sequence:
     def refit(self, depth: int, rows: int) -> None:
         """Masks have at most this depth from now on, and a forward at most so many rows."""
         mode = self.request.mode
-        widest = window_within(mode, depth)
-        if isinstance(mode, SpeculativeMode):
+        widest = mode.widest(depth)
+        if mode.needs_draft_model:
             # Its rows may be as many as there is room for.
             widest = min(widest, self.widest)
         self.widest, self.choice = widest, None
         self._set_size()
-        if widest and (excess := most_rows(mode, widest) - rows) > 0:
+        if widest and (excess := mode.most_rows(widest) - rows) > 0:
             self.groups = max(1, self.groups - -(-excess // widest))
             self.branches = 1
-        if isinstance(mode, VerifiedMode):
+        if mode.verifies and not mode.needs_draft_model:
             self.keep_drafts(range(1, min(widest, first_chain(self.draft_parents)) + 1))
 
     def set_drafts(
@@ -188,7 +177,7 @@ class Sequence:
 
     def follow_grammar(self) -> None:
         """Drop the drafts that cannot follow; if only one text can, its tokens are the drafts."""
-        if not self.grammar or not has_drafts(self.request.mode):
+        if not self.grammar or not self.request.mode.has_drafts:
             return
         count = self.grammar.admissible(self.drafts)
         forced = self.grammar.forced()[: max(len(self.drafts), self.widest)]

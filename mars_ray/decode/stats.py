@@ -15,12 +15,7 @@ from operator import ne
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_ray.config.decode import (
-    BlockCachedMode,
-    ConfidenceMode,
-    SpeculativeMode,
-    VerifiedMode,
-)
+from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, SpeculativeMode, VerifiedMode
 from mars_ray.core.tree import children_of
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.core.step_cost import StepCost, row_counts
 from mars_ray.decode.attention.base import Backend
 from mars_ray.decode.model_runner import forward, nothing

@@ -25,9 +25,9 @@ from mars_ray.adapt.report import Speed, write_report
 from mars_ray.adapt.run import adaptation, base_model, run_adaptation
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.data import FilesSource
-from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.shipped import found
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier

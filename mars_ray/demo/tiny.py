@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from mars_ray.config.decode import ExactMode
 from mars_ray.config.demo import TinyDemoJob
+from mars_ray.config.modes import ExactMode
 from mars_ray.core.frontier import Frontier
 from mars_ray.data.corpus import problems
 from mars_ray.demo.asking import ask

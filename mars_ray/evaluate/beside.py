@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from mars_ray.config.decode import Mode
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.modes import Mode
 from mars_ray.core.frontier import mode_label
 from mars_ray.decode.loading import load_engine
 from mars_ray.evaluate.parts import Kept

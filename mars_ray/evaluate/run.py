@@ -11,14 +11,9 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.config.decode import (
-    BlockCachedMode,
-    ConfidenceMode,
-    ExactMode,
-    Mode,
-    Sampling,
-)
+from mars_ray.config.decode import Sampling
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask, Task
+from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.core.frontier import (
     FRONTIER_FILE,
     Frontier,
@@ -121,7 +116,7 @@ def _measured(
     # What a checkpoint's masks are worth is measured with all of them, whatever steps cost here.
     # And every mode computes the prompts: the first one would, for all.
     config = job.engine.model_copy(update={"window_control": False, "prefix_cache": False})
-    modes: list[Mode] = [ExactMode(), *(m for m in job.modes if not isinstance(m, ExactMode))]
+    modes: list[Mode] = [ExactMode(), *(m for m in job.modes if m != ExactMode())]
     results: list[_ModeResult] = []
     # Services read it, and an hour's measurement is not lost to the start of another one.
     keeps = _has_whole(directory)
@@ -229,7 +224,7 @@ def _point(result: _ModeResult, exact: _ModeResult, problems: list[Problem]) -> 
             same,
             problems,
             tokens,
-            is_unseen=isinstance(result.mode, ConfidenceMode | BlockCachedMode),
+            is_unseen=result.mode.commits_unseen,
         ),
     )
 

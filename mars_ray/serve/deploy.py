@@ -11,7 +11,6 @@ from ray import serve
 
 from mars_ray.autoscale.prior import prior_model
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.config.decode import BlockCachedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
@@ -275,8 +274,8 @@ def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
     (`serve/replica/llm_server.py`), and an adapter may come later. Raises ConfigError."""
     if job.default_mode is None:
         return
-    if isinstance(job.default_mode, BlockCachedMode):
-        raise ConfigError("default_mode 'block_cached' is not served; use 'verified'")
+    if not job.default_mode.is_served:
+        raise ConfigError(f"default_mode {job.default_mode.type!r} is not served; use 'verified'")
     try:
         window_of(job.default_mode, card)
     except RequestError as error:

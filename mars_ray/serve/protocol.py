@@ -12,7 +12,8 @@ exceptions in types of its own.
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mars_ray.config.decode import Mode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import Mode
 from mars_ray.decode.thresholds import Quality
 
 

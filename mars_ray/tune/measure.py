@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayTaskError
 from rich.console import Console
 
-from mars_ray.config.decode import ExactMode, Mode, VerifiedMode
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
 from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, read_frontier
 from mars_ray.core.pareto import undominated

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from math import exp, log
 from typing import Any
 
-from mars_ray.config.decode import VerifiedMode
 from mars_ray.config.load import parse_job, put_value
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.train import MarsObjective, TrainJob
 from mars_ray.config.tune import Choice, IntRange, LogUniform, Parameter, TuneJob
-from mars_ray.decode.request import most_rows
 from mars_ray.errors import ConfigError
 
 Point = Mapping[str, float]
@@ -58,7 +57,7 @@ def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
     if not isinstance(objective, MarsObjective):
         return
     asked, depth = job.objectives, objective.max_block_size
-    rows = most_rows(VerifiedMode(groups=asked.groups), depth)
+    rows = VerifiedMode(groups=asked.groups).most_rows(depth)
     if rows > asked.engine.max_step_tokens:
         raise ConfigError(
             f"objectives.engine.max_step_tokens {asked.engine.max_step_tokens} is too small: with "

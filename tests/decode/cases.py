@@ -13,13 +13,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mars_ray.config.decode import (
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import (
     BlockCachedMode,
     ConfidenceMode,
-    EngineConfig,
     ExactMode,
     JacobiMode,
-    Sampling,
     VerifiedMode,
 )
 

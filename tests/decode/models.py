@@ -3,7 +3,8 @@
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mars_ray.config.decode import Mode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import Mode
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
 from mars_ray.core.attention_mask import dense_mask
 from mars_ray.core.batch import TokenBatch

@@ -9,12 +9,8 @@ from decode.cases import MODES, SAMPLING_NAMES, SAMPLINGS, SCARCE, SIZE, untrain
 from decode.models import CARD, SHAPE, pattern, request
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mars_ray.config.decode import (
-    ConfidenceMode,
-    ExactMode,
-    Sampling,
-    VerifiedMode,
-)
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.adapter import Gated, Last, fused
 from mars_ray.decode.attention.dense import DenseAttention, Group

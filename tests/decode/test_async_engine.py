@@ -6,7 +6,8 @@ import threading
 import pytest
 from decode.models import CARD, pattern, request
 
-from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.async_engine import AsyncEngine, Mailbox, complete
 from mars_ray.decode.engine import Engine

@@ -9,7 +9,8 @@ from decode.adapters import good_adapter
 from decode.cases import MODES, SCARCE, SIZE
 from decode.models import CARD, MASK, STOP, VOCABULARY, pattern
 
-from mars_ray.config.decode import ConfidenceMode, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.request import Request
 from mars_ray.errors import RequestError

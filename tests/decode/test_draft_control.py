@@ -5,13 +5,8 @@ from decode.models import CARD, pattern, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.config.decode import (
-    ConfidenceMode,
-    EngineConfig,
-    ExactMode,
-    Sampling,
-    VerifiedMode,
-)
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.core.draft_choice import Choice, Prospects
 from mars_ray.core.step_cost import StepCost, row_counts
 from mars_ray.decode import reference

@@ -10,7 +10,7 @@ from decode.models import CARD, MASK, pattern, request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mars_ray.config.decode import BlockCachedMode, ExactMode, VerifiedMode
+from mars_ray.config.modes import BlockCachedMode, ExactMode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
 

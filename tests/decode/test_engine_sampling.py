@@ -7,14 +7,8 @@ import torch
 from decode.cases import MODES, SAMPLINGS, SIZE, untrained
 from decode.models import CARD, MASK, VOCABULARY, pattern, request
 
-from mars_ray.config.decode import (
-    BlockCachedMode,
-    ConfidenceMode,
-    EngineConfig,
-    ExactMode,
-    Sampling,
-    VerifiedMode,
-)
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 
 

@@ -4,14 +4,8 @@ import pytest
 import torch
 from decode.models import CARD, MASK, pattern, request, trained_model
 
-from mars_ray.config.decode import (
-    BlockCachedMode,
-    ConfidenceMode,
-    EngineConfig,
-    ExactMode,
-    Sampling,
-    VerifiedMode,
-)
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.core.sampling import scores
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.stats import THRESHOLDS, ModeMeasures

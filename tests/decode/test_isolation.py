@@ -11,7 +11,8 @@ import torch
 from decode.cases import untrained
 from decode.models import CARD, VOCABULARY, pattern, request
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Mode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.async_engine import AsyncEngine, complete
 from mars_ray.decode.engine import Engine

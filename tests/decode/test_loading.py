@@ -9,8 +9,9 @@ from decode.adapters import random_adapter
 from decode.models import request
 from model.toys import write
 
-from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import loading
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import drafting_card, load_engine

@@ -6,7 +6,8 @@ import time
 
 from decode.models import CARD, pattern, request, trained_model
 
-from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine, Mailbox
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Completion, TokenEvent, TokenLogprobs, as_one

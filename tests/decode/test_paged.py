@@ -15,7 +15,8 @@ from decode.cases import MODES
 from decode.models import CARD, MASK, pattern, request, trained_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.attention import paged
 from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.attention.dense import DenseBackend

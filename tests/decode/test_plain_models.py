@@ -6,13 +6,12 @@ import pytest
 import torch
 from model.toys import build, write
 
-from mars_ray.config.decode import (
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import (
     BlockCachedMode,
     ConfidenceMode,
-    EngineConfig,
     ExactMode,
     JacobiMode,
-    Sampling,
     VerifiedMode,
 )
 from mars_ray.decode.engine import generate_all

@@ -4,7 +4,8 @@ import pytest
 from decode.cases import PAGE_BYTES, SCARCE, SIZE
 from decode.models import CARD, MASK, VOCABULARY, request
 
-from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.memory import free_on_node

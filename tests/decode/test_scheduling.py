@@ -7,7 +7,8 @@ from dataclasses import replace
 from decode.cases import SCARCE
 from decode.models import CARD, pattern, request
 
-from mars_ray.config.decode import EngineConfig, ExactMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import reference, scheduler
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.page_pool import content_hashes

@@ -7,7 +7,8 @@ import torch
 from decode.models import CARD, SHAPE, STOP, pattern, request
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling, SpeculativeMode
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode, SpeculativeMode
 from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.isolation import step_apart

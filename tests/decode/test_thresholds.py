@@ -8,7 +8,8 @@ from decode.models import CARD, STOP, pattern
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.config.decode import ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.request import Request
 from mars_ray.decode.thresholds import Budget, Elastic, Quality, Thresholds

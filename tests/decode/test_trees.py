@@ -9,7 +9,8 @@ from decode.adapters import good_adapter, random_adapter
 from decode.cases import SAMPLING_NAMES, SAMPLINGS, SIZE
 from decode.models import CARD, STOP, pattern, request, trained_model
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.step_cost import StepCost
 from mars_ray.core.tree import fan
 from mars_ray.decode import reference

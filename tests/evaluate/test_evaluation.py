@@ -10,17 +10,12 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from mars_ray.config.data import FilesSource
-from mars_ray.config.decode import (
-    ConfidenceMode,
-    EngineConfig,
-    JacobiMode,
-    SpeculativeMode,
-    VerifiedMode,
-)
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
 from mars_ray.config.load import load_job
 from mars_ray.config.model import PresetModel
+from mars_ray.config.modes import ConfidenceMode, JacobiMode, SpeculativeMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
 from mars_ray.data.corpus import problems
 from mars_ray.demo import tiny

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from decode.models import CARD, pattern, request, trained_model
 
-from mars_ray.config.decode import BlockCachedMode, ConfidenceMode
+from mars_ray.config.modes import BlockCachedMode, ConfidenceMode
 from mars_ray.decode import reference
 from mars_ray.evaluate.peers.lockstep_peer import Lockstep
 

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.data import CorpusSource
-from mars_ray.config.decode import EngineConfig, JacobiMode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob
 from mars_ray.config.generate import GenerateJob
+from mars_ray.config.modes import JacobiMode, VerifiedMode
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.evaluate import bench_decode
 from mars_ray.evaluate.bench_decode import run_bench_decode

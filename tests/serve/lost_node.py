@@ -22,7 +22,8 @@ import httpx
 import ray
 from ray.cluster_utils import Cluster
 
-from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.deploy import start
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mars_ray.config.decode import ExactMode, Mode, Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.serve.openai.response_models import MarsUsage
 from mars_ray.serve.openai.responses import usage

@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from serve import bigram
 from serve.asking import ASK, ask, error_of, text_of, wait_until_free
 
-from mars_ray.config.decode import EngineConfig, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.decode.loading import load_engine

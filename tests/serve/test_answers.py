@@ -11,7 +11,8 @@ from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, streamed, text_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Turn
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from serve.real_port import served
 
-from mars_ray.config.decode import ExactMode
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServedModel
 from mars_ray.errors import EngineError
 from mars_ray.serve.chat_client import Conversation, _read, chat, models

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.serve.protocol import (
     Finish,
     GenerationRequest,

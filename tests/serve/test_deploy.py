@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.config.decode import BlockCachedMode, EngineConfig, ExactMode, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import BlockCachedMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, ModelError

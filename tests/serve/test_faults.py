@@ -19,7 +19,8 @@ from ray.util import list_named_actors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.port import free_port
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.scaling import ScalingConfig, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.fused_model import FusedModel

@@ -11,7 +11,8 @@ from openai.types.chat import ChatCompletion
 from serve.asking import ask, error_of, text_of
 from transformers import AutoTokenizer
 
-from mars_ray.config.decode import EngineConfig, ExactMode, Sampling
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.structured_output import Grammars

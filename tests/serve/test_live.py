@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mars_ray.config.decode import ConfidenceMode, ExactMode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.info import EngineInfo
 from mars_ray.serve.ingress.recent import Recent

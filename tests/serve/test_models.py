@@ -12,8 +12,9 @@ from ray import serve
 from serve.asking import ask, error_of, text_of
 
 from mars_ray.cluster.port import free_port
-from mars_ray.config.decode import EngineConfig, ExactMode
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.load import parse_job
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServedModel, ServeJob
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.serve.deploy import _replicas, build_app, start

@@ -13,7 +13,8 @@ from serve.asking import ASK, text_of, wait_until_free
 from serve.asking import ask as plainly_ask
 from serve.real_port import served
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.protocol import GenerationRequest, Turn
 

@@ -15,7 +15,8 @@ from serve.asking import error_of, text_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.port import free_port
-from mars_ray.config.decode import EngineConfig, VerifiedMode
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.deploy import _checked, start

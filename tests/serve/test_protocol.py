@@ -9,7 +9,8 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
-from mars_ray.config.decode import ConfidenceMode, EngineConfig, ExactMode, Sampling, VerifiedMode
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.openai.request_models import (
     ApiError,

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mars_ray.autoscale.ladder import Rung
-from mars_ray.config.decode import Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.serve.protocol import GenerationRequest

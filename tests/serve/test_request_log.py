@@ -8,7 +8,8 @@ from fastapi.testclient import TestClient
 from serve.asking import ASK, ask
 from serve.saying import Saying
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.serve.ingress import request_log
 from mars_ray.serve.ingress.gate import Gate
 from mars_ray.serve.ingress.request_log import Entry

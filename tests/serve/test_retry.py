@@ -11,7 +11,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 from serve.asking import ASK
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.serve.ingress import retry
 from mars_ray.serve.ingress.retry import answered, insisted
 from mars_ray.serve.openai.request_models import ApiError

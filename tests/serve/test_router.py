@@ -9,7 +9,8 @@ import pytest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.serve.ingress.prefixes import BLOCK_CHARS
 from mars_ray.serve.ingress.router import MAX_IMBALANCE, PrefixRouter
 from mars_ray.serve.protocol import GenerationRequest, Turn

@@ -15,7 +15,8 @@ from serve.saying import Saying
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray import __version__
-from mars_ray.config.decode import ExactMode, Sampling
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
 from mars_ray.serve.ingress.routes import build_api

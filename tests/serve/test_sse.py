@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from mars_ray.config.decode import Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.serve.openai.responses import ChatShape, TextShape
 from mars_ray.serve.openai.sse import DONE, Chunks, events
 from mars_ray.serve.protocol import (

@@ -10,7 +10,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 from serve.asking import ASK
 
-from mars_ray.config.decode import Sampling, VerifiedMode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.serve.openai.responses import Answer, ChatShape, reply
 from mars_ray.serve.openai.sse import Chunks
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Tools

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mars_ray.config.modes import MOST_DRAFTS
 from mars_ray.decode.adapter import FusedAdapter, Last
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.request import MOST_DRAFTS
 
 # Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
 # as many rows: they would pad the others.

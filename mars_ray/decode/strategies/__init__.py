@@ -1,6 +1,6 @@
 """The strategies by mode."""
 
-from mars_ray.config.decode import (
+from mars_ray.config.modes import (
     BlockCachedMode,
     ConfidenceMode,
     ExactMode,

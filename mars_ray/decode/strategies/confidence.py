@@ -7,7 +7,7 @@ is extended by whole blocks, so the tokens of an unfinished block are forwarded 
 
 from itertools import takewhile
 
-from mars_ray.config.decode import BlockCachedMode, ConfidenceMode
+from mars_ray.config.modes import BlockCachedMode, ConfidenceMode
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan, Proposals, Rows, Strategy
 

@@ -1,6 +1,6 @@
 """`jacobi`: guesses are replaced by what their rows say until they agree, from left to right."""
 
-from mars_ray.config.decode import JacobiMode
+from mars_ray.config.modes import JacobiMode
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Strategy
 

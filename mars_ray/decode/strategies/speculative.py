@@ -5,7 +5,7 @@ draft model finds likely to follow. All are verified as in `verified`, and by de
 gets a group of masks.
 """
 
-from mars_ray.config.decode import SpeculativeMode
+from mars_ray.config.modes import SpeculativeMode
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.verified import Verified
 

@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from mars_ray import __version__
-from mars_ray.config.decode import EngineConfig, Mode, Sampling
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import Mode
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
-from mars_ray.config.decode import Mode
+from mars_ray.config.modes import Mode
 from mars_ray.serve.protocol import (
     ErrorInfo,
     Finish,

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from mars_ray.config.decode import (
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import (
     ConfidenceMode,
     ExactMode,
     JacobiMode,
     Mode,
-    Sampling,
     SpeculativeMode,
     VerifiedMode,
 )
@@ -187,8 +187,8 @@ def _mode(body: AnswerBody, default: Mode) -> Mode:
     for name in given:
         if name not in type(base).model_fields:
             _refuse(name, f"'{name}' has no effect in mode '{base.type}'")
-    if body.window == 0 and not isinstance(base, SpeculativeMode):
-        _refuse("window", f"'window' must be at least 1 in mode '{base.type}'")
+    if body.window is not None and body.window < base.least_window:
+        _refuse("window", f"'window' must be at least {base.least_window} in mode '{base.type}'")
     return base.model_copy(update=given)
 
 
@@ -209,7 +209,7 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
             _refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
         return Elastic(job.qualities[body.quality])
     is_open = _quality_class(body, job) is not None
-    if is_open and isinstance(job.mode, VerifiedMode | SpeculativeMode):
+    if is_open and job.mode.verifies:
         return Elastic(job.qualities[job.default_quality])
     return None
 

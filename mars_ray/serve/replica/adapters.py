@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from mars_ray.config.decode import ExactMode
+from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.request import Request, needs_drafts
+from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.model.draft_source import adapter_name, local_adapter
@@ -32,7 +32,7 @@ class Drafting:
 
         What comes of it must go to the engine before anything else is awaited.
         """
-        if self._can_draft or not call.is_mode_open or not needs_drafts(request.mode):
+        if self._can_draft or not call.is_mode_open or not request.mode.needs_masks:
             return request
         return replace(request, mode=ExactMode(), quality=None)
 

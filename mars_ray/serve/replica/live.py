@@ -3,9 +3,8 @@
 from collections import deque
 from dataclasses import dataclass
 
-from mars_ray.config.decode import ExactMode, Mode, SpeculativeMode, VerifiedMode
+from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.request import needs_drafts
 from mars_ray.serve.openai.responses import threshold_of
 from mars_ray.serve.replica.stats import EngineStats
 from mars_ray.serve.status import ReplicaStatus
@@ -52,7 +51,7 @@ class Live:
         """With the last minute's counts, and the threshold of a request that pins none."""
         self._forget(now)
         mode = job.mode
-        if needs_drafts(mode) and not seen.can_draft:
+        if mode.needs_masks and not seen.can_draft:
             mode = ExactMode()
         return ReplicaStatus(
             mode=mode.type,
@@ -74,6 +73,6 @@ class Live:
 
 
 def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
-    if isinstance(mode, VerifiedMode | SpeculativeMode):
+    if mode.verifies:
         return max(job.qualities[job.default_quality], set_point)
     return threshold_of(mode)

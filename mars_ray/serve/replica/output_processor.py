@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mars_ray.config.decode import ExactMode, JacobiMode
 from mars_ray.decode.request import FinishReason, Request, TokenEvent, as_one
 from mars_ray.errors import DeadlineError
 from mars_ray.serve.protocol import (
@@ -215,7 +214,7 @@ class OutputProcessor:
         self._forwards = 0
         self._served: list[Served] = []
         # The other modes have no masks, whatever adapter is in force.
-        self._is_drafted = not isinstance(request.mode, ExactMode | JacobiMode)
+        self._is_drafted = request.mode.has_masks
 
     def add(self, events: Several[TokenEvent]) -> tuple[OutputDelta, TokenEvent]:
         """What some steps add to the text, and those of them that count as one.

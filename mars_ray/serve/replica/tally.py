@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from mars_ray.autoscale import collect
 from mars_ray.autoscale.sample import PINNED
-from mars_ray.config.decode import VerifiedMode
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.decode.engine import Engine
 from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.replica.stats import AnswerStats

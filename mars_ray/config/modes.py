@@ -1,0 +1,253 @@
+"""Decoding modes: what a user may ask for, and what an engine must know of each.
+
+A mode is one class here and one strategy in `decode/strategies/`. `window` is the number of masks
+behind an outcome, `depth` the number of positions that masks were trained for.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from mars_ray.config.base import Config
+
+Threshold = Annotated[float, Field(ge=0, le=1)]
+Window = Annotated[
+    int | None, Field(ge=1, le=64, description="masks per step; default: trained depth")
+]
+# Drafts of a step, where they are no chain: what a row sees of them are bits of a number.
+MOST_DRAFTS = 63
+# What window control may choose: more would take longer to choose from than it brings.
+_MOST_BRANCHES, _CONTROLLED_DRAFTS = 4, 16
+
+
+class BaseMode(Config):
+    """The facts of a mode; those here are of one without masks, which commits what it has seen."""
+
+    # A model must have masks of its own, or a draft adapter's.
+    needs_masks: ClassVar[bool] = False
+    # Its masks, if there are any, are those of the draft adapter in force.
+    has_masks: ClassVar[bool] = False
+    # A step checks what was guessed before it.
+    has_drafts: ClassVar[bool] = False
+    # The tokens of a step may be others than the model's own choice, and the last step's are never
+    # looked at again.
+    commits_unseen: ClassVar[bool] = False
+    needs_draft_model: ClassVar[bool] = False
+    # For comparison with the paper only: no service offers it.
+    is_served: ClassVar[bool] = True
+    least_window: ClassVar[int] = 1
+
+    @property
+    def verified_at(self) -> float | None:
+        """The threshold by which drafts are accepted; None for modes that do not verify."""
+        return None
+
+    @property
+    def verifies(self) -> bool:
+        """Whether drafts are accepted by a threshold, which the service may set for a request."""
+        return self.verified_at is not None
+
+    @property
+    def asked_window(self) -> int:
+        """Masks of a group that the mode itself names; 0: none."""
+        return 0
+
+    def widest(self, depth: int) -> int:
+        """Masks of a group at most where so many depths were trained."""
+        return 0
+
+    def branches_of(self, window: int) -> int:
+        """Alternatives for the first draft of a step, each with a chain of as many drafts as masks,
+        unless window control decides."""
+        return 1
+
+    def groups_of(self, window: int) -> int:
+        """Outcomes of a step that get masks, unless window control decides."""
+        return 1
+
+    def most_rows(self, window: int) -> int:
+        """Rows of a decoding step at most, the last committed token's included."""
+        return 1
+
+
+class ExactMode(BaseMode):
+    """Plain autoregressive decoding: one token per forward."""
+
+    type: Literal["exact"] = "exact"
+
+
+class VerifiedMode(BaseMode):
+    """Drafts are verified by the next forward; at threshold 1 the output is that of `exact`."""
+
+    needs_masks: ClassVar[bool] = True
+    has_masks: ClassVar[bool] = True
+    has_drafts: ClassVar[bool] = True
+
+    type: Literal["verified"] = "verified"
+    threshold: Threshold = 1.0
+    window: Window = None
+    groups: int | None = Field(
+        default=None,
+        ge=1,
+        le=65,
+        description="outcomes of a step that get masks, likeliest first; default: as many as pay",
+    )
+    branches: int | None = Field(
+        default=None,
+        ge=1,
+        le=8,
+        description="alternatives for a step's first draft, each with a chain of drafts behind it; "
+        "default: as many as pay, and one where the threshold is fixed below 1",
+    )
+
+    @property
+    def verified_at(self) -> float | None:
+        """See BaseMode."""
+        return self.threshold
+
+    @property
+    def asked_window(self) -> int:
+        """See BaseMode."""
+        return self.window or 0
+
+    def widest(self, depth: int) -> int:
+        """See BaseMode."""
+        return _within(self.window, depth)
+
+    def branches_of(self, window: int) -> int:
+        """See BaseMode."""
+        return max(1, min(self.branches or 1, MOST_DRAFTS // window)) if window else 1
+
+    def groups_of(self, window: int) -> int:
+        """See BaseMode."""
+        return min(self.groups or 1, self.branches_of(window) * window + 1)
+
+    def most_rows(self, window: int) -> int:
+        """See BaseMode."""
+        return 1 + (self.branches_of(window) + self.groups_of(window)) * window
+
+
+class ConfidenceMode(BaseMode):
+    """The paper's rule: commit proposals left to right while their confidence passes."""
+
+    needs_masks: ClassVar[bool] = True
+    has_masks: ClassVar[bool] = True
+    commits_unseen: ClassVar[bool] = True
+
+    type: Literal["confidence"] = "confidence"
+    threshold: Threshold = 0.95
+    measure: Literal["probability", "margin", "entropy"] = "probability"
+    window: Window = None
+
+    @property
+    def asked_window(self) -> int:
+        """See BaseMode."""
+        return self.window or 0
+
+    def widest(self, depth: int) -> int:
+        """See BaseMode."""
+        return _within(self.window, depth)
+
+    def most_rows(self, window: int) -> int:
+        """What the masks gave was committed unseen, and is pending."""
+        return 1 + 2 * window
+
+
+class BlockCachedMode(BaseMode):
+    """The paper's block-level cache: rows wait at block boundaries."""
+
+    needs_masks: ClassVar[bool] = True
+    has_masks: ClassVar[bool] = True
+    commits_unseen: ClassVar[bool] = True
+    is_served: ClassVar[bool] = False
+
+    type: Literal["block_cached"] = "block_cached"
+    threshold: Threshold = 0.95
+    measure: Literal["probability", "margin", "entropy"] = "probability"
+    cache_block: int = Field(default=4, ge=1, le=64, description="tokens per cache block")
+
+    def widest(self, depth: int) -> int:
+        """See BaseMode."""
+        return depth
+
+    def most_rows(self, window: int) -> int:
+        """The tokens of an unfinished block are forwarded again."""
+        return self.cache_block + window
+
+
+class JacobiMode(BaseMode):
+    """Fixed-point decoding without masks (Santilli et al., 2023): the output is that of `exact`."""
+
+    has_drafts: ClassVar[bool] = True
+
+    type: Literal["jacobi"] = "jacobi"
+    guesses: int = Field(default=4, ge=1, le=64, description="tokens guessed ahead")
+
+    def most_rows(self, window: int) -> int:
+        """See BaseMode."""
+        return 1 + self.guesses
+
+
+class SpeculativeMode(BaseMode):
+    """A draft model adds its tokens to those of the masks (paper, section 4.6).
+
+    At threshold 1 the output is that of `exact`. With window 0 it is ordinary speculative decoding.
+    """
+
+    has_masks: ClassVar[bool] = True
+    has_drafts: ClassVar[bool] = True
+    needs_draft_model: ClassVar[bool] = True
+    least_window: ClassVar[int] = 0
+
+    type: Literal["speculative"] = "speculative"
+    threshold: Threshold = 1.0
+    draft_tokens: int = Field(default=4, ge=1, le=64, description="of the draft model, per step")
+    window: int | None = Field(
+        default=None, ge=0, le=64, description="masks of a group; default: trained depth"
+    )
+    groups: int | None = Field(
+        default=None, ge=1, le=129, description="outcomes that get masks; default: all"
+    )
+
+    @property
+    def verified_at(self) -> float | None:
+        """See BaseMode."""
+        return self.threshold
+
+    @property
+    def asked_window(self) -> int:
+        """See BaseMode."""
+        return self.window or 0
+
+    def widest(self, depth: int) -> int:
+        """See BaseMode."""
+        return _within(self.window, depth)
+
+    def groups_of(self, window: int) -> int:
+        """See BaseMode."""
+        outcomes = window + self.draft_tokens + 1
+        return min(self.groups or outcomes, outcomes)
+
+    def most_rows(self, window: int) -> int:
+        """See BaseMode."""
+        return 1 + window + self.draft_tokens + self.groups_of(window) * window
+
+
+Mode = Annotated[
+    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
+    Field(discriminator="type"),
+]
+
+
+def _within(window: int | None, depth: int) -> int:
+    return depth if window is None else min(window, depth)
+
+
+def controlled_branches(depth: int) -> int:
+    """Alternatives for the first draft at most where window control decides."""
+    return max(1, min(_MOST_BRANCHES, _CONTROLLED_DRAFTS // max(1, depth)))
+
+
+def widest_rows(depth: int) -> int:
+    """Rows of a step that has masks behind every draft that window control may choose."""
+    return VerifiedMode(groups=65, branches=controlled_branches(depth)).most_rows(depth)
