@@ -46,26 +46,6 @@ def _count_row(
     counts[1] += torch.bincount(depth_M[survives_M] - 1, minlength=counts.shape[1])
 
 
-def acceptance_weights(ce_M: Tensor, depth_M: Tensor) -> Tensor:
-    """What a noisy row's log-probability adds to the expected accepted length, float64 (M,).
-
-    With p_d the probability of the right token at depth d, a block is expected to be accepted for
-    E = p_1 + p_1 p_2 + ... tokens, and dE / d log p_d is the sum of the products that hold p_d:
-    shallow rows count for all behind them, and a row behind a hopeless one for little. Scaled to
-    mean 1: without it a model that accepts nothing yet learns next to nothing (docs/log.md).
-    Blocks follow each other, each in rising depth from 1.
-    """
-    first = (depth_M == 1).nonzero().squeeze(1)
-    block_M = (depth_M == 1).cumsum(0) - 1
-    last = torch.cat([first[1:], first.new_tensor([len(depth_M)])]) - 1
-    total_M = ce_M.double().cumsum(0)
-    before = total_M[first] - ce_M.double()[first]
-    survival_M = (before[block_M] - total_M).exp()
-    sum_M = survival_M.cumsum(0)
-    tail_M = sum_M[last][block_M] - sum_M + survival_M
-    return tail_M / tail_M.mean()
-
-
 def survival(counts: Tensor) -> list[float]:
     """Share of blocks in which depths 1..d agree, for each depth that was seen."""
     reached, agreed = counts.tolist()

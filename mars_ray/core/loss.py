@@ -6,14 +6,15 @@
 Sums and counts run over all ranks and micro-batches of a step. Counts depend on the layout alone,
 so they are known, and reduced, before the first forward; each row then has its final coefficient.
 
-Shape suffixes: B batch, R rows of a layout, N rows with a target, C rows of a chunk, H hidden
-size, V vocabulary.
+Shape suffixes: B batch, R rows of a layout, N rows with a target, M noisy rows, A anchored rows,
+C rows of a chunk, H hidden size, V vocabulary. A draft adapter's losses: `draft_loss.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mars_ray.core.layout import Layout
 
@@ -87,6 +88,58 @@ class WeightedCrossEntropy(torch.autograd.Function):
             if gradient is not None:
                 gradient.mul_(grad)
         return grad_NH, grad_VH, None, None, None
+
+
+def cross_entropies(
+    head: Callable[[Tensor], Tensor], hidden_NH: Tensor, target_N: Tensor, chunk_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Without a gradient: each row's cross-entropy, float32 (N,), and its likeliest token, (N,)."""
+    ce, predicted = [], []
+    for rows_NH, target in zip(
+        hidden_NH.split(chunk_rows), target_N.split(chunk_rows), strict=True
+    ):
+        logits_NV = head(rows_NH).float()
+        ce.append(nn.functional.cross_entropy(logits_NV, target, reduction="none"))
+        predicted.append(logits_NV.argmax(dim=-1))
+    return torch.cat(ce), torch.cat(predicted)
+
+
+def divergence(
+    head: nn.Module, anchor_head: nn.Module, hidden_AH: Tensor, theirs_AH: Tensor
+) -> Tensor:
+    """KL(starting model || model) of anchored rows, float32 (A,)."""
+    log_q_AV = head(hidden_AH).float().log_softmax(dim=-1)
+    with torch.no_grad():
+        log_p_AV = anchor_head(theirs_AH).float().log_softmax(dim=-1)
+    return nn.functional.kl_div(log_q_AV, log_p_AV, reduction="none", log_target=True).sum(dim=-1)
+
+
+def stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:
+    """`weight * CE` summed over clean and over noisy rows, float64 (2,); `wanted_BR` are the rows
+    with a target."""
+    weighted_N = (layout.weight_BR[wanted_BR] * ce_N).double()
+    noisy_N = layout.is_noisy_BR[wanted_BR]
+    return torch.stack([weighted_N[~noisy_N].sum(), weighted_N[noisy_N].sum()])
+
+
+def acceptance_weights(ce_M: Tensor, depth_M: Tensor) -> Tensor:
+    """What a noisy row's log-probability adds to the expected accepted length, float64 (M,).
+
+    With p_d the probability of the right token at depth d, a block is expected to be accepted for
+    E = p_1 + p_1 p_2 + ... tokens, and dE / d log p_d is the sum of the products that hold p_d:
+    shallow rows count for all behind them, and a row behind a hopeless one for little. Scaled to
+    mean 1: without it a model that accepts nothing yet learns next to nothing (docs/log.md).
+    Blocks follow each other, each in rising depth from 1.
+    """
+    first = (depth_M == 1).nonzero().squeeze(1)
+    block_M = (depth_M == 1).cumsum(0) - 1
+    last = torch.cat([first[1:], first.new_tensor([len(depth_M)])]) - 1
+    total_M = ce_M.double().cumsum(0)
+    before = total_M[first] - ce_M.double()[first]
+    survival_M = (before[block_M] - total_M).exp()
+    sum_M = survival_M.cumsum(0)
+    tail_M = sum_M[last][block_M] - sum_M + survival_M
+    return tail_M / tail_M.mean()
 
 
 def _slope(

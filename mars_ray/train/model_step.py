@@ -14,10 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from mars_ray.core.acceptance_counts import acceptance_weights
 from mars_ray.core.attention_mask import attention_mask
 from mars_ray.core.layout import NO_TARGET, Layout
-from mars_ray.core.loss import WeightedCrossEntropy, loss_counts
+from mars_ray.core.loss import (
+    WeightedCrossEntropy,
+    acceptance_weights,
+    cross_entropies,
+    divergence,
+    loss_counts,
+    stream_sums,
+)
 from mars_ray.model.forward import hidden_states, output_head
 
 # Float32 logits of this many bytes are kept at once; more rows go through the head in chunks.
@@ -84,14 +90,14 @@ class TrainStep(nn.Module):
         if coefficient_BR is None:
             ce_N, predicted_N = head(hidden_NH, target_N, self.chunk_rows)
             predicted_BR = torch.full_like(layout.target_BR, -1)
-            return _stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
+            return stream_sums(layout, wanted_BR, ce_N), predicted_BR.masked_scatter(
                 wanted_BR, predicted_N
             )
         coefficient_N = coefficient_BR[wanted_BR]
         if self._acceptance_weight:
             coefficient_N *= self._factors(hidden_NH, target_N, layout.depth_BR[wanted_BR])
         loss, ce_N = head(hidden_NH, target_N, self.chunk_rows, coefficient_N)
-        sums = _stream_sums(layout, wanted_BR, ce_N)
+        sums = stream_sums(layout, wanted_BR, ce_N)
         if self._anchor and layout.is_anchored_BR.any():
             kl_A = self._divergence(layout, hidden_BRH)
             loss = loss + (coefficient_BR[layout.is_anchored_BR] * kl_A).sum()
@@ -126,7 +132,9 @@ class TrainStep(nn.Module):
         rows = hidden_BRH[anchored_BR], theirs_BRH[anchored_BR[:, :width]]
         chunks = zip(*(hidden_AH.split(self.chunk_rows) for hidden_AH in rows), strict=True)
         heads = output_head(self.model), output_head(anchor)
-        return torch.cat([checkpoint(_kl, *heads, *pair, use_reentrant=False) for pair in chunks])
+        return torch.cat(
+            [checkpoint(divergence, *heads, *pair, use_reentrant=False) for pair in chunks]
+        )
 
 
 class _LossHead(nn.Linear):
@@ -154,20 +162,8 @@ class _LossHead(nn.Linear):
         if target_N is None:
             return super().forward(input)
         if coefficient_N is None:
-            return self._predicted(input, target_N, chunk_rows)
+            return cross_entropies(super().forward, input, target_N, chunk_rows)
         return WeightedCrossEntropy.apply(input, self.weight, target_N, coefficient_N, chunk_rows)
-
-    def _predicted(
-        self, hidden_NH: Tensor, target_N: Tensor, chunk_rows: int
-    ) -> tuple[Tensor, Tensor]:
-        ce, predicted = [], []
-        for rows_NH, target in zip(
-            hidden_NH.split(chunk_rows), target_N.split(chunk_rows), strict=True
-        ):
-            logits_NV = super().forward(rows_NH).float()
-            ce.append(nn.functional.cross_entropy(logits_NV, target, reduction="none"))
-            predicted.append(logits_NV.argmax(dim=-1))
-        return torch.cat(ce), torch.cat(predicted)
 
 
 def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -196,16 +192,3 @@ def step_counts(layouts: list[Layout]) -> Tensor:
         total[7] += (has_target_BR & layout.is_noisy_BR).sum()
         total[8] += ((layout.position_BR + 1) * clean_BR).sum()
     return total
-
-
-def _kl(head: nn.Module, anchor_head: nn.Module, hidden_AH: Tensor, theirs_AH: Tensor) -> Tensor:
-    log_q_AV = head(hidden_AH).float().log_softmax(dim=-1)
-    with torch.no_grad():
-        log_p_AV = anchor_head(theirs_AH).float().log_softmax(dim=-1)
-    return nn.functional.kl_div(log_q_AV, log_p_AV, reduction="none", log_target=True).sum(dim=-1)
-
-
-def _stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:
-    weighted_N = (layout.weight_BR[wanted_BR] * ce_N).double()
-    noisy_N = layout.is_noisy_BR[wanted_BR]
-    return torch.stack([weighted_N[~noisy_N].sum(), weighted_N[noisy_N].sum()])

@@ -7,11 +7,11 @@ from core.rows import MASK, batch_of
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
 from mars_ray.core.acceptance_counts import (
     acceptance_counts,
-    acceptance_weights,
     expected_tokens_per_forward,
     survival,
 )
 from mars_ray.core.layout import compact_layout
+from mars_ray.core.loss import acceptance_weights
 from mars_ray.core.mask_schedule import block_starts
 
 
