@@ -308,7 +308,7 @@ def bench_train_step(
 ) -> None:
     """Time and peak memory of a MARS step over an SFT step on the same tokens."""
     from mars_ray.evaluate.bench_train_step import CASES, run_bench
-    from mars_ray.writer import check_writable
+    from mars_ray.files import check_writable
 
     unknown = set(case or ()) - set(CASES)
     if unknown:
@@ -326,7 +326,7 @@ def bench_decode(
 ) -> None:
     """Tokens per second of our modes and of other decoders, side by side."""
     job = _job(BenchDecodeJob, job_file, overrides, dry_run)
-    from mars_ray.writer import check_writable
+    from mars_ray.files import check_writable
 
     check_writable(output, "--output")
     from mars_ray.evaluate.bench_decode import run_bench_decode

@@ -12,7 +12,7 @@ LEVELS = {
     "memory": 0,
     "progress": 0,
     "provenance": 0,
-    "writer": 0,
+    "files": 0,
     "config": 0,
     "cluster": 1,
     "core": 1,

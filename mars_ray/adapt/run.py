@@ -37,6 +37,7 @@ from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier
 from mars_ray.errors import CheckpointError, ConfigError
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
+from mars_ray.files import replaced, sole_writer
 from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
@@ -47,7 +48,6 @@ from mars_ray.progress import short
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path
 from mars_ray.train.run import run_training
-from mars_ray.writer import replaced, sole_writer
 
 _JOB_FILE = "adapt.json"
 # Of a job's minutes, for training, whatever the answers took on a busy machine.

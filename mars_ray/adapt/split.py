@@ -18,7 +18,7 @@ from typing import Any
 
 from mars_ray.core.loops import before_loop
 from mars_ray.errors import DataError
-from mars_ray.writer import replaced
+from mars_ray.files import replaced
 
 Row = dict[str, Any]
 

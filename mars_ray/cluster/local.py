@@ -25,7 +25,7 @@ from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
 from mars_ray.cluster.token import keep_private
 from mars_ray.errors import ClusterError
-from mars_ray.writer import replaced
+from mars_ray.files import replaced
 
 _STATE = "cluster.json"
 _START_S = 90.0

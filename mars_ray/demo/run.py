@@ -37,12 +37,12 @@ from mars_ray.evaluate.beside import TRANSFORMERS, Decoded, decode_beside
 from mars_ray.evaluate.parts import Kept
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
+from mars_ray.files import replaced
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
 from mars_ray.serve.deploy import check_port, start
 from mars_ray.train.initial import untrained_adapter
 from mars_ray.train.plan import absolute_path
-from mars_ray.writer import replaced
 
 _EXACT, _VERIFIED = ExactMode(), VerifiedMode()
 _EXACT_LABEL, _VERIFIED_LABEL = (mode_label(mode.model_dump()) for mode in (_EXACT, _VERIFIED))

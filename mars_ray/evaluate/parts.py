@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from mars_ray.data.journal import read_journal
+from mars_ray.files import read_journal
 from mars_ray.progress import Bars
 
 

@@ -34,11 +34,11 @@ from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.corpus import corpus_problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.evaluate.tasks.prompts import prompts_problems
+from mars_ray.files import check_writable, replaced, sole_writer
 from mars_ray.model.card import read_card
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
-from mars_ray.writer import check_writable, replaced, sole_writer
 
 PLOT_FILE = "frontier.png"
 ANSWERS_FILE = "answers.jsonl"

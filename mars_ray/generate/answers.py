@@ -9,9 +9,9 @@ from typing import Any
 
 from mars_ray.core.loops import is_looping
 from mars_ray.data.chat import ChatEncoder, Message
+from mars_ray.files import replaced
 from mars_ray.generate.part import Answer
 from mars_ray.generate.prompts import Prompt
-from mars_ray.writer import replaced
 
 Line = dict[str, Any]
 

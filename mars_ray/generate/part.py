@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mars_ray.data.journal import read_journal
 from mars_ray.errors import DataError
+from mars_ray.files import read_journal
 from mars_ray.generate.own_prompts import Try
 
 Line = dict[str, Any]

@@ -29,6 +29,7 @@ from mars_ray.data.sources import BadRows
 from mars_ray.data.texts import beginning_key
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
+from mars_ray.files import replaced, sole_writer
 from mars_ray.generate.answers import Found, Generated, summary, write_answers
 from mars_ray.generate.own_prompts import Choice, requests_of, tried
 from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
@@ -40,7 +41,6 @@ from mars_ray.model.load import load_tokenizer
 from mars_ray.model.object_store import WANTED
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
-from mars_ray.writer import replaced, sole_writer
 
 # Where and how fast it runs: the answers do not depend on it.
 _HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}

@@ -22,6 +22,7 @@ from pathlib import Path
 from mars_ray.config.model import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
+from mars_ray.files import sole_writer
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MANIFEST, MODEL, read_state
 from mars_ray.train.initial import initial_model
@@ -29,7 +30,6 @@ from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity, stage_plan, with_absolute_paths
 from mars_ray.train.retention import best_checkpoint
-from mars_ray.writer import sole_writer
 
 _SUMMARY = "training.json"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mars_ray.data.journal import read_journal
+from mars_ray.files import read_journal
 
 Status = Literal["running", "finished", "stopped", "failed"]
 LEDGER_FILE = "trials.jsonl"

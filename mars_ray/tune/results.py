@@ -12,12 +12,12 @@ from rich.table import Table
 
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier, FrontierPoint
+from mars_ray.files import replaced
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
 from mars_ray.train.plan import absolute_path
 from mars_ray.tune.ledger import Ledger, TrialRecord
 from mars_ray.tune.measure import START, fastest
-from mars_ray.writer import replaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
 from mars_ray.evaluate.run import problems_of
+from mars_ray.files import replaced
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.initial import initial_model
@@ -39,7 +40,6 @@ from mars_ray.tune.measure import check_room
 from mars_ray.tune.search import domains, scheduler_of, searcher_of
 from mars_ray.tune.space import check_space, values_at
 from mars_ray.tune.trial import MarsTrial, SweepPlan
-from mars_ray.writer import replaced
 
 _NAME = "tune"
 # What a trial's own process holds; it has no share of a CPU, since it only waits.

@@ -22,7 +22,7 @@ from mars_ray.config.tune import (
     PbtScheduler,
     TuneJob,
 )
-from mars_ray.data.journal import read_journal
+from mars_ray.files import read_journal
 from mars_ray.tune.ledger import Ledger
 from mars_ray.tune.rules import Rule, rule_of
 

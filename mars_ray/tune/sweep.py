@@ -10,12 +10,12 @@ from rich.console import Console
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
 from mars_ray.evaluate.sweep_plot import TrialPoint, plot_sweep
+from mars_ray.files import replaced, sole_writer
 from mars_ray.tune.ledger import TrialRecord
 from mars_ray.tune.measure import START, best, fastest, measure, survivors
 from mars_ray.tune.results import Row, rows_of, summary_of, write_results
 from mars_ray.tune.run import absolute, run_trials, start_model
 from mars_ray.tune.space import trial_job
-from mars_ray.writer import replaced, sole_writer
 
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"

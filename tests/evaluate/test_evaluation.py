@@ -25,9 +25,9 @@ from mars_ray.evaluate.report import print_table, summary
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.files import sole_writer
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
-from mars_ray.writer import sole_writer
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"

@@ -20,8 +20,8 @@ from mars_ray.config.load import load_job, parse_job
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import read_frontier
-from mars_ray.data.journal import read_journal
 from mars_ray.errors import ModelError
+from mars_ray.files import read_journal
 from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger
 from mars_ray.tune.measure import measure

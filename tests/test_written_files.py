@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from mars_ray.errors import ConfigError
-from mars_ray.writer import check_writable, replaced, sole_writer
+from mars_ray.files import check_writable, replaced, sole_writer
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from mars_ray.writer import sole_writer
+from mars_ray.files import sole_writer
 directory = Path(sys.argv[1])
 with sole_writer(directory, directory / ".lock", "output_dir"):
     print("held", flush=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mars_ray.data.journal import read_journal
+from mars_ray.files import read_journal
 
 
 def test_half_a_line_is_cut_off_without_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

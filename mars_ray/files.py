@@ -1,9 +1,17 @@
-"""How a job writes what it leaves: alone, where it can, and whole files only."""
+"""Files that a job leaves: one process writes them, whole files only, journals to go on with.
 
+replaced       a file that is there whole or not at all
+sole_writer    one process at a time writes what a job leaves
+read_journal   JSON lines that a long run adds to, and an interrupted one goes on with
+"""
+
+import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -72,3 +80,18 @@ def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
             # While it is held: who opened it before sees that it has no name any more.
             lock_file.unlink(missing_ok=True)
         lock.release()
+
+
+def read_journal(path: Path) -> list[Any]:
+    """All that was written whole; none without a file.
+
+    What a killed run did not finish writing is cut off, so that the next line is one of its own.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        # Nothing is written: on a full disk that would lose what is there.
+        os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
