@@ -43,7 +43,7 @@ ONLY_IN = {
         "serve/ingress/metrics_endpoint.py",
         "serve/ingress/deployment.py",
         "serve/replica/metrics.py",
-        "serve/ingress/retry.py",
+        "serve/ingress/replica_client.py",
         "serve/ingress/router.py",
         "serve/shutdown.py",
         "serve/swap.py",

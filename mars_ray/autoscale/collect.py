@@ -1,6 +1,6 @@
 """From what replicas count to what the policy sees.
 
-A replica reports sums since its start, as plain numbers by name (`serve/replica/tally.py` writes
+A replica reports sums since its start, as plain numbers by name (`serve/replica/stats.py` writes
 them, the names are here). Rates and means are differences between two looks at the same replica, so
 a lost or late report costs resolution and nothing else, and a replica that has just come or gone
 does not look like a burst.

@@ -146,7 +146,7 @@ def _actor_options(job: ServeJob) -> dict[str, Any]:
 def _life(job: ServeJob) -> dict[str, Any]:
     """How Serve treats the processes of a deployment."""
     return {
-        # The ingress has a log of its own (serve/ingress/request_log.py).
+        # The ingress has a log of its own (serve/ingress/middleware.py).
         "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
         "graceful_shutdown_timeout_s": job.drain_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,

@@ -14,7 +14,7 @@ from serve.command import TOKENS, command, loses_nothing_at_sigterm, read, with_
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve import shutdown
-from mars_ray.serve.ingress.gate import Gate
+from mars_ray.serve.ingress.middleware import Gate
 from mars_ray.serve.ingress.routes import build_api
 
 

@@ -7,9 +7,8 @@ import pytest
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.info import EngineInfo
-from mars_ray.serve.ingress.recent import Recent
-from mars_ray.serve.replica.live import Live
-from mars_ray.serve.replica.stats import EngineStats
+from mars_ray.serve.ingress.replica_client import Recent
+from mars_ray.serve.replica.stats import EngineStats, Live
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")

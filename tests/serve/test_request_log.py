@@ -10,9 +10,8 @@ from serve.saying import Saying
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.serve.ingress import request_log
-from mars_ray.serve.ingress.gate import Gate
-from mars_ray.serve.ingress.request_log import Entry
+from mars_ray.serve.ingress import middleware
+from mars_ray.serve.ingress.middleware import Entry, Gate
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, OutputDelta
 
@@ -117,7 +116,7 @@ def test_lines_go_to_a_file(client, tmp_path, monkeypatch):
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    request_log.write_to(str(path))
+    middleware.write_to(str(path))
     assert ask(client, messages=[{"role": "user", "content": "a\nb"}]).status_code == 200
     assert ask(client).status_code == 200
     assert [json.loads(line).get("status") for line in path.open()] == [None, 200, 200]

@@ -13,8 +13,8 @@ from serve.asking import ASK
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.serve.ingress import retry
-from mars_ray.serve.ingress.retry import answered, insisted
+from mars_ray.serve.ingress import replica_client
+from mars_ray.serve.ingress.replica_client import answered, insisted
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta, Turn
 
@@ -103,7 +103,7 @@ def test_the_time_of_a_request_runs_on():
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_streamed):
     """Guards a client that waits for minutes: none is there, as while a new one loads its model."""
-    monkeypatch.setattr(retry, "_GRACE_S", 0.0)
+    monkeypatch.setattr(replica_client, "_GRACE_S", 0.0)
     closed = []
 
     async def never(call: GenerationRequest) -> AsyncGenerator[Message, None]:
@@ -126,7 +126,7 @@ def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_s
 
 def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
     """There the clock is looked at between steps, and what is on its way still arrives."""
-    monkeypatch.setattr(retry, "_GRACE_S", 0.0)
+    monkeypatch.setattr(replica_client, "_GRACE_S", 0.0)
 
     async def slow(_call: GenerationRequest) -> AsyncGenerator[Message, None]:
         yield FIRST

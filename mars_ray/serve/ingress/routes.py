@@ -19,11 +19,10 @@ from starlette.requests import ClientDisconnect
 from mars_ray import __version__
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.ingress.api_keys import ApiKey, ApiKeys
-from mars_ray.serve.ingress.gate import Gate
 from mars_ray.serve.ingress.metrics_endpoint import page
+from mars_ray.serve.ingress.middleware import Entry, Gate, entry_of, logged
 from mars_ray.serve.ingress.models import Backend, Model, Models
 from mars_ray.serve.ingress.proxy import LIMIT_HEADER
-from mars_ray.serve.ingress.request_log import Entry, entry_of, logged
 from mars_ray.serve.openai.openapi import openapi
 from mars_ray.serve.openai.request_models import (
     ApiError,

@@ -47,11 +47,17 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.replica.adapters import Drafting
 from mars_ray.serve.replica.admission import Admission
 from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
-from mars_ray.serve.replica.live import Live
 from mars_ray.serve.replica.merge import merged
 from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
-from mars_ray.serve.replica.stats import AnswerStats, Ending, EngineStats, Observer, engine_stats
-from mars_ray.serve.replica.tally import Tally
+from mars_ray.serve.replica.stats import (
+    AnswerStats,
+    Ending,
+    EngineStats,
+    Live,
+    Observer,
+    Tally,
+    engine_stats,
+)
 from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
