@@ -42,31 +42,6 @@ def demo(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{result['points'][0]['problems']} held-out problems, {machine(facts)}."]
 
 
-def prompts(result: dict[str, Any]) -> list[str]:
-    """A draft adapter on real prompts: T/F by kind without looping answers."""
-    kinds = list(result["points"][0]["by_kind"])
-    lines = [
-        f"| mode | answers identical | own tokens | T/F | without loops | {' | '.join(kinds)} |",
-        "|---|---|---|---|---|" + "---|" * len(kinds),
-    ]
-    for point in result["points"]:
-        looping = point["looping"]
-        straight = (point["tokens"] - looping["tokens"]) / max(
-            1, point["forwards"] - looping["forwards"]
-        )
-        by_kind = " | ".join(
-            f"{part['tokens'] / max(1, part['forwards']):.2f}" for part in point["by_kind"].values()
-        )
-        lines.append(
-            f"| `{point['label']}` | {point['identical']:.1%} | {point['agreement']:.2%} | "
-            f"{point['tokens_per_forward']:.2f} | {straight:.2f} | {by_kind} |"
-        )
-    facts = machine(result["provenance"])
-    dtype = result["provenance"]["job"]["engine"]["dtype"]
-    said = "the checkpoint's bfloat16" if dtype == "auto" else dtype
-    return [*lines, "", f"{result['points'][0]['problems']} prompts, {said}, {facts}."]
-
-
 def gsm8k(result: dict[str, Any]) -> list[str]:
     """Both stages on GSM8K: losses and teacher-forced acceptance on the test split."""
     lines = [
@@ -325,7 +300,6 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
     "gsm8k": gsm8k,
-    "smollm2_frontier": prompts,
     "smollm2_identity": identity,
     "summary_smollm2_identity": identity_summary,
     "smollm2_decode": decode,
