@@ -61,6 +61,15 @@ def _most(objective: str, ratio: str) -> Callable[[Result], float]:
     return value
 
 
+def _identical(label: str) -> Callable[[Result], float]:
+    """The share of a frontier's answers that are those of `exact` in this mode."""
+
+    def value(result: Result) -> float:
+        return {point["label"]: point["identical"] for point in result["points"]}[label]
+
+    return value
+
+
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
 
 
@@ -77,6 +86,10 @@ HEADLINES = {
     "smollm2.prompts": Headline("smollm2_identity", _at("float32", "prompts")),
     "smollm2.bf16_difference_rate": Headline(
         "smollm2_identity", _at("bfloat16", "difference_rate")
+    ),
+    # Of an engine before logits were read again, until another run takes its place.
+    "smollm2.bf16_identical_share_before": Headline(
+        "smollm2_frontier_bf16", _identical("verified 1 G=5")
     ),
     "smollm2.tf_tree": Headline("smollm2_identity", _at("tokens_per_forward", "tree")),
     "smollm2.tf_groups": Headline("smollm2_identity", _at("tokens_per_forward", "groups")),

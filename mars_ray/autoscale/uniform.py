@@ -1,7 +1,7 @@
 """What masks bring and cost in `verified`: tokens and rows per forward, by window and groups.
 
 Where every sequence has the same in every step. An engine chooses for each sequence by the
-confidences of its drafts (`core.drafting`) and does a little better.
+confidences of its drafts (`core.draft_choice`) and does a little better.
 """
 
 from collections.abc import Sequence as Several

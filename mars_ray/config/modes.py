@@ -4,7 +4,7 @@ A mode is one class here and one strategy in `decode/strategies/`. `window` is t
 behind an outcome, `depth` the number of positions that masks were trained for.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ class BaseMode(Config):
 
     # A model must have masks of its own, or a draft adapter's.
     needs_masks: ClassVar[bool] = False
-    # Its masks, if there are any, are those of the draft adapter in force.
+    # Its steps may hold masks, those of the draft adapter in force if there is one.
     has_masks: ClassVar[bool] = False
     # A step checks what was guessed before it.
     has_drafts: ClassVar[bool] = False
@@ -70,13 +70,29 @@ class BaseMode(Config):
         return 1
 
 
+class _Windowed:
+    """Of modes whose window may be named. No Config: the field stays where each mode has it."""
+
+    if TYPE_CHECKING:
+        window: int | None
+
+    @property
+    def asked_window(self) -> int:
+        """See BaseMode."""
+        return self.window or 0
+
+    def widest(self, depth: int) -> int:
+        """See BaseMode."""
+        return depth if self.window is None else min(self.window, depth)
+
+
 class ExactMode(BaseMode):
     """Plain autoregressive decoding: one token per forward."""
 
     type: Literal["exact"] = "exact"
 
 
-class VerifiedMode(BaseMode):
+class VerifiedMode(_Windowed, BaseMode):
     """Drafts are verified by the next forward; at threshold 1 the output is that of `exact`."""
 
     needs_masks: ClassVar[bool] = True
@@ -105,15 +121,6 @@ class VerifiedMode(BaseMode):
         """See BaseMode."""
         return self.threshold
 
-    @property
-    def asked_window(self) -> int:
-        """See BaseMode."""
-        return self.window or 0
-
-    def widest(self, depth: int) -> int:
-        """See BaseMode."""
-        return _within(self.window, depth)
-
     def branches_of(self, window: int) -> int:
         """See BaseMode."""
         return max(1, min(self.branches or 1, MOST_DRAFTS // window)) if window else 1
@@ -127,7 +134,7 @@ class VerifiedMode(BaseMode):
         return 1 + (self.branches_of(window) + self.groups_of(window)) * window
 
 
-class ConfidenceMode(BaseMode):
+class ConfidenceMode(_Windowed, BaseMode):
     """The paper's rule: commit proposals left to right while their confidence passes."""
 
     needs_masks: ClassVar[bool] = True
@@ -138,15 +145,6 @@ class ConfidenceMode(BaseMode):
     threshold: Threshold = 0.95
     measure: Literal["probability", "margin", "entropy"] = "probability"
     window: Window = None
-
-    @property
-    def asked_window(self) -> int:
-        """See BaseMode."""
-        return self.window or 0
-
-    def widest(self, depth: int) -> int:
-        """See BaseMode."""
-        return _within(self.window, depth)
 
     def most_rows(self, window: int) -> int:
         """What the masks gave was committed unseen, and is pending."""
@@ -188,7 +186,7 @@ class JacobiMode(BaseMode):
         return 1 + self.guesses
 
 
-class SpeculativeMode(BaseMode):
+class SpeculativeMode(_Windowed, BaseMode):
     """A draft model adds its tokens to those of the masks (paper, section 4.6).
 
     At threshold 1 the output is that of `exact`. With window 0 it is ordinary speculative decoding.
@@ -214,15 +212,6 @@ class SpeculativeMode(BaseMode):
         """See BaseMode."""
         return self.threshold
 
-    @property
-    def asked_window(self) -> int:
-        """See BaseMode."""
-        return self.window or 0
-
-    def widest(self, depth: int) -> int:
-        """See BaseMode."""
-        return _within(self.window, depth)
-
     def groups_of(self, window: int) -> int:
         """See BaseMode."""
         outcomes = window + self.draft_tokens + 1
@@ -237,10 +226,6 @@ Mode = Annotated[
     ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
     Field(discriminator="type"),
 ]
-
-
-def _within(window: int | None, depth: int) -> int:
-    return depth if window is None else min(window, depth)
 
 
 def controlled_branches(depth: int) -> int:

@@ -100,7 +100,7 @@ class BlockSchedule(Config):
 
 
 class MaskSchedule(BlockSchedule):
-    """A pure function of training progress, sample and seed once given to `core.schedule`."""
+    """A pure function of training progress, sample and seed once given to `core.mask_schedule`."""
 
     layout: Literal["compact", "paper"] = "compact"
     grid: Literal["zero", "response", "random"] = Field(

@@ -20,6 +20,13 @@ from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.errors import EngineError, PoisonError, RequestError
 
 Event = TokenEvent | Exception
+_log = logging.getLogger(__name__)
+_Deliver = Callable[[Event], None]
+Answer = TypeVar("Answer")
+# Steps that fail one after the other, with none in between that does not: the engine is broken.
+_MOST_FAILED_STEPS = 3
+# Between two looks whether the thread has ended.
+_LOOK_S = 0.05
 
 
 class Mailbox:
@@ -62,15 +69,6 @@ class Mailbox:
         self._some.set()
         if is_last:
             self._over.set()
-
-
-_log = logging.getLogger(__name__)
-_Deliver = Callable[[Event], None]
-Answer = TypeVar("Answer")
-# Steps that fail one after the other, with none in between that does not: the engine is broken.
-_MOST_FAILED_STEPS = 3
-# Between two looks whether the thread has ended.
-_LOOK_S = 0.05
 
 
 class AsyncEngine:

@@ -48,7 +48,7 @@ _Read = tuple[Rows, int, Proposals]
 
 
 class Engine:
-    """Not thread-safe: one thread owns it (`decode.thread`)."""
+    """Not thread-safe: one thread owns it (`decode.async_engine`)."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) ->
     ids = [token for item in work for token in _tokens(item)]
     hidden_NH = backend.hidden_states(tables, np.array(ids + masks), position_N)
     # Also of rows that nobody reads. To ask a GPU would be to wait for it: there those that are
-    # read have to do (`reading.py`).
+    # read have to do (`sampler.py`).
     if hidden_NH.device.type == "cpu" and not math.isfinite(float(hidden_NH.sum())):
         # What is hidden is multiplied by 0, and 0 * NaN is NaN.
         backend.cache.clear(tables.places(backend.cache.page_size))

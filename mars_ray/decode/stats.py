@@ -15,11 +15,13 @@ from operator import ne
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, SpeculativeMode, VerifiedMode
 from mars_ray.core.tree import children_of
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
+
+THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+_AT_ONCE = 1000
 
 
 @dataclass(slots=True)
@@ -48,13 +50,6 @@ class StepTotals:
                 if item.plan:
                     self.prompts += 1
                     self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)
-
-
-THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-
-_AT_ONCE = 1000
-_VERIFYING = (VerifiedMode, SpeculativeMode)
-_CONFIDENT = (ConfidenceMode, BlockCachedMode)
 
 
 @dataclass(slots=True)
@@ -131,12 +126,12 @@ class LiveMeasures:
         mode = sequence.request.mode
         if len(tokens) > 1:
             self._beyond.setdefault(mode.type, Counter())[len(tokens) - 1] += 1
-        if isinstance(mode, _VERIFYING):
+        if mode.verifies:
             path = plan.path(outcome)
             values = _ratios(plan, rows, path)
             committed = tokens[: len(path)]  # the accepted drafts
             own = [rows.best[node] for node in (0, *path)]
-        elif isinstance(mode, _CONFIDENT) and mode.measure == "probability":
+        elif mode.commits_unseen and plan.measure == "probability":
             values, own = proposals.confidences, rows.earlier
             committed = sequence.tokens[-len(own) :] if own else ()
         else:

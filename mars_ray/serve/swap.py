@@ -1,8 +1,8 @@
 """Another draft adapter in the replicas of a running service, all of them or none.
 
-    every replica gets it ready: fetched, read, checked against the model        (`adapters.py`)
+    every replica gets it ready: fetched, read, checked against the model(`replica/adapters.py`)
     if one cannot, that is the end of it, and nothing has changed
-    the model's actor says that it is in force                                   (`control.py`)
+    the model's actor says that it is in force                           (`threshold_actor.py`)
     every replica takes it between two steps; one that starts later asks the actor first
 
 So no request fails and no process is new.

@@ -14,7 +14,7 @@ from mars_ray.decode.sequence import Sequence
 
 # Numbers a plan may ask for beside the token of each row of a real token. "ratio" is one of each
 # draft: exp(its score in its parent's row - largest score there), which is p(draft) / max p at
-# temperature 0 (`core.verify`).
+# temperature 0 (`core.verification`).
 Wanted = Measure | Literal["ratio"]
 
 

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 # What this service counts, and what Serve counts of it; the rest is about Ray.
 _PREFIXES = ("ray_mars_", "ray_serve_")
 _TIMEOUT_S = 2.0
+PIECE_BYTES = 1 << 20
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+# So that the proxy takes one piece before the next one comes.
+_PAUSE_S = 0.01
 
 
 async def of_all_nodes() -> str:
@@ -64,12 +68,6 @@ def _read(address: str) -> str:
     except OSError as error:
         logger.warning("%s does not answer: %s", address, error)
         return ""
-
-
-PIECE_BYTES = 1 << 20
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-# So that the proxy takes one piece before the next one comes.
-_PAUSE_S = 0.01
 
 
 async def page(text: str, accepted: str) -> Response:

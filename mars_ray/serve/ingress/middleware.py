@@ -21,11 +21,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mars_ray.serve.openai.responses import error_body
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn
 
+logger = logging.getLogger("mars_ray.requests")
+
 # As long as another process takes to answer on this address, or a load balancer to look elsewhere.
 _RETRY_AFTER_S = 5
 # What is asked to see how the service is, and counts for nothing.
 _ALWAYS_OPEN = ("/healthz", "/readyz", "/metrics")
 _CLOSED = ErrorInfo(503, "the service is stopping; try again later", code="draining")
+_ID_CHARS = 128
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+# What is asked every few seconds and says nothing.
+_NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
 
 
 class Gate:
@@ -68,14 +74,6 @@ class Gate:
                 self._inside -= 1
 
         return gated
-
-
-logger = logging.getLogger("mars_ray.requests")
-
-_ID_CHARS = 128
-_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
-# What is asked every few seconds and says nothing.
-_NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
 
 
 @dataclass(slots=True)

@@ -19,6 +19,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 LIMIT_HEADER = "x-mars-slow-reader-s"
+# With them a client could lengthen its time, have its request go on when it has left, or choose
+# among replicas.
+_OF_SERVE = (
+    b"x-request-timeout-seconds",
+    b"x-request-disconnect-disabled",
+    b"serve-multiplexed-model-id",
+)
 
 
 class SlowReaders:
@@ -54,15 +61,6 @@ def _hang_up(send: Send) -> None:
     cycle = getattr(send, "__self__", None)
     if isinstance(cycle, httptools_impl.RequestResponseCycle | h11_impl.RequestResponseCycle):
         cycle.transport.abort()
-
-
-# With them a client could lengthen its time, have its request go on when it has left, or choose
-# among replicas.
-_OF_SERVE = (
-    b"x-request-timeout-seconds",
-    b"x-request-disconnect-disabled",
-    b"serve-multiplexed-model-id",
-)
 
 
 def middlewares() -> list[Middleware]:

@@ -22,27 +22,6 @@ from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Promp
 from mars_ray.serve.status import Decided, ReplicaStatus
 from mars_ray.serve.threshold_actor import newest_decision
 
-Value = TypeVar("Value")
-
-
-class Recent(Generic[Value]):
-    """What `ask` said at most `fresh_s` seconds ago; it is never asked twice at the same time."""
-
-    def __init__(self, ask: Callable[[], Awaitable[Value]], fresh_s: float) -> None:
-        self._ask = ask
-        self._fresh_s = fresh_s
-        self._lock = asyncio.Lock()
-        self._known: tuple[float, Value] | None = None
-
-    async def get(self) -> Value:
-        """Raises what `ask` raises."""
-        async with self._lock:
-            now = time.monotonic()
-            if self._known is None or now - self._known[0] > self._fresh_s:
-                self._known = (now, await self._ask())
-            return self._known[1]
-
-
 logger = logging.getLogger(__name__)
 
 # A replica that takes longer to say that it is ready, is not.
@@ -64,6 +43,25 @@ _LOST = ErrorInfo(
     retry_after_s=1,
 )
 Reply = TypeVar("Reply")
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """What `ask` said at most `fresh_s` seconds ago; it is never asked twice at the same time."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Value]], fresh_s: float) -> None:
+        self._ask = ask
+        self._fresh_s = fresh_s
+        self._lock = asyncio.Lock()
+        self._known: tuple[float, Value] | None = None
+
+    async def get(self) -> Value:
+        """Raises what `ask` raises."""
+        async with self._lock:
+            now = time.monotonic()
+            if self._known is None or now - self._known[0] > self._fresh_s:
+                self._known = (now, await self._ask())
+            return self._known[1]
 
 
 async def answered(

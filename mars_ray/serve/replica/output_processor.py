@@ -6,7 +6,6 @@ beginning of a stop string.
 
 import re
 from collections.abc import Callable, Sequence
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +25,13 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.replica.tool_parser import ToolCallReader
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
+# What a tokenizer writes for bytes that are not, or not yet, a character.
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes, and a token at least one: so many tokens without a whole
+# character are garbage, and waiting longer would decode an ever longer tail again at each token.
+_MAX_HELD_TOKENS = 64
+Decode = Callable[[Sequence[int]], str]
+TokenTextOf = Callable[[int, float], TokenText]
 
 
 class TokenBytes:
@@ -52,15 +58,6 @@ class TokenBytes:
         if match := _BYTE_TOKEN.match(text):
             return bytes([int(match[1], 16)])
         return text.replace("\u2581", " ").encode()
-
-
-# What a tokenizer writes for bytes that are not, or not yet, a character.
-REPLACEMENT = "\ufffd"
-# A character has at most four bytes, and a token at least one: so many tokens without a whole
-# character are garbage, and waiting longer would decode an ever longer tail again at each token.
-_MAX_HELD_TOKENS = 64
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
@@ -190,9 +187,6 @@ class Writer:
         return Written(text if stopped else text + self._filter.flush(), 0, stopped)
 
 
-TokenTextOf = Callable[[int, float], TokenText]
-
-
 class OutputProcessor:
     """Add events until a piece has a finish."""
 
@@ -216,7 +210,7 @@ class OutputProcessor:
         # The other modes have no masks, whatever adapter is in force.
         self._is_drafted = request.mode.has_masks
 
-    def add(self, events: Several[TokenEvent]) -> tuple[OutputDelta, TokenEvent]:
+    def add(self, events: Sequence[TokenEvent]) -> tuple[OutputDelta, TokenEvent]:
         """What some steps add to the text, and those of them that count as one.
 
         Raises DeadlineError if the answer's time was over.

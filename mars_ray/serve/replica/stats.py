@@ -20,6 +20,11 @@ from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.status import ReplicaStatus
 
 Ending = Literal["stop", "length", "tool_calls", "abort", "error", "deadline", "refused"]
+_BUCKET_S = 0.5
+_RATE_S = 5.0
+# Shares are of so long a time: of a few seconds they would jump with every answer.
+_SHARE_S = 60.0
+_VERIFIED = VerifiedMode().type
 
 
 @dataclass(slots=True)
@@ -92,12 +97,6 @@ def engine_stats(engine: Engine) -> EngineStats:
     )
 
 
-_BUCKET_S = 0.5
-_RATE_S = 5.0
-# Shares are of so long a time: of a few seconds they would jump with every answer.
-_SHARE_S = 60.0
-
-
 @dataclass(slots=True)
 class _Bucket:
     begin_s: float
@@ -159,9 +158,6 @@ def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
     if mode.verifies:
         return max(job.qualities[job.default_quality], set_point)
     return threshold_of(mode)
-
-
-_VERIFIED = VerifiedMode().type
 
 
 @dataclass(slots=True)
