@@ -1,17 +1,121 @@
-"""What the policy sees of a fleet at one tick.
+"""What the policy sees of a fleet at one tick, and how that is made of what replicas report.
 
-Rates are means since the tick before, as they are: the policy smooths. Counts and sums are of the
-whole fleet. None is "not known"; numbers that cannot be (NaN, negative, beyond all measure) become
-None in `checked`, which `decide` calls first.
+    replica      ReplicaCounts, from its engine's snapshot (`serve/replica/stats.py`)
+                 to_metrics      numbers by name, which is all that Ray Serve carries
+    autoscaler   from_metrics    of each replica the newest
+                 Collector       remembers the last two of each
+    policy       Sample          rates and means
+
+A replica reports sums since its start. Rates and means are differences between two reports of the
+same replica, so a lost or late report costs resolution and nothing else, and a replica that has
+just come or gone does not look like a burst. Here nothing is smoothed: the policy does that. None
+is "not known"; numbers that cannot be (NaN, negative, beyond all measure) become None in `checked`,
+which `decide` calls first.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from statistics import median
+from typing import Any, TypeVar
 
 # A class share under this name: requests that pin their own mode or threshold.
 PINNED = "pinned"
 # No rate, count or time of a fleet is larger.
 _MOST = 1e9
+# Reports closer than this are one, the first: of few requests they would make a rate without end.
+_LEAST_S = 0.05
+# A replica that has been starting for so many cold starts finds no machine: it tells of the
+# cluster's room, not of how long a start takes.
+NO_ROOM = 3.0
+
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCounts:
+    """What a replica holds at the moment, and what it has counted since its start.
+
+    Ray Serve carries each number under its field's name. `running` and `waiting` must be there; a
+    replica of another release may lack others, or have more.
+    """
+
+    running: float  # sequences in the batch
+    waiting: float
+    threshold: float | None = None  # in force for requests that pin none
+    step_cost: Mapping[int, float] = field(default_factory=dict)  # seconds of a step by its rows
+    # Since the start, requests:
+    arrived: float = 0.0
+    refused: float = 0.0
+    finished: float = 0.0
+    output_tokens: float = 0.0
+    quality_class: Mapping[str, float] = field(default_factory=dict)  # refused ones count, too
+    # Prompts that are done: rows of a step may be those of others.
+    prompts: float = 0.0
+    prompt_tokens: float = 0.0
+    # Steps.
+    steps: float = 0.0
+    step_s: float = 0.0
+    sequences: float = 0.0  # that decode, one count per step
+    decode_rows: float = 0.0
+    prompt_steps: float | None = None  # with rows of prompts
+    prompt_rows: float = 0.0
+    # Forwards in `verified`, and the tokens that each threshold would have given in them.
+    verified_forwards: float = 0.0
+    tokens_at: Mapping[float, float] = field(default_factory=dict)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Numbers by name, without those that are not known."""
+        metrics: dict[str, float] = {}
+        for name, value in asdict(self).items():
+            if name in _KEYS:
+                metrics |= {f"{name}:{key}": number for key, number in value.items()}
+            elif value is not None:
+                metrics[name] = value
+        return metrics
+
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float]) -> "ReplicaCounts":
+        """What `to_metrics` has written. Raises TypeError if a number is missing that must be
+        there."""
+        values: dict[str, Any] = {name: {} for name in _KEYS}
+        for metric, number in metrics.items():
+            name, colon, key = metric.partition(":")
+            if colon and name in _KEYS:
+                values[name][_KEYS[name](key)] = number
+            elif name in _NOW or name in _SUMS:
+                values[name] = number
+        return cls(**values)
+
+    def since(self, before: "ReplicaCounts") -> "ReplicaCounts":
+        """Sums as they have grown since an earlier report; 0 where they fell, as in a process that
+        has started anew."""
+        now, then = asdict(self), asdict(before)
+        sums = {name: now[name] for name in _SUMS if now[name] is not None}
+        tables = {name: _grown(now[name], then[name]) for name in ("quality_class", "tokens_at")}
+        return replace(self, **_grown(sums, then), **tables)
+
+
+# The fields with a number for each of several keys, and how a key is read.
+_KEYS: dict[str, Callable[[str], Any]] = {
+    "step_cost": int,
+    "quality_class": str,
+    "tokens_at": float,
+}
+_NOW = ("running", "waiting", "threshold")
+_SUMS = tuple(each.name for each in fields(ReplicaCounts) if each.name not in {*_KEYS, *_NOW})
+
+
+def _grown(now: Mapping[_Key, float], before: Mapping[_Key, float | None]) -> dict[_Key, float]:
+    return {key: max(0.0, value - (before.get(key) or 0.0)) for key, value in now.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The newest counts of a replica, and when they were taken, in seconds of a wall clock."""
+
+    at_s: float
+    counts: ReplicaCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +225,116 @@ def _checked_shares(shares: Mapping[str, float]) -> dict[str, float]:
     kept = {name: share for name, value in shares.items() if (share := _share(value))}
     total = max(1.0, sum(kept.values()))
     return {name: share / total for name, share in kept.items()}
+
+
+def step_costs(reports: Iterable[Report]) -> tuple[tuple[int, float], ...]:
+    """(rows, seconds) as the replicas have measured them at their start; medians over replicas."""
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for report in reports:
+        for rows, step_s in report.counts.step_cost.items():
+            seconds[rows].append(step_s)
+    return tuple((rows, median(seconds[rows])) for rows in sorted(seconds))
+
+
+@dataclass(slots=True)
+class Collector:
+    """Remembers the last two reports of every replica of one fleet."""
+
+    usual_s: float = 0.0  # of a cold start, before one was measured
+    _seen: dict[str, tuple[Report, ...]] = field(default_factory=dict)
+    _ordered_s: list[float] = field(default_factory=list)
+    _running: int = 0
+    _cold_start_s: float | None = None
+
+    def sample(
+        self, reports: Mapping[str, Report], running: int, target: int, now: float, wall_s: float
+    ) -> Sample:
+        """All replicas that run, by their newest reports; `now` is a clock that is never set.
+
+        A replica that has nothing new counts with what it did before. The clock of its node may be
+        ahead of the wall clock here: a report from the future is a new one.
+        """
+        self._note_starts(running, target, now)
+        self._seen = {
+            name: _with(self._seen.get(name, ()), report) for name, report in reports.items()
+        }
+        newest = [seen[-1] for seen in self._seen.values()]
+        pairs = [seen for seen in self._seen.values() if len(seen) > 1]
+        grown = [(new.at_s - old.at_s, new.counts.since(old.counts)) for old, new in pairs]
+        return Sample(
+            running=running,
+            target=target,
+            starting_ages_s=tuple(now - ordered for ordered in self._ordered_s),
+            **(_flows(grown) if grown else {}),
+            waiting=int(sum(report.counts.waiting for report in newest)) if newest else None,
+            loads=tuple(_load(seen[-1].counts, seen[0].counts) for seen in self._seen.values()),
+            cold_start_s=self._cold_start_s,
+            age_s=max((max(0.0, wall_s - report.at_s) for report in newest), default=None),
+        )
+
+    def _note_starts(self, running: int, target: int, now: float) -> None:
+        """Which replicas are on their way since when; how long the last one took."""
+        for _ in range(running - self._running):
+            if self._ordered_s:
+                took_s = now - self._ordered_s.pop(0)
+                if usual_s := max(self._cold_start_s or 0.0, self.usual_s):
+                    took_s = min(took_s, NO_ROOM * usual_s)
+                self._cold_start_s = took_s
+        self._running = running
+        missing = max(0, target - running)
+        self._ordered_s = self._ordered_s[:missing]
+        self._ordered_s += [now] * (missing - len(self._ordered_s))
+
+
+def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
+    if not seen or report.at_s < seen[-1].at_s:
+        # The first one, or a clock was set back, and no difference of times means anything.
+        return (report,)
+    return (seen[-1], report) if report.at_s >= seen[-1].at_s + _LEAST_S else seen
+
+
+def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
+    """Of replicas' seconds and what was counted in them. Rates are sums of their own rates; means
+    are ratios of sums."""
+    counts = [each for _, each in grown]
+    answers, prompts = (sum(each.finished for each in counts), sum(each.prompts for each in counts))
+    offered = sum(each.arrived for each in counts) + sum(each.refused for each in counts)
+    forwards = sum(each.verified_forwards for each in counts)
+    return {
+        "arrivals_per_s": sum(each.arrived / seconds for seconds, each in grown),
+        "refused_per_s": sum(each.refused / seconds for seconds, each in grown),
+        "prompts_per_s": sum(each.prompts / seconds for seconds, each in grown),
+        "answers_per_s": sum(each.finished / seconds for seconds, each in grown),
+        "prompt_tokens": _ratio(sum(each.prompt_tokens for each in counts), prompts),
+        "output_tokens": _ratio(sum(each.output_tokens for each in counts), answers),
+        "tokens_per_forward": _shares([each.tokens_at for each in counts], forwards),
+        "class_shares": _shares([each.quality_class for each in counts], offered),
+    }
+
+
+def _ratio(part: float, whole: float | None) -> float | None:
+    return part / whole if whole else None
+
+
+def _shares(tables: Iterable[Mapping[_Key, float]], whole: float) -> dict[_Key, float]:
+    """The sum of each key's numbers, over a whole."""
+    sums: defaultdict[_Key, float] = defaultdict(float)
+    for table in tables:
+        for key, number in table.items():
+            sums[key] += number
+    return {key: number / whole for key, number in sums.items()} if whole else {}
+
+
+def _load(now: ReplicaCounts, before: ReplicaCounts) -> ReplicaLoad:
+    grown = now.since(before)
+    prompt_steps = grown.prompt_steps
+    return ReplicaLoad(
+        running=int(now.running),
+        waiting=int(now.waiting),
+        step_s=_ratio(grown.step_s, grown.steps),
+        decode_rows=_ratio(grown.decode_rows, grown.steps),
+        prompt_rows=_ratio(grown.prompt_rows, prompt_steps),
+        prompt_share=None if prompt_steps is None else _ratio(prompt_steps, grown.steps),
+        positions=_ratio(grown.decode_rows, grown.sequences),
+        threshold=now.threshold,
+    )

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from statistics import fmean
 
-from mars_ray.autoscale.collect import NO_ROOM
 from mars_ray.autoscale.decision import State
 from mars_ray.autoscale.forecast import Forecast, Load, bucket_s, forecast, observe, surprise
 from mars_ray.autoscale.ladder import Rung, ladder
 from mars_ray.autoscale.quality import Pressure
-from mars_ray.autoscale.sample import PINNED, Sample
+from mars_ray.autoscale.sample import NO_ROOM, PINNED, Sample
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.autoscale.surge import Surge, passed
 from mars_ray.autoscale.traffic import Traffic, observe_traffic

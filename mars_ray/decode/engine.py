@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,6 @@ from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_model import Drafter
 from mars_ray.decode.fused_model import FusedModel
-from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
 from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.page_pool import PagePool
@@ -31,7 +31,7 @@ from mars_ray.decode.request import (
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.stats import LiveMeasures, StepTotals
+from mars_ray.decode.stats import EngineInfo, LiveMeasures, Snapshot, StepTotals
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 from mars_ray.decode.thresholds import Budget, Thresholds
@@ -112,31 +112,6 @@ class Engine:
         return self._scheduler.waiting
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """Masks per group of each sequence in the batch."""
-        return tuple(sequence.window for sequence in self._scheduler.running_sequences())
-
-    @property
-    def preemptions(self) -> int:
-        """How often a sequence was sent back."""
-        return self._scheduler.preemptions
-
-    @property
-    def prefix_queries(self) -> int:
-        """Tokens of all sequences admitted so far."""
-        return self._scheduler.prefix_queries
-
-    @property
-    def prefix_hits(self) -> int:
-        """Those of them that were in the cache already."""
-        return self._scheduler.prefix_hits
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the KV cache."""
-        return self._backend.cache.bytes
-
-    @property
     def info(self) -> EngineInfo:
         """What it runs as."""
         device = self.model.device
@@ -146,8 +121,29 @@ class Engine:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             attention=self._backend.name,
             threads=torch.get_num_threads(),
-            cache_bytes=self.cache_bytes,
+            cache_bytes=self._backend.cache.bytes,
             cache_tokens=self.pool.count * self.config.page_size,
+        )
+
+    def snapshot(self) -> Snapshot:
+        """What it does and has done, between two steps; later steps do not change it."""
+        scheduler, control = self._scheduler, self.control
+        return Snapshot(
+            info=self.info,
+            running=self.running,
+            waiting=self.waiting,
+            cache_share=self.pool.in_use / self.pool.count,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            windows=tuple(sequence.window for sequence in scheduler.running_sequences()),
+            adapter=self.adapter_name,
+            can_draft=self.card.block_size > 0,
+            set_point=self.thresholds.set_point,
+            step_cost=control.cost.table(self.config.max_batch) if control else {},
+            totals=replace(self.totals),
+            by_mode=deepcopy(self.measures.by_mode),
+            accepted_at=self.measures.accepted_at,
         )
 
     @property

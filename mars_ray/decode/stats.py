@@ -1,5 +1,7 @@
 """What an engine has done since its start, and what live traffic says about the threshold.
 
+`Snapshot` is all of it in plain values, as an engine's own thread hands it to others.
+
 Every step sees how good each of its proposals is, so it knows how many tokens *each* threshold
 would have committed in it; and a token that was committed without being the model's own choice is
 forwarded as a real token anyway, when the row before it tells what that choice would have been. So
@@ -20,8 +22,29 @@ from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 
+# The grid on which is counted what other thresholds would have committed.
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine runs as, from its start to its end."""
+
+    engine: str
+    dtype: str
+    device: str
+    attention: str  # the form of it, as `attention_backend` names them
+    threads: int  # of the CPU
+    cache_bytes: int  # of keys and values
+    cache_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.engine} engine, {self.dtype} on {self.device}, {self.attention} attention, "
+            f"{self.threads} CPU threads, KV cache of {self.cache_tokens} tokens in "
+            f"{self.cache_bytes / 1e6:.1f} MB"
+        )
 
 
 @dataclass(slots=True)
@@ -95,6 +118,27 @@ class ModeMeasures:
     def disagreement(self) -> float:
         """Share of all checked tokens; 0 if there were none."""
         return self.disagreed / self.checked if self.checked else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An engine between two steps. Counts are since its start."""
+
+    info: EngineInfo
+    running: int
+    waiting: int
+    cache_share: float  # of the pages, those that sequences hold
+    preemptions: int
+    prefix_queries: int  # tokens of admitted sequences
+    prefix_hits: int  # those of them that were in the cache
+    windows: tuple[int, ...]  # of the sequences in the batch
+    adapter: str | None  # the draft adapter in force
+    can_draft: bool  # by it, or by the model itself
+    set_point: float  # threshold of requests that pin none, as far as they tolerate it
+    step_cost: dict[int, float]  # seconds of a step by its rows, as far as they are measured
+    totals: StepTotals
+    by_mode: dict[str, ModeMeasures]
+    accepted_at: dict[str, list[int]]  # by mode, see LiveMeasures
 
 
 class LiveMeasures:

@@ -6,16 +6,16 @@ meanwhile: so nothing here waits for anything, and nothing here raises. What a d
 comes from `autoscale/`, which knows nothing of Ray.
 """
 
-import json
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from mars_ray.autoscale.collect import Collector, Report, step_costs
 from mars_ray.autoscale.decide import decide
 from mars_ray.autoscale.decision import Decision, State
+from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
@@ -101,9 +101,8 @@ class Autoscaler:
 
     def _take_step_costs(self, reports: dict[str, Report]) -> None:
         """Once: they are measured when a replica starts, and do not change."""
-        if self._measures_steps and (costs := step_costs(reports)):
-            table = json.loads(self._model.to_json()) | {"seconds_at": costs}
-            self._model = ServiceModel.from_json(json.dumps(table), "the measured service model")
+        if self._measures_steps and (costs := step_costs(reports.values())):
+            self._model = replace(self._model, seconds_at=costs)
             self._measures_steps = False
 
     def _publish(self, decision: Decision) -> None:
@@ -121,13 +120,16 @@ class Autoscaler:
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:
     """The newest report of each running replica; those that have not reported yet are left out."""
-    sums: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     at_s: dict[str, float] = {}
     running = {str(replica) for replica in context.running_replicas}
     for metric, by_replica in (context.raw_metrics or {}).items():
         for replica, series in by_replica.items():
             name = str(replica)
             if series and name in running:
-                sums.setdefault(name, {})[metric] = series[-1].value
+                metrics.setdefault(name, {})[metric] = series[-1].value
                 at_s[name] = max(at_s.get(name, 0.0), series[-1].timestamp)
-    return {name: Report(at_s[name], values) for name, values in sums.items()}
+    return {
+        name: Report(at_s[name], ReplicaCounts.from_metrics(values))
+        for name, values in metrics.items()
+    }

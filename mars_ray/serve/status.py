@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mars_ray.decode.info import EngineInfo
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
@@ -21,7 +19,7 @@ class ReplicaStatus:
     tokens: int
     forwards: int
     disagreed: int
-    engine: EngineInfo
+    engine: dict[str, Any]  # its EngineInfo (`decode/stats.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,6 @@ def model_status(
         # While a new one spreads, the lower one is what a client may get.
         "threshold": min(thresholds, default=None),
         # They have one job, but not always one kind of node.
-        "engine": asdict(replicas[0].engine) if replicas else None,
+        "engine": replicas[0].engine if replicas else None,
         "policy": asdict(decided) if decided else None,
     }

@@ -128,8 +128,8 @@ def test_scarcity_is_real(model):
     ]
     done = generate_all(engine, requests)
     assert done == [reference.generate(model, CARD, item) for item in requests]
-    assert engine.preemptions > 0
-    assert engine.cache_bytes == 18 * PAGE_BYTES
+    assert engine.snapshot().preemptions > 0
+    assert engine.info.cache_bytes == 18 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.model_dump_json())

@@ -62,6 +62,6 @@ def test_a_cache_may_be_a_share_of_the_free_memory(model):
         EngineConfig(cache_bytes=1, cache_memory_share=0.5)
     share = 10_000_000 / free_on_node()
     engine = Engine(model, CARD, EngineConfig(max_context=40, cache_memory_share=share))
-    assert 5_000_000 < engine.cache_bytes < 20_000_000
+    assert 5_000_000 < engine.info.cache_bytes < 20_000_000
     with pytest.raises(ConfigError, match="one sequence of max_context=40 needs"):
         Engine(model, CARD, EngineConfig(max_context=40, cache_memory_share=share / 1000))

@@ -30,7 +30,8 @@ def test_a_shared_beginning_is_computed_once(model):
     run("same", pattern(0, 1, 17))
     run("longer", [*pattern(0, 1, 14), 9, 9, 9, 9])
     assert rows == [17, 1, 6]
-    assert (engine.prefix_queries, engine.prefix_hits) == (17 + 17 + 18, 16 + 12)
+    seen = engine.snapshot()
+    assert (seen.prefix_queries, seen.prefix_hits) == (17 + 17 + 18, 16 + 12)
     assert (engine.totals.prompts, engine.totals.prompt_tokens) == (3, 17 + 1 + 6)
     assert engine.pool.kept == 5
 
@@ -159,7 +160,7 @@ def test_masks_of_all_groups_count_when_a_sequence_comes_back(model):
     ]
     done = generate_all(engine, requests)
     assert done == [reference.generate(model, CARD, item) for item in requests]
-    assert engine.preemptions > 0
+    assert engine.snapshot().preemptions > 0
 
 
 def test_a_page_of_tokens_is_hashed_once_however_long_its_sequence_waits(model, monkeypatch):
@@ -179,6 +180,6 @@ def test_a_page_of_tokens_is_hashed_once_however_long_its_sequence_waits(model, 
     ]
     done = generate_all(engine, requests)
     assert done == [reference.generate(model, CARD, item) for item in requests]
-    assert engine.preemptions > 0
+    assert engine.snapshot().preemptions > 0
     assert set(hashed.values()) == {1}
     assert len(hashed) == 4 * (39 // SCARCE.page_size)

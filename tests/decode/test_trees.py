@@ -91,9 +91,9 @@ def test_what_was_moved_is_found_by_others(unsure):
     for each in items([TREES[2]], new=40):
         (done,) = generate_all(engine, [each])
         longer = request("longer", [*each.prompt, *done.tokens], ExactMode(), max_new_tokens=12)
-        hits = engine.prefix_hits
+        hits = engine.snapshot().prefix_hits
         (again,) = generate_all(engine, [longer])
-        assert engine.prefix_hits > hits + len(each.prompt)
+        assert engine.snapshot().prefix_hits > hits + len(each.prompt)
         assert again.tokens == reference.generate(unsure, PLAIN, longer).tokens
 
 

@@ -12,7 +12,6 @@ from ray import serve
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
-from mars_ray.autoscale import collect
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
@@ -71,7 +70,7 @@ def test_without_reports_it_holds():
 
 def test_a_failure_holds_too():
     """An exception here would stop every application of the cluster."""
-    wrong = {collect.ARRIVED: {ReplicaID("a", DEPLOYMENT): [TimeStampedValue(time.time(), 1.0)]}}
+    wrong = {"arrived": {ReplicaID("a", DEPLOYMENT): [TimeStampedValue(time.time(), 1.0)]}}
     broken = context(wrong, 1, 2)
     assert autoscaler()(broken) == (2, {})
 
@@ -81,7 +80,7 @@ def test_between_two_ticks_nothing_is_decided_anew(monkeypatch):
     policy = autoscaler()
     monkeypatch.setattr(Autoscaler, "_publish", lambda *_: None)
     replica = ReplicaID("a", DEPLOYMENT)
-    names = (collect.ARRIVED, collect.RUNNING, collect.WAITING)
+    names = ("arrived", "running", "waiting")
     for look in range(2):
         now = time.time()
         series = {name: {replica: [TimeStampedValue(now, 5.0 * look)]} for name in names}
@@ -110,7 +109,7 @@ def test_what_serve_wakes_stays_awake(monkeypatch):
         """What the policy says in the end of a replica that reports no requests."""
         for _ in range(int(seconds)):
             clock[0] += 1
-            names = (collect.ARRIVED, collect.RUNNING, collect.WAITING)
+            names = ("arrived", "running", "waiting")
             now = time.time() + clock[0] - 1000
             replica = ReplicaID("a", DEPLOYMENT)
             series = {name: {replica: [TimeStampedValue(now, 0.0)]} for name in names}

@@ -1,22 +1,23 @@
 """What the page shows: rates of the last seconds, shares of the last minute, and their sums."""
 
 import asyncio
+from dataclasses import asdict
 
 import pytest
 
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.stats import EngineInfo, Snapshot, StepTotals
 from mars_ray.serve.ingress.replica_client import Recent
-from mars_ray.serve.replica.stats import EngineStats, Live
+from mars_ray.serve.replica.stats import Live
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")
 INFO = EngineInfo("mars-ray", "float32", "cpu", "dense", 1, 4096, 64)
 
 
-def seen(set_point: float = 1.0) -> EngineStats:
-    return EngineStats(
+def seen(set_point: float = 1.0) -> Snapshot:
+    return Snapshot(
         running=2,
         waiting=1,
         cache_share=0.25,
@@ -27,8 +28,9 @@ def seen(set_point: float = 1.0) -> EngineStats:
         adapter=None,
         can_draft=True,
         set_point=set_point,
-        checked={},
-        tokens_per_forward_at={},
+        step_cost={},
+        totals=StepTotals(),
+        by_mode={},
         accepted_at={},
         info=INFO,
     )
@@ -78,10 +80,30 @@ def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set
 def test_replicas_add_up():
     """Shares are of all tokens, not means of shares."""
     one = ReplicaStatus(
-        "verified", 0.5, "a@1", 1, 0, 0.5, 10.0, tokens=90, forwards=30, disagreed=9, engine=INFO
+        "verified",
+        0.5,
+        "a@1",
+        1,
+        0,
+        0.5,
+        10.0,
+        tokens=90,
+        forwards=30,
+        disagreed=9,
+        engine=asdict(INFO),
     )
     two = ReplicaStatus(
-        "verified", 0.4, "b@2", 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1, engine=INFO
+        "verified",
+        0.4,
+        "b@2",
+        2,
+        3,
+        0.0,
+        0.5,
+        tokens=10,
+        forwards=10,
+        disagreed=1,
+        engine=asdict(INFO),
     )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
     assert model_status("m", [one, two], decided) == {

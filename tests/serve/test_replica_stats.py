@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mars_ray.autoscale.ladder import Rung
+from mars_ray.autoscale.sample import ReplicaCounts
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.decode.loading import load_engine
@@ -104,6 +105,30 @@ def test_all_tokens_of_an_interval_are_counted(engine, kept):
     seen = kept.answers[-1]
     assert (seen.completion_tokens, seen.ending) == (40, "length")
     assert seen.forwards <= 40
+
+
+def test_the_policy_hears_what_happened(engine):
+    """Over the names and numbers that Ray Serve carries."""
+
+    async def counts() -> ReplicaCounts:
+        return ReplicaCounts.from_metrics(await engine.sums())
+
+    async def ask() -> tuple[ReplicaCounts, ReplicaCounts]:
+        before = await counts()
+        prompt = ("one two three",)
+        call = GenerationRequest("c", prompt, VerifiedMode(), Sampling(), 12, 100, n=2)
+        async for _ in engine.answer(replace(call, quality_class="fast")):
+            pass
+        return before, await counts()
+
+    before, after = asyncio.run(ask())
+    grown = after.since(before)
+    assert (grown.arrived, grown.finished, grown.output_tokens) == (2, 2, 24)
+    assert grown.quality_class["fast"] == 2
+    assert grown.steps >= grown.verified_forwards / 2 > 0
+    assert grown.tokens_at[0.0] >= grown.tokens_at[1.0] >= grown.verified_forwards
+    assert (after.running, after.waiting) == (0, 0)
+    assert after.step_cost.keys() == before.step_cost.keys()
 
 
 def test_what_the_engine_refuses_is_no_failure(engine, kept):

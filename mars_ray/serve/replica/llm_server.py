@@ -20,6 +20,7 @@ from mars_ray.data.chat import encode_prompt, writes_tool_calls
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request, TokenEvent
+from mars_ray.decode.stats import Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
 from mars_ray.decode.thresholds import Elastic
 from mars_ray.errors import (
@@ -52,11 +53,10 @@ from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
 from mars_ray.serve.replica.stats import (
     AnswerStats,
     Ending,
-    EngineStats,
     Live,
     Observer,
     Tally,
-    engine_stats,
+    to_metrics,
 )
 from mars_ray.serve.status import ReplicaStatus
 
@@ -125,9 +125,9 @@ class LLMServer:
             return False
         return True
 
-    async def seen(self) -> EngineStats:
+    async def seen(self) -> Snapshot:
         """The engine between two steps. Raises EngineError if it is dead."""
-        return await self._thread.ask(engine_stats)
+        return await self._thread.ask(Engine.snapshot)
 
     async def status(self) -> tuple[ReplicaStatus]:
         """What this engine is doing at the moment. Raises EngineError if it is dead."""
@@ -138,7 +138,7 @@ class LLMServer:
 
     async def sums(self) -> dict[str, float]:
         """For the autoscaling policy. Raises EngineError if the engine is dead."""
-        return await self._thread.ask(self._tally.sums)
+        return to_metrics(await self.seen(), self._tally)
 
     async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
         """For requests that pin nothing: the threshold, and the share of the new ones to refuse.
@@ -152,7 +152,7 @@ class LLMServer:
 
     async def steer(self) -> None:
         """The threshold by this engine's own queue. Raises EngineError if the engine is dead."""
-        arrived = self._tally.of_class.total()
+        arrived = self._tally.quality_class.total()
         threshold = self._local.tick(self._admission.open, arrived, time.monotonic())
 
         def change(engine: Engine) -> None:

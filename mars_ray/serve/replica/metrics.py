@@ -9,7 +9,8 @@ from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from mars_ray.serve.replica.stats import AnswerStats, EngineStats
+from mars_ray.decode.stats import Snapshot
+from mars_ray.serve.replica.stats import AnswerStats
 
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120]
 _TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000]
@@ -77,7 +78,7 @@ class ReplicaMetrics:
         self._checked = Counter(
             "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
         )
-        self._told: Tally[str] = Tally()
+        self._told: Tally[tuple[Any, ...]] = Tally()  # by counter and the values of its tags
 
     def answer(self, seen: AnswerStats) -> None:
         """See Observer."""
@@ -101,7 +102,7 @@ class ReplicaMetrics:
             self._lengths.observe(seen.completion_tokens, mode)
             self._per_forward.observe(seen.completion_tokens / seen.forwards, mode)
 
-    def engine(self, seen: EngineStats) -> None:
+    def engine(self, seen: Snapshot) -> None:
         """Gauges, and what has been counted since the last look."""
         self._running.set(seen.running)
         self._waiting.set(seen.waiting)
@@ -109,18 +110,17 @@ class ReplicaMetrics:
         self._threshold.set(seen.set_point)
         self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
         self._tell_adapter(seen.adapter)
-        self._since("preemptions", seen.preemptions, self._preemptions)
-        self._since("prefix queries", seen.prefix_queries, self._prefix_queries)
-        self._since("prefix hits", seen.prefix_hits, self._prefix_hits)
-        for mode, checked in seen.checked.items():
-            self._since(f"checked {mode}", checked, self._checked, {"mode": mode})
+        self._since(seen.preemptions, self._preemptions)
+        self._since(seen.prefix_queries, self._prefix_queries)
+        self._since(seen.prefix_hits, self._prefix_hits)
+        for mode, measures in seen.by_mode.items():
+            self._since(measures.checked, self._checked, {"mode": mode})
+            for threshold, value in measures.tokens_per_forward().items():
+                self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})
         for mode, counts in seen.accepted_at.items():
             for place, count in enumerate(counts):
                 tags = {"mode": mode, "position": str(place)}
-                self._since(f"accepted {mode} {place}", count, self._accepted, tags)
-        for mode, curve in seen.tokens_per_forward_at.items():
-            for threshold, value in curve.items():
-                self._counterfactual.set(value, {"mode": mode, "threshold": f"{threshold:g}"})
+                self._since(count, self._accepted, tags)
 
     def _tell_adapter(self, adapter: str | None) -> None:
         if adapter == self._adapter_told:
@@ -130,11 +130,11 @@ class ReplicaMetrics:
                 self._adapter.set(value, {"adapter": name})
         self._adapter_told = adapter
 
-    def _since(
-        self, name: str, count: int, counter: Counter, tags: dict[str, str] | None = None
-    ) -> None:
-        _add(counter, count - self._told[name], tags)
-        self._told[name] = count
+    def _since(self, count: int, counter: Counter, tags: dict[str, str] | None = None) -> None:
+        """Add what has come since the last look."""
+        series = (counter, *(tags or {}).values())
+        _add(counter, count - self._told[series], tags)
+        self._told[series] = count
 
 
 def _histogram(name: str, boundaries: list[float]) -> Histogram:

@@ -1,20 +1,20 @@
-"""What a replica counts: of answers and its engine, of the last minute, and for the policy.
+"""What a replica counts of answers, and what it says of them and its engine.
 
-AnswerStats, EngineStats   plain values, which `metrics.py` here exports
-Live                       the last minute, for the page and `GET /v1/mars/status`
-Tally                      sums since the start, for the policy (`autoscale/collect.py`)
+The engine's own counts come as one `Snapshot` (`decode/stats.py`), which goes three ways:
+
+metrics.py        to Prometheus, as `AnswerStats` do, of each answer at its end
+Live.status       with the last minute's steps to the page and `GET /v1/mars/status`
+to_metrics        with the sums of a `Tally` to the autoscaling policy (`autoscale/sample.py`)
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
 
-from mars_ray.autoscale import collect
-from mars_ray.autoscale.sample import PINNED
+from mars_ray.autoscale.sample import PINNED, ReplicaCounts
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.engine import Engine
-from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.stats import THRESHOLDS, Snapshot
 from mars_ray.serve.openai.responses import threshold_of
 from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.status import ReplicaStatus
@@ -45,56 +45,12 @@ class AnswerStats:
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """An engine between two steps. Counts are since its start."""
-
-    running: int
-    waiting: int
-    cache_share: float  # of the pages, those that sequences hold
-    preemptions: int
-    prefix_queries: int  # tokens of admitted sequences
-    prefix_hits: int  # those of them that were in the cache
-    windows: tuple[int, ...]  # of the sequences in the batch
-    adapter: str | None  # the draft adapter in force
-    can_draft: bool  # by it, or by the model itself
-    set_point: float  # threshold of requests that pin none, as far as they tolerate it
-    # By mode: checked tokens; T/F that each threshold would have given.
-    checked: dict[str, int]
-    tokens_per_forward_at: dict[str, dict[float, float]]
-    accepted_at: dict[str, list[int]]  # by place beyond the first
-    info: EngineInfo
-
-
 class Observer(Protocol):
     """Is told of every answer."""
 
     def answer(self, seen: AnswerStats) -> None:
         """At its end, whatever that was."""
         ...
-
-
-def engine_stats(engine: Engine) -> EngineStats:
-    """For the engine's own thread."""
-    by_mode = engine.measures.by_mode
-    return EngineStats(
-        running=engine.running,
-        waiting=engine.waiting,
-        cache_share=engine.pool.in_use / engine.pool.count,
-        preemptions=engine.preemptions,
-        prefix_queries=engine.prefix_queries,
-        prefix_hits=engine.prefix_hits,
-        windows=engine.windows,
-        adapter=engine.adapter_name,
-        can_draft=engine.card.block_size > 0,
-        set_point=engine.thresholds.set_point,
-        checked={mode: measures.checked for mode, measures in by_mode.items()},
-        tokens_per_forward_at={
-            mode: measures.tokens_per_forward() for mode, measures in by_mode.items()
-        },
-        accepted_at=engine.measures.accepted_at,
-        info=engine.info,
-    )
 
 
 @dataclass(slots=True)
@@ -129,7 +85,7 @@ class Live:
         seconds = max(_BUCKET_S, now - recent[0].begin_s)
         return sum(bucket.tokens for bucket in recent) / seconds
 
-    def status(self, job: ServeJob, seen: EngineStats, now: float) -> ReplicaStatus:
+    def status(self, job: ServeJob, seen: Snapshot, now: float) -> ReplicaStatus:
         """With the last minute's counts, and the threshold of a request that pins none."""
         self._forget(now)
         mode = job.mode
@@ -146,7 +102,7 @@ class Live:
             tokens=sum(bucket.tokens for bucket in self._buckets),
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
-            engine=seen.info,
+            engine=asdict(seen.info),
         )
 
     def _forget(self, now: float) -> None:
@@ -167,13 +123,13 @@ class Tally:
     refused: int = 0
     finished: int = 0
     output_tokens: int = 0
-    of_class: Counter[str] = field(default_factory=Counter)
+    quality_class: Counter[str] = field(default_factory=Counter)
 
     def offered(self, call: GenerationRequest, *, refused: bool = False) -> None:
         """A call that has come, whatever becomes of it."""
         # Classes of what is refused count, too: shares of the rest would tell what shedding does
         # to the traffic, and not what the traffic is.
-        self.of_class[call.quality_class or PINNED] += call.choices
+        self.quality_class[call.quality_class or PINNED] += call.choices
         if refused:
             self.refused += call.choices
 
@@ -182,35 +138,31 @@ class Tally:
         self.finished += 1
         self.output_tokens += seen.completion_tokens
 
-    def sums(self, engine: Engine) -> dict[str, float]:
-        """With those of the engine; for the engine's own thread."""
-        totals, measures = engine.totals, engine.measures.by_mode.get(_VERIFIED)
-        sums: dict[str, float] = {
-            collect.ARRIVED: self.of_class.total() - self.refused,
-            collect.REFUSED: self.refused,
-            collect.FINISHED: self.finished,
-            collect.OUTPUT_TOKENS: self.output_tokens,
-            collect.PROMPT_STEPS: totals.prompt_steps,
-            collect.PROMPT_ROWS: totals.prompt_rows,
-            collect.PROMPTS: totals.prompts,
-            collect.PROMPT_TOKENS: totals.prompt_tokens,
-            collect.STEPS: totals.steps,
-            collect.STEP_S: totals.seconds,
-            collect.SEQUENCES: totals.sequences,
-            collect.DECODE_ROWS: totals.decode_rows,
-            collect.RUNNING: engine.running,
-            collect.WAITING: engine.waiting,
-            collect.THRESHOLD: engine.thresholds.set_point,
-        }
-        sums |= {collect.OF_CLASS + name: count for name, count in self.of_class.items()}
-        if engine.control:
-            table = engine.control.cost.table(engine.config.max_batch)
-            sums |= {f"{collect.STEP_COST}{rows}": seconds for rows, seconds in table.items()}
-        if measures and measures.forwards:
-            sums |= {collect.VERIFIED_FORWARDS: measures.forwards}
-            curve = measures.tokens_per_forward()
-            sums |= {
-                f"{collect.TOKENS_AT}{threshold:g}": mean * measures.forwards
-                for threshold, mean in curve.items()
-            }
-        return sums
+
+def to_metrics(seen: Snapshot, tally: Tally) -> dict[str, float]:
+    """What Ray Serve carries to the autoscaling policy."""
+    totals, verified = seen.totals, seen.by_mode.get(_VERIFIED)
+    of_mode: dict[str, Any] = {}
+    if verified and verified.forwards:
+        tokens_at = dict(zip(THRESHOLDS, verified.tokens_at, strict=True))
+        of_mode = {"verified_forwards": verified.forwards, "tokens_at": tokens_at}
+    return ReplicaCounts(
+        running=seen.running,
+        waiting=seen.waiting,
+        threshold=seen.set_point,
+        step_cost=seen.step_cost,
+        arrived=tally.quality_class.total() - tally.refused,
+        refused=tally.refused,
+        finished=tally.finished,
+        output_tokens=tally.output_tokens,
+        quality_class=dict(tally.quality_class),
+        prompts=totals.prompts,
+        prompt_tokens=totals.prompt_tokens,
+        steps=totals.steps,
+        step_s=totals.seconds,
+        sequences=totals.sequences,
+        decode_rows=totals.decode_rows,
+        prompt_steps=totals.prompt_steps,
+        prompt_rows=totals.prompt_rows,
+        **of_mode,
+    ).to_metrics()

@@ -4,17 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.autoscale import collect
-from mars_ray.autoscale.collect import Collector, Report, step_costs
-from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, Sample, step_costs
 
-NOTHING = dict.fromkeys(
-    (collect.ARRIVED, collect.REFUSED, collect.FINISHED, collect.RUNNING, collect.WAITING), 0.0
-)
+NOTHING = dict.fromkeys(("arrived", "refused", "finished", "running", "waiting"), 0.0)
 
 
 def report(at_s: float, **sums: float) -> Report:
-    return Report(at_s, NOTHING | sums)
+    return Report(at_s, ReplicaCounts.from_metrics(NOTHING | sums))
 
 
 def look(
@@ -122,7 +118,13 @@ def test_a_wait_for_a_machine_is_no_cold_start():
 def test_shares_and_curves():
     """By class, and by threshold."""
     collector = Collector()
-    names = ("class:fast", "class:pinned", "tokens_at:1", "tokens_at:0.3", "verified_forwards")
+    names = (
+        "quality_class:fast",
+        "quality_class:pinned",
+        "tokens_at:1",
+        "tokens_at:0.3",
+        "verified_forwards",
+    )
     look(collector, {"a": report(0, **dict.fromkeys(names, 0.0))}, 1, 1, 0)
     sums = dict(zip(names, (3.0, 1.0, 20.0, 30.0, 10.0), strict=True))
     sums["arrived"] = 4.0
@@ -147,8 +149,13 @@ def test_prompts_are_as_long_in_an_overload():
 def test_shares_are_of_what_was_offered():
     """Guards refusals that feed on themselves: who may be refused seems rarer with each of them."""
     collector = Collector()
-    look(collector, {"a": report(0, **{"class:pinned": 0.0})}, 1, 1, 0)
-    sums = {"class:pinned": 1.0, "class:standard": 9.0, "arrived": 2.0, "refused": 8.0}
+    look(collector, {"a": report(0, **{"quality_class:pinned": 0.0})}, 1, 1, 0)
+    sums = {
+        "quality_class:pinned": 1.0,
+        "quality_class:standard": 9.0,
+        "arrived": 2.0,
+        "refused": 8.0,
+    }
     seen = look(collector, {"a": report(1, **sums)}, 1, 1, 1)
     assert seen.class_shares == {"pinned": 0.1, "standard": 0.9}
 
@@ -174,8 +181,38 @@ def test_step_costs_are_medians_over_replicas():
     """A replica that was measured on a busy machine does not decide."""
     costs = [{"step_cost:1": s, "step_cost:8": 2 * s} for s in (0.010, 0.011, 0.5)]
     reports = {str(i): report(0, **cost) for i, cost in enumerate(costs)}
-    assert step_costs(reports) == ((1, 0.011), (8, 0.022))
-    assert step_costs({"a": report(0)}) == ()
+    assert step_costs(reports.values()) == ((1, 0.011), (8, 0.022))
+    assert step_costs([report(0)]) == ()
+
+
+NUMBER = st.floats(0, 1e9)
+COUNTS = st.builds(
+    ReplicaCounts,
+    running=NUMBER,
+    waiting=NUMBER,
+    threshold=st.none() | st.floats(0, 1),
+    step_cost=st.dictionaries(st.integers(1, 10_000), NUMBER),
+    quality_class=st.dictionaries(st.text(max_size=5), NUMBER),
+    prompt_steps=st.none() | NUMBER,
+    tokens_at=st.dictionaries(st.floats(0, 1), NUMBER),
+    **dict.fromkeys(("arrived", "output_tokens", "step_s", "verified_forwards"), NUMBER),
+)
+
+
+@given(COUNTS)
+def test_what_a_replica_says_arrives(counts):
+    """Through names and numbers, which is all that Ray Serve carries."""
+    metrics = counts.to_metrics()
+    assert all(isinstance(number, float) for number in metrics.values())
+    assert ReplicaCounts.from_metrics(metrics) == counts
+    # Another release says more, and Serve has numbers of its own.
+    assert ReplicaCounts.from_metrics(metrics | {"other": 1.0, "other:1": 1.0}) == counts
+
+
+def test_a_report_without_what_must_be_there_is_refused():
+    """Guards a fleet that seems idle because nobody reads what it says."""
+    with pytest.raises(TypeError, match="running"):
+        ReplicaCounts.from_metrics({"waiting": 1.0})
 
 
 REPORTS = st.dictionaries(
