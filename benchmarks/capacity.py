@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mars_ray.autoscale.measured import measured_steps, verified_level
 from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, load_service_model
+from mars_ray.autoscale.service_model_fit import measured_steps, verified_level
 from mars_ray.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from mars_ray.autoscale.measured import (
+from mars_ray.autoscale.service_model import Level, ServiceModel
+from mars_ray.autoscale.service_model_fit import (
     acceptance_rate,
     confidence_level,
     data_sheet_steps,
@@ -15,7 +16,6 @@ from mars_ray.autoscale.measured import (
     measured_steps,
     verified_level,
 )
-from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.core.frontier import Frontier
 
 ROOT = Path(__file__).parents[1]

@@ -2,9 +2,9 @@
 
 One pure function for the cluster, the simulator and the tests. Two loops look at one sample. The
 slow one orders replicas for the load that will be there when they are ready, at the set-point
-quality (`forecast.py`, `surge.py`, `replicas.py`, `fleet.py`). The fast one lets the threshold make
-up for what the replicas that are there cannot carry now (`quality.py`), over the thresholds that
-buy capacity for this traffic (`ladder.py`, `service_model.py`). As the first never sees the
+quality (`forecast.py`, `replica_count.py`). The fast one lets the threshold make up for what the
+replicas that are there cannot carry now (`threshold_control.py`), over the thresholds that buy
+capacity for this traffic (`operating_points.py`, `service_model.py`). As the first never sees the
 second's threshold, quality comes back as replicas arrive (mid-ranging). Each file's docstring has
 its law.
 
@@ -15,15 +15,14 @@ import math
 from dataclasses import replace
 from statistics import fmean
 
-from mars_ray.autoscale.decision import Decision, State
-from mars_ray.autoscale.fleet import Fleet, ask, remember, woken
-from mars_ray.autoscale.ladder import Rung
-from mars_ray.autoscale.quality import Quality, current, dearer, shed_share, spend, steer
-from mars_ray.autoscale.reasons import explain, holding
-from mars_ray.autoscale.replicas import Need, need
+from mars_ray.autoscale.estimate import Seen, see
+from mars_ray.autoscale.explain import explain, holding
+from mars_ray.autoscale.operating_points import Rung
+from mars_ray.autoscale.replica_count import Fleet, Need, ask, need, remember, woken
 from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.seen import Seen, see
 from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.autoscale.state import Decision, State
+from mars_ray.autoscale.threshold_control import Quality, current, dearer, shed_share, spend, steer
 from mars_ray.config.scaling import ScalingConfig
 
 # What a second of much traffic counts more than a usual one, at most.

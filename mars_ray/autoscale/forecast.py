@@ -11,7 +11,11 @@ Requests are counted in buckets of an eighth of the cold start H. From their rat
 
     mu = level + slope (H + lag of the level)
 
-A rate of the last seconds that this does not explain is a surge (`surge.py`).
+A rate of the last seconds that this does not explain is a surge. It counts as the load for one cold
+start, until the forecast knows it (the panic window of Knative's autoscaler): not all of it, but
+the share that earlier surges had kept by the time that replicas ordered for them were ready. A
+crowd that stays is met at once; bursts that are over before a replica can help order none, and the
+threshold carries them.
 """
 
 import math
@@ -21,7 +25,7 @@ from functools import lru_cache
 from itertools import pairwise
 from statistics import fmean, median
 
-from mars_ray.autoscale.surge import Surge, noted
+from mars_ray.config.scaling import ScalingConfig
 
 BUCKETS_OF_COLD_START = 8
 _KEPT = 64
@@ -34,6 +38,10 @@ _FORGET = 3
 _UNKNOWN = 0.25
 # Standard deviations of the counting noise that make a surge; 3 are one false alarm in 700.
 _SURPRISE = 3.0
+# Surges that the share remembers; before the first, one that kept all is taken to have been there.
+_REMEMBERED = 8
+# The rate of the last seconds reaches back so many times the time to the first token.
+_FAST_SPANS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,22 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Surge:
+    """The one that is on, if `left_s` is not 0, and what earlier ones kept. Requests per second."""
+
+    rate: float = 0.0
+    usual: float = 0.0  # forecast when it began
+    left_s: float = 0.0
+    kept: float = 1.0  # share of the rise, mean of the surges so far
+    count: int = 1
+
+    @property
+    def expected(self) -> float:
+        """The load to count on."""
+        return self.usual + self.kept * (self.rate - self.usual)
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """Of the rate a cold start ahead: mean and standard deviation."""
 
@@ -66,6 +90,11 @@ class Forecast:
 def bucket_s(cold_start_s: float) -> float:
     """Width of a bucket for this configured cold start."""
     return min(60.0, max(0.5, cold_start_s / BUCKETS_OF_COLD_START))
+
+
+def fast_span_s(config: ScalingConfig) -> float:
+    """How far back the rate of the last seconds reaches."""
+    return _FAST_SPANS * config.slo.ttft_s
 
 
 def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -> Load:
@@ -159,3 +188,21 @@ def _sigma(rates: Sequence[float], ahead: int) -> float:
     prior = _FORGET * ahead * math.exp(-len(changes) / (_FORGET * ahead))
     variance = (2 * sum(rises) + prior * (_UNKNOWN * levels[-1]) ** 2) / (sum(weights) + prior)
     return min(levels[-1], math.sqrt(variance))
+
+
+def passed(surge: Surge, level: float, dt: float) -> Surge:
+    """After `dt` seconds. One that ends now is compared with the `level` that there is now."""
+    if surge.left_s == 0:
+        return surge
+    if surge.left_s > dt:
+        return replace(surge, left_s=surge.left_s - dt)
+    rise = surge.rate - surge.usual
+    kept = min(1.0, max(0.0, (level - surge.usual) / rise)) if rise > 0 else 1.0
+    count = min(_REMEMBERED, surge.count + 1)
+    return replace(surge, left_s=0.0, count=count, kept=surge.kept + (kept - surge.kept) / count)
+
+
+def noted(surge: Surge, rate: float, usual: float, lasts_s: float) -> Surge:
+    """With a surge of this rate, which tops the one that is on if there is one."""
+    usual = surge.usual if surge.left_s else usual
+    return replace(surge, rate=rate, usual=usual, left_s=lasts_s)

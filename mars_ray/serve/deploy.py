@@ -9,8 +9,8 @@ from typing import Any
 
 from ray import serve
 
-from mars_ray.autoscale.prior import prior_model
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
+from mars_ray.autoscale.service_model_fit import prior_model
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of

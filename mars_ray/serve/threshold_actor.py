@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
 
-from mars_ray.autoscale.ladder import Rung
+from mars_ray.autoscale.operating_points import Rung
 from mars_ray.errors import ConfigError
 from mars_ray.serve.status import Decided
 

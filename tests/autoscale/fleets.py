@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.decision import Decision, State
-from mars_ray.autoscale.ladder import ladder
+from mars_ray.autoscale.operating_points import ladder
 from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.autoscale.traffic import Traffic
 from mars_ray.config.scaling import ScalingConfig
 

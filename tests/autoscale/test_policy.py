@@ -7,9 +7,9 @@ import pytest
 from autoscale.fleets import ARITHMETIC_BOUND, CONFIG, MEMORY_BOUND, Fleet, config, sample
 
 from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.decision import Decision, State
-from mars_ray.autoscale.ladder import ladder
+from mars_ray.autoscale.operating_points import ladder
 from mars_ray.autoscale.sample import ReplicaLoad
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.autoscale.traffic import Traffic
 
 

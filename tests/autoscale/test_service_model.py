@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulator.simulated import run, trace
 
-from mars_ray.autoscale.measured import (
+from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, Shape, load_service_model
+from mars_ray.autoscale.service_model_fit import (
+    Uniform,
     acceptance_rate,
     confidence_level,
     data_sheet_steps,
+    expected,
     levels_of,
     measured_steps,
     verified_level,
 )
-from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, Shape, load_service_model
-from mars_ray.autoscale.uniform import Uniform, expected
 from mars_ray.core.frontier import Frontier
 from mars_ray.errors import ConfigError
 

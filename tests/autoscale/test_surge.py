@@ -4,7 +4,7 @@ from autoscale.fleets import CONFIG, Fleet, config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.autoscale.surge import Surge, noted, passed
+from mars_ray.autoscale.forecast import Surge, noted, passed
 
 RATES = st.floats(0, 1e6)
 

@@ -8,8 +8,8 @@ from autoscale.fleets import config, sample
 from simulator.simulated import MODEL, poisson, run, trace
 
 from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.autoscale.traffic import Traffic, observe_traffic
 from mars_ray.simulator.engine.policy import Deciding
 

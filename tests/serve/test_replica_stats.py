@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mars_ray.autoscale.ladder import Rung
+from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.sample import ReplicaCounts
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode

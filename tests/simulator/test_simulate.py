@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator.simulated import MODEL, fixture, poisson, run, trace
 
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.service_model import Mix
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.engine.arrays import DONE, FAILED, SHED, make_tables, make_world
 from mars_ray.simulator.engine.core import advance, set_levels, start

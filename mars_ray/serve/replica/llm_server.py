@@ -11,8 +11,8 @@ from typing import TypeVar
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.autoscale.ladder import Rung
-from mars_ray.autoscale.local import LocalLoop
+from mars_ray.autoscale.operating_points import Rung
+from mars_ray.autoscale.threshold_control import LocalLoop
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import Message as ChatTurn

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.state import Decision, State
 
 
 class Fixed:

@@ -10,8 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.simulator.baselines.ray_serve import ongoing
 
 _STABLE_S, _PANIC_S, _TICK_S = 60.0, 6.0, 2.0

@@ -10,8 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import Slo
 
 _UP, _DOWN, _ALPHA, _CAP = 0.55, 0.40, 0.6, 2.0

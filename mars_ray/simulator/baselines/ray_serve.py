@@ -11,8 +11,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.simulator.engine.observe import Observed
 
 _LOOK_BACK_S, _PUSH_S = 30.0, 10.0

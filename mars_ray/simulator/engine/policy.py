@@ -3,9 +3,9 @@
 from typing import Protocol
 
 from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.decision import Decision, State
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import ScalingConfig
 
 

@@ -10,13 +10,20 @@ The highest rung that is enough is taken; a lower one at once (after `lower_dwel
 once it would have carried lambda with a margin all through `raise_dwell_s`, empty places not
 counted. Nothing is summed up but the points spent, so nothing winds up while the threshold is at
 its floor.
+
+Each replica runs the same law over its own queue (`LocalLoop`). The policy sees a fleet by reports
+that are half a second old, and takes what there is to be spread evenly; a replica knows its own
+queue at once. So one that has more than its share, since another died or many prompts share a
+prefix, lowers its threshold by itself, among those that the policy allows at the moment and never
+above the policy's; and it goes on when no policy is heard any more.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from mars_ray.autoscale.ladder import Rung
+from mars_ray.autoscale.forecast import Load, bucket_s, fast_span_s, observe
+from mars_ray.autoscale.operating_points import Rung
 from mars_ray.config.scaling import ScalingConfig
 
 # A higher rung must carry so much more than there is: without it, it would be left again.
@@ -133,3 +140,35 @@ def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
     if pressure.rate <= admissible or unpinned <= 0 or pressure.running == 0:
         return 0.0
     return min(_MOST_SHED, (1 - admissible / pressure.rate) / unpinned)
+
+
+@dataclass(slots=True)
+class LocalLoop:
+    """One per replica. Without rungs the policy's threshold is in force."""
+
+    config: ScalingConfig
+    threshold: float  # the policy's
+    rungs: Sequence[Rung] = ()  # that it allows, the highest first
+    _load: Load = field(default_factory=Load)
+    _quality: Quality = field(default_factory=Quality)
+    _tick_s: float | None = None
+    _arrived: float = 0.0
+
+    def tick(self, in_system: float, arrived: float, now: float) -> float:
+        """The threshold in force from now on.
+
+        `in_system` requests decode or wait here; so many have `arrived` since the start. `now` is
+        a clock in seconds that never goes back.
+        """
+        dt = now - self._tick_s if self._tick_s is not None else 0.0
+        rate = (arrived - self._arrived) / dt if dt > 0 else 0.0
+        self._tick_s, self._arrived = now, arrived
+        if dt > 0:
+            width = bucket_s(self.config.cold_start_s)
+            self._load = observe(self._load, rate, dt, fast_span_s(self.config), width)
+        if not self.rungs:
+            return self.threshold
+        pressure = Pressure(self._load.fast, in_system, 1, max(self.config.slo.ttft_s, dt))
+        self._quality = steer(self._quality, self.rungs, pressure, dt, self.config)
+        own = self._quality.threshold
+        return self.threshold if own is None else min(self.threshold, own)

@@ -1,18 +1,76 @@
-"""A service model from what the project measures: step costs, frontiers, acceptance."""
+"""A service model from what is known of a checkpoint and a device.
+
+Measured: step costs (`mars-ray bench decode`), and acceptance by a frontier (`mars-ray evaluate`).
+Before anything is measured: what a checkpoint's own files say (`prior_model`).
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from statistics import median
 from typing import Any
 
-from mars_ray.autoscale.service_model import PLAIN, Level, Shape
-from mars_ray.autoscale.uniform import Uniform, all_uniform, expected
+from mars_ray.autoscale.service_model import PLAIN, Level, ServiceModel, Shape
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import ConfigError
 
 _MOST_ROWS = 512  # of one sequence in a step
+# Acceptance of a draft where nothing is known; live measures correct it.
+_RATE = 0.7
+# Of the first replica, until it has measured its own: half a step's fixed cost, the rest by row.
+_STEPS = ((1, 0.02), (64, 0.04))
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Masks of a group, and outcomes that get a group."""
+
+    window: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """What a sequence commits and costs per forward with it, in the long run."""
+
+    tokens: float
+    rows: float
+
+
+def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
+    """After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
+
+    With c the probability that an outcome has masks, a share f of the forwards has drafts:
+    f = f * c + (1 - f), as a forward without drafts has one outcome, whose masks it has.
+    """
+    survival = list(accumulate(rates[: uniform.window], mul))
+    if not survival:
+        return Yield(1.0, 1.0)
+    reached = [1.0, *survival]
+    outcomes = [a - b for a, b in zip(reached, [*survival, 0.0], strict=True)]
+    covered = (
+        survival[-1]
+        if uniform.groups == 1
+        else sum(sorted(outcomes, reverse=True)[: uniform.groups])
+    )
+    drafted = 1 / (2 - covered)
+    rows = 1 + drafted * uniform.window * (1 + uniform.groups) + (1 - drafted) * uniform.window
+    return Yield(1 + drafted * sum(survival), rows)
+
+
+def all_uniform(window: int, most_rows: int) -> list[Uniform]:
+    """No masks first; then every window with one, two, four ... and all outcomes, as they fit."""
+    options = [Uniform(0, 1)]
+    for masks in range(1, window + 1):
+        counts = {1, 2, 4, 8, 16, 32, masks + 1}
+        options += [
+            Uniform(masks, count)
+            for count in sorted(counts)
+            if count <= masks + 1 and 1 + masks + count * masks <= most_rows
+        ]
+    return options
 
 
 def measured_steps(bench: dict[str, Any]) -> tuple[tuple[int, float], ...]:
@@ -129,3 +187,16 @@ def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
             kept.append(shape)
             best = shape.tokens_per_forward
     return tuple(kept)
+
+
+def prior_model(name: str, frontier: Frontier | None, depth: int, max_batch: int) -> ServiceModel:
+    """`depth` masks were trained. Without a frontier with verified points only lossless decoding is
+    offered: what a lower threshold would cost is not known."""
+    lossless = verified_level(1.0, 0.0, [_RATE] * depth) if depth else Level(1.0, 0.0, ())
+    levels: tuple[Level, ...] = (lossless,)
+    if frontier and depth:
+        try:
+            levels = levels_of(frontier, "verified", depth)
+        except ConfigError:
+            levels = (lossless,)
+    return ServiceModel(name, _STEPS, levels, max_batch)

@@ -1,10 +1,9 @@
 """A decision in one sentence, with the numbers that made it (docs/autoscaling.md explains each)."""
 
-from mars_ray.autoscale.fleet import Fleet
-from mars_ray.autoscale.quality import Quality
-from mars_ray.autoscale.replicas import Need, covered
+from mars_ray.autoscale.estimate import Seen
+from mars_ray.autoscale.replica_count import Fleet, Need, covered
 from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.seen import Seen
+from mars_ray.autoscale.threshold_control import Quality
 from mars_ray.config.scaling import ScalingConfig
 
 

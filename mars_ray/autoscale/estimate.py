@@ -3,18 +3,25 @@
 from dataclasses import dataclass
 from statistics import fmean
 
-from mars_ray.autoscale.decision import State
-from mars_ray.autoscale.forecast import Forecast, Load, bucket_s, forecast, observe, surprise
-from mars_ray.autoscale.ladder import Rung, ladder
-from mars_ray.autoscale.quality import Pressure
+from mars_ray.autoscale.forecast import (
+    Forecast,
+    Load,
+    Surge,
+    bucket_s,
+    fast_span_s,
+    forecast,
+    observe,
+    passed,
+    surprise,
+)
+from mars_ray.autoscale.operating_points import Rung, ladder
 from mars_ray.autoscale.sample import NO_ROOM, PINNED, Sample
 from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.autoscale.surge import Surge, passed
+from mars_ray.autoscale.state import State
+from mars_ray.autoscale.threshold_control import Pressure
 from mars_ray.autoscale.traffic import Traffic, observe_traffic
 from mars_ray.config.scaling import ScalingConfig
 
-# The rate of the last seconds reaches back so many times the time to the first token.
-_FAST_SPANS = 2.0
 _LONGEST_COLD_START_S = 3600.0
 # A forecast reaches at most so many buckets ahead: half of what is remembered.
 _FURTHEST = 32
@@ -65,11 +72,6 @@ class Seen:
         too_many = max(0.0, pressure.in_system - pressure.running * lowest.sequences)
         piled_up = too_many + pressure.rate * span - lowest.requests_per_s * serving
         return max(0.0, min(piled_up, too_many + pressure.rate * span)) / span
-
-
-def fast_span_s(config: ScalingConfig) -> float:
-    """How far back the rate of the last seconds reaches."""
-    return _FAST_SPANS * config.slo.ttft_s
 
 
 def see(
