@@ -1,10 +1,13 @@
 """API keys: who may ask, how much, and what is never said."""
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from mars_ray.config.serve import ServeJob
@@ -165,6 +168,90 @@ def test_a_key_limits_answers_at_a_time(client, tmp_path):
         fail()
     with keys.admitted(key, 2):
         pass
+
+
+class Lasting(Counting):
+    """A backend whose answers begin, and then take as long as they are told to."""
+
+    def __init__(self, *rest: Message) -> None:
+        super().__init__()
+        self.rest = rest
+        self.may_go_on = asyncio.Event()
+
+    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        self.calls.append(call)
+        yield OutputDelta("x")
+        await self.may_go_on.wait()
+        for message in self.rest:
+            yield message
+
+
+def lasting_api(tmp_path, backend: Lasting) -> FastAPI:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return build_api(ServeJob(checkpoint="m", keys_file=str(path)), {"m": backend})
+
+
+async def post(api: FastAPI, gone: asyncio.Event, begun: asyncio.Event, **fields) -> int:
+    """The status of a request by the key for two answers; its client leaves when `gone` is set."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2} | fields
+    said = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    statuses = []
+
+    async def receive() -> dict:
+        if said:
+            return said.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+        elif message["body"]:
+            begun.set()
+
+    path, headers = "/v1/chat/completions", [(b"authorization", f"Bearer {SECRET}".encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    await api(scope | {"headers": headers}, receive, send)
+    return statuses[0]
+
+
+def test_a_key_gets_its_places_back_when_the_client_leaves(tmp_path):
+    """Guards a key that is locked out by streams which nobody reads any more."""
+
+    async def scenario() -> list[int]:
+        api = lasting_api(tmp_path, Lasting())
+        gone, begun, never = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        stream = asyncio.create_task(post(api, gone, begun, stream=True))
+        await asyncio.wait_for(begun.wait(), 10)
+        statuses = [await post(api, never, asyncio.Event(), stream=True)]
+        gone.set()
+        statuses.append(await asyncio.wait_for(stream, 10))
+        again, left = asyncio.Event(), asyncio.Event()
+        stream = asyncio.create_task(post(api, left, again, stream=True))
+        await asyncio.wait_for(again.wait(), 10)
+        left.set()
+        return [*statuses, await asyncio.wait_for(stream, 10)]
+
+    assert asyncio.run(scenario()) == [429, 200, 200]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("last", [ErrorInfo(503, "gone"), OutputDelta("", Finish("stop", 1, 1, 1))])
+def test_a_key_gets_its_places_back_when_the_answers_end(tmp_path, stream, last):
+    """However they end: by an error on the way, too. The second time none would be left."""
+
+    async def scenario() -> list[int]:
+        backend = Lasting(*([last] if isinstance(last, ErrorInfo) else both(last)))
+        backend.may_go_on.set()
+        api, never = lasting_api(tmp_path, backend), asyncio.Event()
+        return [await post(api, never, asyncio.Event(), stream=stream) for _ in range(2)]
+
+    def both(delta: OutputDelta) -> list[OutputDelta]:
+        return [replace(delta, choice=choice) for choice in range(2)]
+
+    is_told = isinstance(last, ErrorInfo) and not stream
+    assert asyncio.run(scenario()) == [503 if is_told else 200] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,23 @@
 """What becomes of a request whose replica is lost; the replicas here only pretend."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import replace
+from typing import Any, Self, cast
 
 import pytest
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from serve.asking import ASK
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
+from mars_ray.config.serve import ServeJob
 from mars_ray.serve.ingress import replica_client
-from mars_ray.serve.ingress.replica_client import answered, insisted
+from mars_ray.serve.ingress.replica_client import ReplicaClient, insisted
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta, Turn
 
@@ -23,24 +26,57 @@ FIRST, LAST = OutputDelta("a"), OutputDelta("b", Finish("stop", 1, 2, 2))
 BROKEN = ErrorInfo(503, "the engine was shut down", code="engine_error")
 
 
-class Replicas:
-    """Each says its messages in turn, and is lost where one is an exception."""
+class Reply(DeploymentResponseGenerator):
+    """Says its messages in turn; it is lost where one is an exception, and waits at a number."""
 
-    def __init__(self, *saying: tuple[Message | Exception, ...]) -> None:
-        self._saying = iter(saying)
-        self.calls: list[GenerationRequest] = []
+    def __init__(self, messages: tuple[Message | Exception | float, ...]) -> None:
+        self._messages = iter(messages)
+        self.is_cancelled = False
 
-    async def ask(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        self.calls.append(call)
-        for message in next(self._saying):
+    async def __anext__(self) -> Message:
+        for message in self._messages:
             if isinstance(message, Exception):
                 raise message
-            yield message
+            if not isinstance(message, float):
+                return message
+            await asyncio.sleep(message)
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Replicas:
+    """A handle whose replicas each say their messages in turn."""
+
+    def __init__(self, *saying: tuple[Message | Exception | float, ...]) -> None:
+        self.replies = [Reply(messages) for messages in saying]
+        self.calls: list[GenerationRequest] = []
+
+    def options(self, **_options: Any) -> Self:
+        return self
+
+    @property
+    def answer(self) -> Self:
+        return self
+
+    def remote(self, call: GenerationRequest) -> Reply:
+        self.calls.append(call)
+        return self.replies[len(self.calls) - 1]
+
+    @property
+    def cancelled(self) -> list[bool]:
+        return [reply.is_cancelled for reply in self.replies]
+
+
+def client_of(replicas: Replicas) -> ReplicaClient:
+    return ReplicaClient(cast(DeploymentHandle, replicas), ServeJob(checkpoint="m"))
 
 
 def heard(replicas: Replicas, call: GenerationRequest) -> list[Message]:
     async def collect() -> list[Message]:
-        return [message async for message in answered(replicas.ask, call)]
+        async with asyncio.timeout(10):
+            return [message async for message in client_of(replicas).answer(call)]
 
     return asyncio.run(collect())
 
@@ -104,39 +140,43 @@ def test_the_time_of_a_request_runs_on():
 def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_streamed):
     """Guards a client that waits for minutes: none is there, as while a new one loads its model."""
     monkeypatch.setattr(replica_client, "_GRACE_S", 0.0)
-    closed = []
-
-    async def never(call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        try:
-            await asyncio.sleep(1000)
-            yield FIRST
-        finally:
-            closed.append(call.id)
-
-    async def collect() -> list[Message]:
-        call = replace(CALL, timeout_s=0.05, is_streamed=is_streamed)
-        async with asyncio.timeout(10):
-            return [message async for message in answered(never, call)]
-
-    (late,) = asyncio.run(collect())
+    replicas = Replicas((1000.0, FIRST))
+    (late,) = heard(replicas, replace(CALL, timeout_s=0.05, is_streamed=is_streamed))
     assert isinstance(late, ErrorInfo)
     assert (late.status, late.param, late.code) == (408, "timeout_s", "deadline_exceeded")
-    assert closed == [CALL.id]
+    assert replicas.cancelled == [True]
 
 
 def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
     """There the clock is looked at between steps, and what is on its way still arrives."""
     monkeypatch.setattr(replica_client, "_GRACE_S", 0.0)
+    replicas = Replicas((FIRST, 0.1, LAST))
+    assert heard(replicas, replace(CALL, timeout_s=0.05)) == [FIRST, LAST]
+    assert replicas.cancelled == [False]
 
-    async def slow(_call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        yield FIRST
-        await asyncio.sleep(0.1)
-        yield LAST
 
-    async def collect() -> list[Message]:
-        return [message async for message in answered(slow, replace(CALL, timeout_s=0.05))]
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_closing_cancels_what_is_under_way_at_the_replica(is_streamed):
+    """Guards an engine that writes on for a client that has left, and for one that never reads."""
+    replicas = Replicas((FIRST, 1000.0))
 
-    assert asyncio.run(collect()) == [FIRST, LAST]
+    async def leave() -> None:
+        messages = client_of(replicas).answer(replace(CALL, is_streamed=is_streamed))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                while True:
+                    await anext(messages)
+        await messages.aclose()
+
+    asyncio.run(leave())
+    assert replicas.cancelled == [True]
+
+
+def test_a_broken_engine_is_not_left_with_a_request():
+    """The replica that is asked next does the work; one that has ended has nothing to cancel."""
+    replicas = Replicas((BROKEN, 1000.0), (FIRST, LAST))
+    assert heard(replicas, CALL) == [FIRST, LAST]
+    assert replicas.cancelled == [True, False]
 
 
 def test_short_questions_are_asked_again_too():

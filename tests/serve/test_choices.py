@@ -1,0 +1,180 @@
+"""Several answers to one request: what ends one of them, and what ends them all."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.loading import load_engine
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
+from mars_ray.serve.replica.llm_server import LLMServer
+from mars_ray.serve.replica.stats import AnswerStats
+
+CALL = GenerationRequest(
+    "several", ("one two three",), ExactMode(), Sampling(temperature=1.5), 100, 100, n=3
+)
+
+
+class Served:
+    """A server, its engine, and what an observer was told of its answers."""
+
+    def __init__(self, server: LLMServer, engine: Engine) -> None:
+        self.server = server
+        self.engine = engine
+        self.told: list[AnswerStats] = []
+
+    def answer(self, seen: AnswerStats) -> None:
+        self.told.append(seen)
+
+    @property
+    def endings(self) -> list[str]:
+        return sorted(seen.ending for seen in self.told)
+
+    async def idle(self) -> None:
+        """Once nothing is left in the engine; within seconds, or the test fails."""
+        async with asyncio.timeout(10):
+            while self.engine.has_work:
+                await asyncio.sleep(0.01)
+        assert self.server.open_answers == 0
+
+
+@pytest.fixture
+def served(job) -> Iterator[Served]:
+    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    served = Served(LLMServer(engine, tokenizer, job), engine)
+    served.server._observer = served
+    served.server.start()
+    yield served
+    served.server.stop()
+    engine.check_integrity()
+
+
+def heard(served: Served, call: GenerationRequest) -> list[Message]:
+    async def run() -> list[Message]:
+        messages = [message async for message in served.server.answer(call)]
+        await served.idle()
+        return messages
+
+    return asyncio.run(run())
+
+
+def test_closing_ends_all_answers(served):
+    """Guards two of three sequences that run on for nobody, and answers that no one counts."""
+
+    async def leave() -> None:
+        async with aclosing(served.server.answer(replace(CALL, delivery="steps"))) as messages:
+            for _ in range(6):
+                await anext(messages)
+            assert served.engine.running == 3
+        await served.idle()
+
+    asyncio.run(leave())
+    assert served.endings == ["abort"] * 3
+    assert all(1 <= seen.completion_tokens < 100 for seen in served.told)
+    assert served.server._tally.finished == 3
+
+
+def test_each_answer_begins_at_once_and_ends_at_once(served, job):
+    """Guards an answer whose first token waits for the pace of another one."""
+    served.server._job = job.model_copy(update={"stream_interval_s": 60.0})
+    begin = time.monotonic()
+    messages = heard(served, CALL)
+    assert time.monotonic() - begin < 30
+    for choice in range(3):
+        own = [m for m in messages if isinstance(m, OutputDelta) and m.choice == choice]
+        assert sum(delta.tokens for delta in own) == 100
+        assert own[0].forward < own[-1].forward
+        assert own[-1].finish
+
+
+def test_an_answer_that_meets_its_stop_string_leaves_the_engine_and_the_others_go_on(served):
+    """Guards a sequence that is decoded to its end because its neighbours are not over."""
+    alone = heard(served, replace(CALL, delivery="whole"))
+    texts = {m.choice: m.text for m in alone if isinstance(m, OutputDelta)}
+    stop = next(
+        text
+        for place in range(10, 60)
+        if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
+    )
+    served.told.clear()
+
+    async def run() -> tuple[int, list[OutputDelta]]:
+        deltas, running = [], 3
+        call = replace(CALL, delivery="steps", stop=(stop,))
+        async with aclosing(served.server.answer(call)) as messages:
+            async for message in messages:
+                assert isinstance(message, OutputDelta)
+                deltas.append(message)
+                finished = [delta.choice for delta in deltas if delta.finish]
+                if finished == [0]:
+                    running = min(running, served.engine.running)
+        await served.idle()
+        return running, deltas
+
+    running, deltas = asyncio.run(run())
+    assert running == 2
+    joined = {c: "".join(d.text for d in deltas if d.choice == c) for c in range(3)}
+    assert joined == texts | {0: texts[0][: texts[0].index(stop)]}
+    assert served.endings == ["length", "length", "stop"]
+    assert served.server._tally.finished == 6
+
+
+def test_one_answer_that_fails_ends_them_all(served, monkeypatch, caplog):
+    """A reply cannot tell of half a request; the others are aborted, and nothing is left."""
+    absorb = served.engine._absorb
+
+    def fails_for_one(sequence, *args):
+        if sequence.request.id == "several-1" and sequence.forwards == 5:
+            raise RuntimeError("secret")
+        return absorb(sequence, *args)
+
+    monkeypatch.setattr(served.engine, "_absorb", fails_for_one)
+    messages = heard(served, CALL)
+    assert isinstance(messages[-1], ErrorInfo)
+    assert (messages[-1].status, messages[-1].code) == (500, "internal_error")
+    assert "secret" not in messages[-1].message
+    assert served.endings == ["abort", "abort", "error"]
+    assert served.server._tally.finished == 3
+    served.server.check_health()
+
+
+def test_one_prompt_that_is_refused_refuses_the_request(served):
+    """Before a token of the others is told; what was refused counts as nobody's answer."""
+    call = replace(CALL, prompts=("one two", "one " * 500), n=1)
+    (refused,) = heard(served, call)
+    assert isinstance(refused, ErrorInfo)
+    assert (refused.status, refused.code) == (400, "context_length_exceeded")
+    assert served.endings == ["abort", "refused"]
+    assert served.server._tally.finished == 1
+
+
+def test_a_deadline_ends_all_answers(served):
+    """With one error for the request."""
+    messages = heard(served, replace(CALL, timeout_s=0.02))
+    assert isinstance(messages[-1], ErrorInfo)
+    assert (messages[-1].status, messages[-1].code) == (408, "deadline_exceeded")
+    assert "deadline" in served.endings
+
+
+def test_an_engine_that_ends_ends_all_answers(served):
+    """Each of them counts as an error of the service."""
+
+    async def run() -> Message:
+        async with aclosing(served.server.answer(replace(CALL, delivery="steps"))) as messages:
+            for _ in range(3):
+                await anext(messages)
+            await asyncio.to_thread(served.server.stop)
+            return [message async for message in messages][-1]
+
+    error = asyncio.run(run())
+    assert isinstance(error, ErrorInfo)
+    assert (error.status, error.code) == (503, "engine_error")
+    assert "error" in served.endings
+    assert len(served.endings) == 3
+    assert served.server.open_answers == 0
