@@ -141,7 +141,7 @@ def _first_tokens(
         call = GenerationRequest(f"first-{number}", prompt, ExactMode(), Sampling(), 4, 4)
         begin = time.perf_counter()
         first = None
-        async for piece in text_engine.answer(call):
+        async for piece in text_engine.generate(call):
             # Bytes that are no character yet are no text.
             if isinstance(piece, OutputDelta) and piece.text:
                 first = first or time.perf_counter() - begin

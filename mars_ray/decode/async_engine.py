@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
@@ -19,9 +20,8 @@ from mars_ray.decode.isolation import step_apart, works
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.errors import EngineError, PoisonError, RequestError
 
-Event = TokenEvent | Exception
 _log = logging.getLogger(__name__)
-_Deliver = Callable[[Event], None]
+_Deliver = Callable[[TokenEvent], None]
 Answer = TypeVar("Answer")
 # Steps that fail one after the other, with none in between that does not: the engine is broken.
 _MOST_FAILED_STEPS = 3
@@ -30,45 +30,50 @@ _LOOK_S = 0.05
 
 
 class Mailbox:
-    """One writer on any thread, one reader on the loop it was made on."""
+    """Events of some requests: one writer on any thread, one reader on the loop it was made on."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: deque[Event] = deque()
-        self._some = asyncio.Event()
-        self._over = asyncio.Event()
+        self._events: deque[TokenEvent] = deque()
+        self._woken = asyncio.Event()
         self._is_awaited = False
+        # First and last events of a request; each number is changed by one side only.
+        self._urgent_put = self._urgent_taken = 0
 
-    def put(self, event: Event) -> None:
-        """An exception and a completion are the last."""
-        is_last = isinstance(event, Exception) or event.completion is not None
+    def put(self, event: TokenEvent) -> None:
+        """The reader is woken where it waits for any event, and by first and last ones."""
+        is_urgent = _is_urgent(event)
         self._events.append(event)
-        if is_last or self._is_awaited:
+        self._urgent_put += is_urgent
+        if is_urgent or self._is_awaited:
             self._is_awaited = False
             # The loop may be closed by the time a last event arrives.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._wake, is_last)
+                self._loop.call_soon_threadsafe(self._woken.set)
 
-    async def take(self) -> list[Event]:
+    async def take(self) -> list[TokenEvent]:
         """All there are, at least one."""
         while not self._events:
-            self._some.clear()
+            self._woken.clear()
             self._is_awaited = True
             # The writer may have looked before the flag was up.
             if not self._events:
-                await self._some.wait()
-        return [self._events.popleft() for _ in range(len(self._events))]
+                await self._woken.wait()
+        taken = [self._events.popleft() for _ in range(len(self._events))]
+        self._urgent_taken += sum(map(_is_urgent, taken))
+        return taken
 
-    async def wait_for_the_last(self, seconds: float) -> None:
-        """At most so long."""
+    async def pause(self, seconds: float) -> None:
+        """So long, or until a request's first or last event is here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._over.wait()
+                while self._urgent_put <= self._urgent_taken:
+                    self._woken.clear()
+                    await self._woken.wait()
 
-    def _wake(self, is_last: bool) -> None:
-        self._some.set()
-        if is_last:
-            self._over.set()
+
+def _is_urgent(event: TokenEvent) -> bool:
+    return event.forward == 1 or event.is_last
 
 
 class AsyncEngine:
@@ -78,7 +83,7 @@ class AsyncEngine:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
-        self._undelivered: list[tuple[_Deliver, Event]] = []
+        self._undelivered: list[tuple[_Deliver, TokenEvent]] = []
         self._is_unchecked = True  # since the last step
         self._failed_steps = 0  # since the last that did not
         self._stopping = False
@@ -116,32 +121,40 @@ class AsyncEngine:
             await asyncio.sleep(_LOOK_S)
 
     async def stream(
-        self, request: Request, interval_s: float = 0.0
+        self, *requests: Request, interval_s: float = 0.0
     ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Events of a request, one per forward: the first at once, then what has come since.
+        """Events of all the requests, one per forward of each, until every request has its last.
 
-        Not sooner than `interval_s` after the ones before, but for the last, which does not wait.
-        Closing the iterator cancels the request. Raises RequestError if the engine refuses it, or
-        cannot follow its grammar any further, EngineError if the engine fails.
+        What comes within `interval_s` of the events before comes together with them; only a
+        request's first and last event do not wait. Closing the iterator cancels what is not over.
+        An event with a failure is passed on, and then that failure is raised: RequestError if the
+        engine refuses the request, or cannot follow its grammar any further, EngineError if the
+        engine fails.
         """
         mailbox = Mailbox()
         deliver = mailbox.put  # one object, by which `_cancel` knows whose request it is
-        self._command(lambda: self._submit(request, deliver))
+        self._command(lambda: self._submit(requests, deliver))
         try:
+            unfinished = len(requests)
             while True:
-                taken = await mailbox.take()
-                if events := [event for event in taken if not isinstance(event, Exception)]:
-                    yield events
-                last = taken[-1]
-                if isinstance(last, Exception):
-                    raise last
-                if last.completion:
+                events = await mailbox.take()
+                yield events
+                for event in events:
+                    if event.failure:
+                        raise event.failure
+                unfinished -= sum(event.is_last for event in events)
+                if unfinished <= 0:
                     return
                 if interval_s:
-                    await mailbox.wait_for_the_last(interval_s)
+                    await mailbox.pause(interval_s)
         finally:
             with contextlib.suppress(EngineError):
-                self._command(lambda: self._cancel(request.id, deliver))
+                self._command(lambda: self._cancel(requests, deliver))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of a stream that goes on for the others; no event of it comes any more,
+        but for those that are on their way. Raises EngineError once the engine has ended."""
+        self._command(lambda: self._abort(request_id))
 
     async def ask(self, question: Callable[[Engine], Answer]) -> Answer:
         """What the engine's own thread says between two steps.
@@ -210,11 +223,12 @@ class AsyncEngine:
         self._is_unchecked = True
         for event in self._stepped():
             deliver = self._listeners[event.request_id]
-            if event.completion or event.failure:
+            if event.is_last:
                 # Its id is free from here on, delivered or not.
                 del self._listeners[event.request_id]
-            failure = event.failure and _error_of(event.request_id, event.failure)
-            self._undelivered.append((deliver, failure or event))
+            if event.failure:
+                event = replace(event, failure=_error_of(event.request_id, event.failure))
+            self._undelivered.append((deliver, event))
         self.last_step_s = time.monotonic()
         # Where a device leaves the processor free, they go out beside the next forward: no step
         # waits for that, nor for those who then read them.
@@ -249,31 +263,38 @@ class AsyncEngine:
         self._failed_steps = 0
         return events
 
-    def _submit(self, request: Request, deliver: _Deliver) -> None:
-        try:
-            self._engine.submit(request)
-        except RequestError as error:
-            deliver(error)
-            return
-        except Exception as error:  # noqa: BLE001 - one request must not end the thread
-            _log.exception("request %s could not be submitted", request.id)
-            deliver(EngineError(f"the engine failed on the request: {type(error).__name__}"))
-            return
+    def _submit(self, requests: Iterable[Request], deliver: _Deliver) -> None:
+        """All of them, or up to the first that cannot be: with it, its stream is over."""
         if not self._listeners:
             self.last_step_s = time.monotonic()
-        self._listeners[request.id] = deliver
+        for request in requests:
+            try:
+                self._engine.submit(request)
+            except RequestError as error:
+                deliver(_failed(request.id, error))
+                return
+            except Exception as error:  # noqa: BLE001 - one request must not end the thread
+                _log.exception("request %s could not be submitted", request.id)
+                what = f"the engine failed on the request: {type(error).__name__}"
+                deliver(_failed(request.id, EngineError(what)))
+                return
+            self._listeners[request.id] = deliver
 
-    def _cancel(self, request_id: str, deliver: _Deliver) -> None:
-        # Another request may have this id: the one that was refused must not end the first.
-        if self._listeners.get(request_id) is deliver:
-            del self._listeners[request_id]
+    def _cancel(self, requests: Iterable[Request], deliver: _Deliver) -> None:
+        for request in requests:
+            # Another request may have this id: one that was refused must not end the first.
+            if self._listeners.get(request.id) is deliver:
+                self._abort(request.id)
+
+    def _abort(self, request_id: str) -> None:
+        if self._listeners.pop(request_id, None):
             self._engine.cancel(request_id)
 
     def _fail_all(self, error: EngineError) -> None:
         listeners, self._listeners = self._listeners, {}
         # First: what has ended the thread may be in the way of the rest.
-        for deliver in listeners.values():
-            deliver(error)
+        for request_id, deliver in listeners.items():
+            deliver(_failed(request_id, error))
         for request_id in listeners:
             try:
                 self._engine.cancel(request_id)
@@ -282,6 +303,11 @@ class AsyncEngine:
 
     def _stop(self) -> None:
         self._stopping = True
+
+
+def _failed(request_id: str, failure: Exception) -> TokenEvent:
+    """The last event of a request that never was in the engine, or leaves it with an error."""
+    return TokenEvent(request_id, (), 0, failure=failure)
 
 
 def _error_of(request_id: str, failure: Exception) -> Exception:

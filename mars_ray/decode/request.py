@@ -22,6 +22,16 @@ FinishReason = Literal["stop", "length", "deadline"]
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What holds for every request to an engine."""
+
+    max_context: int  # tokens of a prompt and its answer
+    max_batch: int  # sequences that decode at a time
+    vocabulary: int
+    stop_ids: frozenset[int]  # tokens at which answers end
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to decode. Its text depends on nothing but this and the model."""
 
@@ -82,6 +92,11 @@ class TokenEvent:
     threshold: float | None = None  # the lowest in force so far, in modes that verify
     adapter: str | None = None  # the draft adapter whose drafts this forward has checked
     failure: Exception | None = None  # what ended the request in place of a completion
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request is over, one way or the other."""
+        return self.completion is not None or self.failure is not None
 
 
 def as_one(events: Several[TokenEvent]) -> TokenEvent:

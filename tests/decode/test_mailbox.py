@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import pytest
 from decode.models import CARD, pattern, request, trained_model
 
 from mars_ray.config.decode import EngineConfig
@@ -37,20 +38,31 @@ def test_nothing_is_lost_between_two_threads():
     assert asyncio.run(read()) == list(range(1, count + 1))
 
 
-def test_the_last_event_ends_the_wait():
-    """Guards an answer whose end comes an interval late."""
+@pytest.mark.parametrize(
+    "urgent",
+    [event(2, is_last=True), TokenEvent("a", (), 0, failure=RuntimeError("the end")), event(1)],
+    ids=["completion", "failure", "first"],
+)
+def test_the_last_event_ends_the_wait(urgent):
+    """Guards an answer whose end comes an interval late, and one whose beginning does because that
+    of another request came just before."""
 
     async def wait() -> float:
         mailbox = Mailbox()
         mailbox.put(event(1))
+        assert len(await mailbox.take()) == 1
+        mailbox.put(event(2))
         begin = time.monotonic()
-        await mailbox.wait_for_the_last(0.05)
+        await mailbox.pause(0.05)
         assert time.monotonic() - begin > 0.04
-        mailbox.put(RuntimeError("the end"))
-        await mailbox.wait_for_the_last(60)
+        mailbox.put(urgent)
+        await mailbox.pause(60)
+        assert await mailbox.take() == [event(2), urgent]
+        # What was taken ends no other wait.
+        await mailbox.pause(0.05)
         return time.monotonic() - begin
 
-    assert asyncio.run(wait()) < 10
+    assert 0.08 < asyncio.run(wait()) < 10
 
 
 def test_a_stream_in_intervals_has_the_same_events():
@@ -62,7 +74,7 @@ def test_a_stream_in_intervals_has_the_same_events():
     item = request("a", pattern(0, 2, 5), ExactMode(), max_new_tokens=30, stop=-1)
 
     async def read(interval_s: float) -> list[list[TokenEvent]]:
-        return [events async for events in thread.stream(item, interval_s)]
+        return [events async for events in thread.stream(item, interval_s=interval_s)]
 
     each, some = asyncio.run(read(0.0)), asyncio.run(read(60.0))
     thread.stop()

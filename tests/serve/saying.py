@@ -11,7 +11,7 @@ class Saying:
     def __init__(self, *messages: Message) -> None:
         self._messages = messages
 
-    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         for message in self._messages:
             yield message
 

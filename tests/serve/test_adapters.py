@@ -204,7 +204,7 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
     async def whole(number: int) -> tuple[str, OutputDelta]:
         call = _open_call(f"overtaken-{number}")
         said = ""
-        async for message in text.answer(call):
+        async for message in text.generate(call):
             assert isinstance(message, OutputDelta), message
             said += message.text
             if message.finish:

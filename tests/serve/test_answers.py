@@ -132,7 +132,7 @@ def test_long_prompts_are_encoded_beside_the_loop(text_engine, monkeypatch):
     async def first(prompt: str | tuple[Turn, ...]) -> Message:
         await text_engine.tokenize(prompt)
         call = GenerationRequest("a", (prompt,), ExactMode(), Sampling(), 1, 100)
-        async with aclosing(text_engine.answer(call)) as messages:
+        async with aclosing(text_engine.generate(call)) as messages:
             return await anext(messages)
 
     for text in ("one two", "one two " * 5000):

@@ -44,7 +44,7 @@ class Counting:
     def __init__(self) -> None:
         self.calls: list[GenerationRequest] = []
 
-    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         self.calls.append(call)
         for choice in range(call.choices):
             yield OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice)
@@ -157,8 +157,8 @@ def test_a_key_limits_answers_at_a_time(client, tmp_path):
     key = keys.holder(f"Bearer {SECRET}")
 
     def fail() -> None:
-        with keys.admitted(key, 2):
-            with pytest.raises(ApiError) as caught, keys.admitted(key, 1):
+        with keys.lease(key, 2):
+            with pytest.raises(ApiError) as caught, keys.lease(key, 1):
                 pass
             refusal = caught.value.refusal
             assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "key_limit", 1)
@@ -166,7 +166,7 @@ def test_a_key_limits_answers_at_a_time(client, tmp_path):
 
     with pytest.raises(RuntimeError):
         fail()
-    with keys.admitted(key, 2):
+    with keys.lease(key, 2):
         pass
 
 
@@ -178,7 +178,7 @@ class Lasting(Counting):
         self.rest = rest
         self.may_go_on = asyncio.Event()
 
-    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         self.calls.append(call)
         yield OutputDelta("x")
         await self.may_go_on.wait()

@@ -57,7 +57,7 @@ def served(job) -> Iterator[Served]:
 
 def heard(served: Served, call: GenerationRequest) -> list[Message]:
     async def run() -> list[Message]:
-        messages = [message async for message in served.server.answer(call)]
+        messages = [message async for message in served.server.generate(call)]
         await served.idle()
         return messages
 
@@ -68,7 +68,7 @@ def test_closing_ends_all_answers(served):
     """Guards two of three sequences that run on for nobody, and answers that no one counts."""
 
     async def leave() -> None:
-        async with aclosing(served.server.answer(replace(CALL, delivery="steps"))) as messages:
+        async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
             for _ in range(6):
                 await anext(messages)
             assert served.engine.running == 3
@@ -107,7 +107,7 @@ def test_an_answer_that_meets_its_stop_string_leaves_the_engine_and_the_others_g
     async def run() -> tuple[int, list[OutputDelta]]:
         deltas, running = [], 3
         call = replace(CALL, delivery="steps", stop=(stop,))
-        async with aclosing(served.server.answer(call)) as messages:
+        async with aclosing(served.server.generate(call)) as messages:
             async for message in messages:
                 assert isinstance(message, OutputDelta)
                 deltas.append(message)
@@ -166,7 +166,7 @@ def test_an_engine_that_ends_ends_all_answers(served):
     """Each of them counts as an error of the service."""
 
     async def run() -> Message:
-        async with aclosing(served.server.answer(replace(CALL, delivery="steps"))) as messages:
+        async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
             for _ in range(3):
                 await anext(messages)
             await asyncio.to_thread(served.server.stop)

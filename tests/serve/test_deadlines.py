@@ -50,7 +50,7 @@ class Endless(Saying):
 
     closed = False
 
-    async def answer(self, call):
+    async def generate(self, call):
         try:
             for _ in range(2000):
                 yield OutputDelta("x" * 100_000)

@@ -22,7 +22,7 @@ CALL = GenerationRequest("delivery", ("one two three",), ExactMode(), Sampling()
 
 def heard(text_engine, call: GenerationRequest) -> list[Message]:
     async def run() -> list[Message]:
-        return [message async for message in text_engine.answer(call)]
+        return [message async for message in text_engine.generate(call)]
 
     return asyncio.run(run())
 

@@ -167,7 +167,7 @@ def test_a_replica_whose_engine_fails_gives_way_at_once(url, job):
         sampling = Sampling() if number else breaks
         call = GenerationRequest(f"broken-{number}", (prompt,), ExactMode(), sampling, 4, 4)
         try:
-            said = [message async for message in handle.answer.remote(call)]
+            said = [message async for message in handle.generate.remote(call)]
         except RayActorError:
             return True
         assert isinstance(said[-1], ErrorInfo)

@@ -134,7 +134,7 @@ def full(text_engine, until: threading.Event) -> Iterator[None]:
 
     async def hold() -> None:
         answers = [
-            text_engine.answer(
+            text_engine.generate(
                 GenerationRequest(f"hold-{i}", (turns,), ExactMode(), Sampling(), 2, 100)
             )
             for i in range(6)

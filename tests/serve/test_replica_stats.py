@@ -58,7 +58,7 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
         await engine.follow(point, 0.0)
         prompt = ("one two three",)
         call = GenerationRequest("a", prompt, VerifiedMode(), Sampling(), 12, 100, quality=quality)
-        async for _ in engine.answer(call):
+        async for _ in engine.generate(call):
             pass
 
     asyncio.run(ask())
@@ -75,7 +75,7 @@ def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
     async def ask(number: int) -> None:
         call = GenerationRequest(str(number), ("one two",), VerifiedMode(), Sampling(), 12, 100)
         call = replace(call, quality=Elastic(0.1), quality_class="default")
-        async for _ in engine.answer(call):
+        async for _ in engine.generate(call):
             await engine.steer()
 
     async def ask_for_many() -> None:
@@ -98,7 +98,7 @@ def test_all_tokens_of_an_interval_are_counted(engine, kept):
         call = GenerationRequest(
             "b", ("one two three",), VerifiedMode(), Sampling(), 40, 100, stop=("\0",)
         )
-        async for _ in engine.answer(call):
+        async for _ in engine.generate(call):
             pass
 
     asyncio.run(ask())
@@ -136,7 +136,7 @@ def test_what_the_engine_refuses_is_no_failure(engine, kept):
 
     async def ask() -> None:
         call = GenerationRequest("long", ("one " * 5000,), VerifiedMode(), Sampling(), 12, 100)
-        async for _ in engine.answer(call):
+        async for _ in engine.generate(call):
             pass
 
     finished = engine._tally.finished

@@ -57,7 +57,7 @@ class Replicas:
         return self
 
     @property
-    def answer(self) -> Self:
+    def generate(self) -> Self:
         return self
 
     def remote(self, call: GenerationRequest) -> Reply:
@@ -76,7 +76,7 @@ def client_of(replicas: Replicas) -> ReplicaClient:
 def heard(replicas: Replicas, call: GenerationRequest) -> list[Message]:
     async def collect() -> list[Message]:
         async with asyncio.timeout(10):
-            return [message async for message in client_of(replicas).answer(call)]
+            return [message async for message in client_of(replicas).generate(call)]
 
     return asyncio.run(collect())
 
@@ -161,7 +161,7 @@ def test_closing_cancels_what_is_under_way_at_the_replica(is_streamed):
     replicas = Replicas((FIRST, 1000.0))
 
     async def leave() -> None:
-        messages = client_of(replicas).answer(replace(CALL, is_streamed=is_streamed))
+        messages = client_of(replicas).generate(replace(CALL, is_streamed=is_streamed))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05):
                 while True:

@@ -218,10 +218,10 @@ def test_a_full_queue_is_a_429_and_places_come_back(client, text_engine, job):
     """Four running and two waiting are the limit; closing the answers frees every place."""
 
     async def fill() -> Message:
-        answers = [text_engine.answer(call(f"fill-{i}")) for i in range(6)]
+        answers = [text_engine.generate(call(f"fill-{i}")) for i in range(6)]
         first = [asyncio.ensure_future(anext(answer)) for answer in answers]
         await asyncio.wait(first[:4])
-        refused = await anext(text_engine.answer(call("one-more")))
+        refused = await anext(text_engine.generate(call("one-more")))
         for task in first[4:]:
             task.cancel()
         await asyncio.wait(first)
@@ -254,7 +254,7 @@ def test_a_fault_is_a_500_with_a_request_id_and_no_details(job, caplog):
     caplog.set_level(logging.ERROR)
 
     class Broken(Saying):
-        async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
             raise RuntimeError("secret")
             yield OutputDelta("", Finish("stop", 1, 1, 1))
 
@@ -345,7 +345,7 @@ def test_closing_an_answer_cancels_it_in_the_engine(checkpoint, job):
     chat.start()
 
     async def one_piece() -> None:
-        async with aclosing(chat.answer(call("short"))) as answer:
+        async with aclosing(chat.generate(call("short"))) as answer:
             await anext(answer)
             assert engine.running == 1
         for _ in range(200):

@@ -1,17 +1,20 @@
 """Server-sent events: one per engine step, in OpenAI's chunks."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
+from starlette.requests import ClientDisconnect
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.serve.openai.responses import ChatShape, TextShape
-from mars_ray.serve.openai.sse import DONE, Chunks, events
+from mars_ray.serve.openai.sse import DONE, Chunks, EventStream, stream
 from mars_ray.serve.protocol import (
     ErrorInfo,
     Finish,
@@ -44,14 +47,24 @@ class Source:
 
 
 async def collect(source: Source, include_usage: bool, take: int | None = None) -> list[str]:
-    rest = source.rest()
-    first = await anext(rest)
-    written = events(Chunks(CALL, ChatShape(), "m", 1, include_usage), first, rest)
-    got = []
-    async for event in written:
-        got.append(event)
+    """The events that a client reads, which leaves after `take` of them."""
+    rest, held, got = source.rest(), AsyncExitStack(), []
+    await held.enter_async_context(aclosing(rest))
+    written = stream(Chunks(CALL, ChatShape(), "m", 1, include_usage), await anext(rest), rest)
+
+    async def receive() -> dict:
+        await asyncio.Event().wait()
+        return {}
+
+    async def send(message) -> None:
+        if message.get("body"):
+            got.append(message["body"].decode())
         if len(got) == take:
-            await written.aclose()
+            raise OSError("the client is gone")
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+    with contextlib.suppress(ClientDisconnect):
+        await EventStream(written, {}, held)(scope, receive, send)
     return apart(got)
 
 
@@ -138,7 +151,7 @@ def test_choices_stream_side_by_side():
     async def run() -> list[str]:
         rest = source.rest()
         chunks = Chunks(call, TextShape(), "m", 1, include_usage=True, forwards=True)
-        return [event async for event in events(chunks, await anext(rest), rest)]
+        return [event async for event in stream(chunks, await anext(rest), rest)]
 
     texts = asyncio.run(run())
     assert len(texts) == 8

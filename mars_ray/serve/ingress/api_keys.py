@@ -89,8 +89,8 @@ class ApiKeys:
                     )
 
     @contextmanager
-    def admitted(self, key: ApiKey | None, answers: int) -> Iterator[None]:
-        """While the answers are written. Raises ApiError if there would be too many."""
+    def lease(self, key: ApiKey | None, answers: int) -> Iterator[None]:
+        """For as long as the answers are written. Raises ApiError if there would be too many."""
         if key is None:
             yield
             return

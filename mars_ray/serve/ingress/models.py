@@ -14,7 +14,7 @@ from mars_ray.serve.status import Decided, ReplicaStatus
 class Backend(Protocol):
     """What answers: an engine in this process, or replicas behind a handle."""
 
-    def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+    def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         """Ends when every choice has finished, or with a refusal; closing it ends the work."""
         ...
 

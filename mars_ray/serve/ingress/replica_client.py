@@ -7,8 +7,7 @@ Another replica says the same: what a request leaves open, its seed too, was dec
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -64,47 +63,7 @@ class Recent(Generic[Value]):
             return self._known[1]
 
 
-async def answered(
-    ask: Callable[[GenerationRequest], AsyncGenerator[Message, None]], call: GenerationRequest
-) -> AsyncGenerator[Message, None]:
-    """The messages of the first replica that lives long enough; else a refusal as the last one.
-
-    What is not to be delivered before it is whole is kept back until then. The call's time runs
-    from here: no replica may be there to look at the clock.
-    """
-    limit_s = call.timeout_s
-    until = None if limit_s is None else time.monotonic() + limit_s
-    for _ in range(_TRIES):
-        told = False
-        kept: list[Message] = []
-        try:
-            async with aclosing(ask(call)) as messages:
-                while message := await _next(messages, None if told else until):
-                    if _is_broken(message):
-                        break
-                    if call.is_streamed:
-                        told = True
-                        yield message
-                    else:
-                        kept.append(message)
-                else:
-                    for message in kept:
-                        yield message
-                    return
-        except _GONE as error:
-            logger.warning("request %s: %s", call.id, error)
-        except TimeoutError:
-            yield _late(limit_s)
-            return
-        if told:
-            break
-        await asyncio.sleep(_PAUSE_S)
-        if until is not None:
-            call = replace(call, timeout_s=max(0.0, until - time.monotonic()))
-    yield _LOST
-
-
-async def _next(messages: AsyncGenerator[Message, None], until: float | None) -> Message | None:
+async def _next(messages: AsyncIterator[Message], until: float | None) -> Message | None:
     """None at the end. Raises TimeoutError if nothing comes until then and a little longer."""
     left_s = None if until is None else until + _GRACE_S - time.monotonic()
     async with asyncio.timeout(left_s):
@@ -144,20 +103,48 @@ class ReplicaClient:
         self._decided = Recent(lambda: newest_decision(job.name), _STATUS_S)
         self._streaming = self._handle.options(stream=True)
 
-    def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        return answered(self._once, call)
+    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """The messages of the first replica that lives long enough; else an error as the last one.
 
-    async def _once(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        messages = self._streaming.answer.remote(call)
-        assert isinstance(messages, DeploymentResponseGenerator)
-        finished = False
-        try:
-            async for message in messages:
-                yield message
-            finished = True
-        finally:
-            if not finished:
-                messages.cancel()
+        What is not to be delivered before it is whole is kept back until then. The call's time runs
+        from here: no replica may be there to look at the clock.
+        """
+        limit_s = call.timeout_s
+        until = None if limit_s is None else time.monotonic() + limit_s
+        for _ in range(_TRIES):
+            is_told = is_over = False
+            kept: list[Message] = []
+            messages = self._streaming.generate.remote(call)
+            assert isinstance(messages, DeploymentResponseGenerator)
+            try:
+                while message := await _next(messages, None if is_told else until):
+                    if _is_broken(message):
+                        break
+                    if call.is_streamed:
+                        is_told = True
+                        yield message
+                    else:
+                        kept.append(message)
+                else:
+                    is_over = True
+            except _GONE as error:
+                logger.warning("request %s: %s", call.id, error)
+            except TimeoutError:
+                yield _late(limit_s)
+                return
+            finally:
+                if not is_over:
+                    messages.cancel()
+            if is_over:
+                for message in kept:
+                    yield message
+                return
+            if is_told:
+                break
+            await asyncio.sleep(_PAUSE_S)
+            if until is not None:
+                call = replace(call, timeout_s=max(0.0, until - time.monotonic()))
+        yield _LOST
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
         return await insisted(lambda: self._handle.tokenize.remote(prompt))

@@ -5,8 +5,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ from mars_ray.serve.openai.responses import (
     model_list,
     reply,
 )
-from mars_ray.serve.openai.sse import Chunks, EventStream, events, internal_error
+from mars_ray.serve.openai.sse import Chunks, EventStream, internal_error, stream
 from mars_ray.serve.openai.validation import to_generation_request, turns_of
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message
 from mars_ray.serve.status import model_status
 
 logger = logging.getLogger(__name__)
@@ -216,26 +216,29 @@ class _Routes:
         call = _within(call, key, "max_tokens" if body.max_tokens else "max_completion_tokens")
         entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
         created = int(time.time())
-        messages = self._admitted(model.backend, call, key, entry)
-        # The status line depends on the first message.
-        first = await anext(messages)
-        if isinstance(first, ErrorInfo):
-            # Gives back at once what the key may have under way.
-            await messages.aclose()
-            raise ApiError(first)
-        forwards = bool(body.return_forwards)
-        if body.stream:
-            chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
-            headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
-            return EventStream(events(chunks, first, messages), headers)
-        answers = [
-            Answer(
-                logprobs=None if call.logprobs is None else [], forwards=[] if forwards else None
-            )
-            for _ in range(call.choices)
-        ]
-        await _collect(answers, first, messages)
-        return JSONResponse(reply(call, shape, model.name, created, answers))
+        async with AsyncExitStack() as held:
+            held.enter_context(self._keys.lease(key, call.choices))
+            messages = model.backend.generate(call)
+            await held.enter_async_context(aclosing(messages))
+            # The status line depends on the first message.
+            first = await anext(messages)
+            if isinstance(first, ErrorInfo):
+                raise ApiError(first)
+            forwards = bool(body.return_forwards)
+            if body.stream:
+                chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
+                headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
+                events = stream(chunks, first, messages, entry.told)
+                return EventStream(events, headers, held.pop_all())
+            answers = [
+                Answer(
+                    logprobs=None if call.logprobs is None else [],
+                    forwards=[] if forwards else None,
+                )
+                for _ in range(call.choices)
+            ]
+            await _collect(answers, first, messages, entry)
+            return JSONResponse(reply(call, shape, model.name, created, answers))
 
     async def _tokenize(self, raw: bytes, _entry: Entry, key: ApiKey | None) -> Response:
         body = parse(TokenizeBody, raw)
@@ -258,16 +261,6 @@ class _Routes:
         if isinstance(text, ErrorInfo):
             raise ApiError(text)
         return JSONResponse({"prompt": text})
-
-    async def _admitted(
-        self, backend: Backend, call: GenerationRequest, key: ApiKey | None, entry: Entry
-    ) -> AsyncGenerator[Message, None]:
-        """The backend's messages, counted against the key until they end or are closed."""
-        with self._keys.admitted(key, call.choices):
-            async with aclosing(backend.answer(call)) as messages:
-                async for message in messages:
-                    entry.told(message)
-                    yield message
 
 
 async def _status_of(model: Model) -> dict[str, Any]:
@@ -292,16 +285,18 @@ def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> Generati
 
 
 async def _collect(
-    answers: list[Answer], first: OutputDelta, rest: AsyncGenerator[Message, None]
+    answers: list[Answer], first: Message, rest: AsyncIterator[Message], entry: Entry
 ) -> None:
     """Every answer to its end. Raises ApiError if one fails on its way."""
-    answers[first.choice].add(first)
-    async with aclosing(rest):
-        while any(answer.finish is None for answer in answers):
-            message = await anext(rest)
-            if isinstance(message, ErrorInfo):
-                raise ApiError(message)
-            answers[message.choice].add(message)
+    message = first
+    while True:
+        entry.told(message)
+        if isinstance(message, ErrorInfo):
+            raise ApiError(message)
+        answers[message.choice].add(message)
+        if all(answer.finish for answer in answers):
+            return
+        message = await anext(rest)
 
 
 async def _read(request: Request, limits: Limits) -> bytes:

@@ -3,13 +3,13 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from mars_ray.serve.openai.responses import Shape, error_body, tool_call_delta, usage
 from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta
@@ -95,43 +95,49 @@ class Chunks:
 
 
 class EventStream(StreamingResponse):
-    """Closes its events, whatever ends it: nothing else would before they are collected."""
+    """A response of events; whatever ends it, they are closed, and what was held for it."""
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None], headers: dict[str, str], held: AsyncExitStack
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._events = events
+        self._held = held
 
-    async def stream_response(self, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See StreamingResponse."""
-        async with aclosing(self._events):
-            await super().stream_response(send)
+        async with self._held, aclosing(self._events):
+            await super().__call__(scope, receive, send)
 
 
-async def events(
-    chunks: Chunks, first: Message, rest: AsyncGenerator[Message, None]
+async def stream(
+    chunks: Chunks,
+    first: Message,
+    rest: AsyncIterator[Message],
+    told: Callable[[Message], None] = lambda _: None,
 ) -> AsyncGenerator[str, None]:
-    """The events of a call; `rest` is closed when the client goes away.
+    """The events of a call; `told` hears of every message that they are made of.
 
     Those that come together go together: every text is a message through two of Serve's processes.
     An error after the start is an event of its own, and the last one: there is no [DONE].
     """
-    async with aclosing(rest):
-        try:
-            message = first
-            while True:
-                if isinstance(message, ErrorInfo):
-                    yield event(error_body(message))
-                    return
-                text = "".join(chunks.of(message))
-                if chunks.is_over:
-                    break
-                if text:
-                    yield text
-                message = await anext(rest)
-            yield text + (chunks.usage() if chunks.include_usage else "") + DONE
-        except Exception:
-            logger.exception("request %s failed while streaming", chunks.call.id)
-            yield event(error_body(internal_error(chunks.call.id)))
+    try:
+        message = first
+        while True:
+            told(message)
+            if isinstance(message, ErrorInfo):
+                yield event(error_body(message))
+                return
+            text = "".join(chunks.of(message))
+            if chunks.is_over:
+                break
+            if text:
+                yield text
+            message = await anext(rest)
+        yield text + (chunks.usage() if chunks.include_usage else "") + DONE
+    except Exception:
+        logger.exception("request %s failed while streaming", chunks.call.id)
+        yield event(error_body(internal_error(chunks.call.id)))
 
 
 def internal_error(request_id: str) -> ErrorInfo:

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from pathlib import Path
 
 from mars_ray.config.decode import EngineConfig
@@ -67,11 +66,10 @@ class Replica:
         self._steering = asyncio.create_task(self._steer())
         self._leaving = asyncio.create_task(self._leave())
 
-    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """The messages of one call; Serve closes the generator when the caller is gone."""
-        async with aclosing(self._engine.answer(call)) as messages:
-            async for message in messages:
-                yield message
+    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """The messages of one call, for Serve to iterate; it cancels that when the caller is
+        gone."""
+        return self._engine.generate(call)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
         """A prompt's tokens."""

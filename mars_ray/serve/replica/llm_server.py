@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -48,7 +49,6 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.replica.adapters import Drafting
 from mars_ray.serve.replica.admission import Admission
 from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
-from mars_ray.serve.replica.merge import merged
 from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
 from mars_ray.serve.replica.stats import (
     AnswerStats,
@@ -70,6 +70,18 @@ _KEPT_GRAMMARS = 64
 _LONG_CHARS = 8192
 _SEEDS = 1 << 64
 Made = TypeVar("Made")
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer in the making."""
+
+    output: OutputProcessor
+    stats: AnswerStats
+    begun_s: float = field(default_factory=time.monotonic)
+    last_s: float = field(default_factory=time.monotonic)  # when steps last added to it
+    held: OutputDelta | None = None  # what is not told yet
+    is_over: bool = False
 
 
 class LLMServer:
@@ -167,8 +179,8 @@ class LLMServer:
         """Answers being written or waiting."""
         return self._admission.open
 
-    async def answer(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """The pieces of all answers, one per engine step of each, or a refusal.
+    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """What engine steps add to the answers, or an error, which is the last message.
 
         Closing the generator frees the call's places in the engine.
         """
@@ -178,35 +190,35 @@ class LLMServer:
             return
         self._admission.open += call.choices
         self._tally.offered(call)
+        answers: dict[str, _Answer] = {}
+        unfinished = call.choices
         try:
-            grammar = await self._grammar(call)
-            made = partial(self._requests, call, grammar)
-            answers = [
-                self._pieces(call, request, choice)
-                for choice, request in enumerate(await _encoded(made, call.prompts, call.tools))
-            ]
-            async with aclosing(merged(answers)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        except PromptTooLongError as error:
-            param = _prompt_param(call)
-            yield ErrorInfo(400, str(error), param=param, code="context_length_exceeded")
-        except RequestError as error:
-            param = _prompt_param(call) if error.field == "messages" else error.field
-            yield ErrorInfo(400, str(error), param=param, code="invalid_value")
-        except DataError as error:
-            yield ErrorInfo(400, str(error), param=_prompt_param(call), code="invalid_value")
-        except DeadlineError as error:
-            yield ErrorInfo(408, str(error), param="timeout_s", code="deadline_exceeded")
-        except PoisonError:
-            yield internal_error(call.id)
-        except EngineError as error:
-            yield ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
-        except Exception:
-            logger.exception("request %s failed", call.id)
-            yield internal_error(call.id)
+            requests = await self._requests(call)
+            answers |= {r.id: self._begun(call, r, choice) for choice, r in enumerate(requests)}
+            interval_s = 0.0 if call.delivery == "steps" else self._job.stream_interval_s
+            async with aclosing(self._thread.stream(*requests, interval_s=interval_s)) as steps:
+                async for events in steps:
+                    for some in _apart(events, by_step=call.delivery == "steps"):
+                        answer = answers[some[0].request_id]
+                        delta = self._added(call, answer, some)
+                        if delta is None:
+                            continue
+                        yield delta
+                        if delta.finish:
+                            unfinished -= 1
+                            if unfinished and not some[-1].is_last:  # a stop string
+                                await self._thread.abort(some[0].request_id)
+                    if not unfinished:
+                        return
+        except Exception as error:  # noqa: BLE001 - the edge of a replica: errors go on as values
+            is_engine_lost = isinstance(error, EngineError) and not isinstance(error, PoisonError)
+            for answer in answers.values():
+                self._ended(answer, "error" if is_engine_lost else "abort")
+            yield _error_info(call, error)
         finally:
             self._admission.open -= call.choices
+            for answer in answers.values():
+                self._ended(answer, "abort")
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
         """As the prompt of a request. Special tokens are such in a text, but not in a message."""
@@ -249,7 +261,16 @@ class LLMServer:
             self._compiled, text, "tools" if call.tools else "response_format"
         )
 
-    def _requests(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
+    async def _requests(self, call: GenerationRequest) -> list[Request]:
+        """One for each choice, as the engine can decode it now.
+
+        They must go to the engine before anything else is awaited.
+        """
+        grammar = await self._grammar(call)
+        made = await _encoded(partial(self._made, call, grammar), call.prompts, call.tools)
+        return [self.drafting.decodable(call, request) for request in made]
+
+    def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
         """One for each choice; those to one prompt differ in their seeds."""
         requests = []
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
@@ -276,35 +297,57 @@ class LLMServer:
                 requests.append(request)
         return requests
 
-    async def _pieces(
-        self, call: GenerationRequest, request: Request, choice: int
-    ) -> AsyncGenerator[OutputDelta, None]:
-        request = self.drafting.decodable(call, request)
-        seen = AnswerStats(request.mode.type, len(request.prompt))
-        started = last = time.monotonic()
-        held: OutputDelta | None = None
+    def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
+        output = OutputProcessor(call, request, choice, self._decode, self._token_text)
+        return _Answer(output, AnswerStats(request.mode.type, len(request.prompt)))
+
+    def _added(
+        self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
+    ) -> OutputDelta | None:
+        """What steps add to an answer, if it is to be told now. Raises DeadlineError."""
+        if answer.is_over:
+            return None  # the steps came behind a stop string
+        failure = events[-1].failure
+        steps = events[:-1] if failure else events
+        delta = self._processed(call, answer, steps) if steps else None
+        if delta and delta.finish:
+            self._ended(answer, delta.finish.reason)
+        elif failure:
+            self._ended(answer, _ending(failure))
+        if delta is None or (call.delivery == "whole" and not delta.finish):
+            return None
+        answer.held = None
+        return delta
+
+    def _processed(
+        self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
+    ) -> OutputDelta:
+        """With what was held back so far."""
         try:
-            async with aclosing(self._written(call, request, choice)) as pieces:
-                async for piece, event in pieces:
-                    now = time.monotonic()
-                    disagreed = event.disagreed - seen.disagreed
-                    self._live.add(now, len(event.tokens), event.forward - seen.forwards, disagreed)
-                    _look(seen, piece, event, now - last)
-                    seen.degraded = self._is_degraded(call, event)
-                    last = now
-                    held = joined(held, piece) if held else piece
-                    if piece.finish or call.delivery != "whole":
-                        yield held
-                        held = None
+            delta, event = answer.output.add(events)
         except Exception as error:
-            seen.ending = _ending(error)
+            self._ended(answer, _ending(error))
             raise
-        finally:
-            seen.total_s = time.monotonic() - started
-            if seen.ending != "refused":
-                self._tally.ended(seen)
-            if self._observer:
-                self._observer.answer(seen)
+        now, stats = time.monotonic(), answer.stats
+        disagreed = event.disagreed - stats.disagreed
+        self._live.add(now, len(event.tokens), event.forward - stats.forwards, disagreed)
+        _count(stats, event, now - answer.last_s)
+        stats.degraded = self._is_degraded(call, event)
+        answer.last_s = now
+        answer.held = joined(answer.held, delta) if answer.held else delta
+        return answer.held
+
+    def _ended(self, answer: "_Answer", ending: Ending) -> None:
+        """Tells it to who counts answers, once."""
+        if answer.is_over:
+            return
+        answer.is_over = True
+        answer.stats.ending = ending
+        answer.stats.total_s = time.monotonic() - answer.begun_s
+        if ending != "refused":
+            self._tally.ended(answer.stats)
+        if self._observer:
+            self._observer.answer(answer.stats)
 
     def _is_degraded(self, call: GenerationRequest, event: TokenEvent) -> bool:
         lowest = event.threshold
@@ -313,21 +356,6 @@ class LLMServer:
             and lowest is not None
             and lowest < max(call.quality.floor, self._job.set_point)
         )
-
-    async def _written(
-        self, call: GenerationRequest, request: Request, choice: int
-    ) -> AsyncGenerator[tuple[OutputDelta, TokenEvent], None]:
-        """A piece for every step, or for all steps of an interval."""
-        transcript = OutputProcessor(call, request, choice, self._decode, self._token_text)
-        is_each = call.delivery == "steps"
-        interval_s = 0.0 if is_each else self._job.stream_interval_s
-        async with aclosing(self._thread.stream(request, interval_s)) as stream:
-            async for events in stream:
-                for some in [[event] for event in events] if is_each else [events]:
-                    piece, event = transcript.add(some)
-                    yield piece, event
-                    if piece.finish:
-                        return
 
     def _token_text(self, token: int, logprob: float) -> TokenText:
         raw = self._bytes.of(token)
@@ -355,15 +383,43 @@ def _ending(error: Exception) -> Ending:
     return "refused" if isinstance(error, RequestError) else "error"
 
 
-def _look(seen: AnswerStats, piece: OutputDelta, event: TokenEvent, gap_s: float) -> None:
-    if seen.first_token_s is None:
-        seen.first_token_s, seen.queue_s = gap_s, event.queue_s
+def _count(stats: AnswerStats, event: TokenEvent, gap_s: float) -> None:
+    if stats.first_token_s is None:
+        stats.first_token_s, stats.queue_s = gap_s, event.queue_s
     elif event.tokens:
-        seen.gaps.append((gap_s, len(event.tokens)))
-    seen.completion_tokens += len(event.tokens)
-    seen.forwards, seen.disagreed = event.forward, event.disagreed
-    if piece.finish:
-        seen.ending = piece.finish.reason
+        stats.gaps.append((gap_s, len(event.tokens)))
+    stats.completion_tokens += len(event.tokens)
+    stats.forwards, stats.disagreed = event.forward, event.disagreed
+
+
+def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
+    """What the client learns; faults of ours are logged."""
+    match error:
+        case PromptTooLongError():
+            return ErrorInfo(400, str(error), _prompt_param(call), "context_length_exceeded")
+        case RequestError(field=field):
+            param = _prompt_param(call) if field == "messages" else field
+            return ErrorInfo(400, str(error), param, "invalid_value")
+        case DataError():
+            return ErrorInfo(400, str(error), _prompt_param(call), "invalid_value")
+        case DeadlineError():
+            return ErrorInfo(408, str(error), "timeout_s", "deadline_exceeded")
+        case PoisonError():
+            return internal_error(call.id)
+        case EngineError():
+            return ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
+    logger.error("request %s failed", call.id, exc_info=error)
+    return internal_error(call.id)
+
+
+def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEvent]]:
+    """Events of a request together, or each by itself."""
+    if by_step:
+        return [[event] for event in events]
+    of_request: dict[str, list[TokenEvent]] = {}
+    for event in events:
+        of_request.setdefault(event.request_id, []).append(event)
+    return list(of_request.values())
 
 
 def _chat_turn(turn: Turn) -> ChatTurn:

@@ -60,6 +60,10 @@ class TokenBytes:
         return text.replace("\u2581", " ").encode()
 
 
+# Not `tokenizers.decoders.DecodeStream`, which gives the same pieces of whole text: it cannot be
+# flushed, so an answer that is cut within a character loses what its last token had before that; it
+# holds bytes that are no text for ever; and it decodes all special tokens again at each one
+# (`tests/serve/test_text.py` has all three).
 class Detokenizer:
     """Turns tokens into text one by one; the pieces join to the text of all tokens.
 
