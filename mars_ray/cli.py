@@ -289,13 +289,12 @@ def simulate(
 def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Copy a checkpoint with its card to a directory or an object store."""
     job = _job(ExportJob, job_file, overrides, dry_run)
-    from mars_ray.model.export import export_model
-    from mars_ray.model.object_store import shown
-    from mars_ray.model.source import Source
+    from mars_ray.model.places import export_model
+    from mars_ray.storage.place import Place, shown
 
     with _saying("copying"):
-        source = Source(job.checkpoint, job.revision)
-        written = export_model(source, job.destination, job.model_cache)
+        place = Place(job.checkpoint, job.revision)
+        written = export_model(place, job.destination, job.model_cache)
     _print_result({"destination": shown(job.destination)} | asdict(written))
 
 

@@ -35,12 +35,12 @@ from mars_ray.model.create import check_rows
 from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
-from mars_ray.model.object_store import shown
-from mars_ray.model.package import gguf_of_package, gguf_of_wheel, package_name
+from mars_ray.model.places import local_copy, pinned
 from mars_ray.model.save import replacing, write_model
 from mars_ray.model.shape import shape_of_config
-from mars_ray.model.source import Source, local_copy, pinned
 from mars_ray.model.stop import stop_at_turn_end
+from mars_ray.storage.package import file_of_package, file_of_wheel, package_name
+from mars_ray.storage.place import Place, shown
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _loaded(
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf(source, Path(scratch))
         if file is None:
-            place = local_copy(pinned(Source(source, revision))[0], _CACHE)
+            place = local_copy(pinned(Place(source, revision))[0], _CACHE)
             model = load_model(place, dtype=None)
             yield model, load_tokenizer(place), read_card(place, called=source)
         elif revision:
@@ -177,13 +177,13 @@ def _loaded(
 def _gguf(source: str, scratch: Path) -> Path | None:
     """None for what is no file of llama.cpp's."""
     if source.startswith(_PACKAGE):
-        return gguf_of_package(source.removeprefix(_PACKAGE), scratch)
+        return file_of_package(source.removeprefix(_PACKAGE), SUFFIX, scratch)
     path = Path(source)
     if not source.endswith((SUFFIX, _WHEEL)):
         return None
     if not path.is_file():
         raise ModelError(f"there is no file {path} in {Path.cwd()}: correct the path")
-    return path if path.suffix == SUFFIX else gguf_of_wheel(path, scratch)
+    return path if path.suffix == SUFFIX else file_of_wheel(path, SUFFIX, scratch)
 
 
 def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

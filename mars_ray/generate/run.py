@@ -38,9 +38,9 @@ from mars_ray.generate.worker import Engines
 from mars_ray.model.card import read_card
 from mars_ray.model.complete import check_complete
 from mars_ray.model.load import load_tokenizer
-from mars_ray.model.object_store import WANTED
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
+from mars_ray.storage.copies import WANTED
 
 # Where and how fast it runs: the answers do not depend on it.
 _HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}

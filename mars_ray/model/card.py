@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mars_ray.errors import ModelError
 from mars_ray.model.complete import CONFIG_FILE
-from mars_ray.model.missing import missing
+from mars_ray.storage.hub import missing
 
 CARD_FILE = "mars.json"
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
 from mars_ray.model.complete import check_config, dtype_of_weights
-from mars_ray.model.missing import missing
+from mars_ray.storage.hub import missing
 
 # transformers' model types and how we name them in messages.
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
