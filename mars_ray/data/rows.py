@@ -34,6 +34,7 @@ from mars_ray.errors import DataError
 log = logging.getLogger(__name__)
 
 _ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
+_OWN_TEXT = (".py", ".toml")
 # Conversations encoded in one call, which spreads them over the cores.
 _CHUNK = 512
 
@@ -257,12 +258,13 @@ def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """A name for everything the tokens depend on, this package's own text included."""
+    own = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _OWN_TEXT)
     parts = [
         source.model_dump_json(),
         *_content(source),
         encoder_of(tokenizer).fingerprint(),
         json.dumps([config.max_length, config.overlong, config.max_bad_share]),
-        *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(path.read_text(encoding="utf-8") for path in own),
     ]
     digest = hashlib.sha256()
     for part in parts:
