@@ -29,6 +29,7 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
+from mars_ray.files import replaced_directory
 from mars_ray.model.card import PLAIN, ModelCard, read_card
 from mars_ray.model.complete import check_complete
 from mars_ray.model.create import check_rows
@@ -36,7 +37,7 @@ from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
 from mars_ray.model.places import local_copy, pinned
-from mars_ray.model.save import replacing, write_model
+from mars_ray.model.save import write_model
 from mars_ray.model.shape import shape_of_config
 from mars_ray.model.stop import stop_at_turn_end
 from mars_ray.storage.package import file_of_package, file_of_wheel, package_name
@@ -87,7 +88,7 @@ def import_model(
         stop_at_turn_end(model, tokenizer)
         check_rows(model, tokenizer)
         try:
-            with replacing(target) as fresh:
+            with replaced_directory(target) as fresh:
                 write_model(fresh, model, tokenizer, card)
                 text = json.dumps(asdict(origin), indent=2) + "\n"
                 (fresh / IMPORT_FILE).write_text(text, encoding="utf-8")

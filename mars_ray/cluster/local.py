@@ -25,7 +25,7 @@ from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
 from mars_ray.cluster.token import keep_private
 from mars_ray.errors import ClusterError
-from mars_ray.files import replaced
+from mars_ray.files import write_whole
 
 _STATE = "cluster.json"
 _START_S = 90.0
@@ -185,8 +185,7 @@ def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> Lo
     node = start([*_RAY, "start", "--block", *options], log, environment)
     grown = LocalCluster(cluster.address, cluster.dashboard, (*cluster.nodes, node))
     try:
-        with replaced(directory / _STATE) as draft:
-            draft.write_text(json.dumps(asdict(grown), indent=1) + "\n")
+        write_whole(directory / _STATE, json.dumps(asdict(grown), indent=1) + "\n")
     except BaseException as error:
         # Nobody else knows of it.
         end((node,), _PATIENCE_S)

@@ -29,7 +29,7 @@ from mars_ray.data.sources import BadRows
 from mars_ray.data.texts import beginning_key
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
-from mars_ray.files import replaced, sole_writer
+from mars_ray.files import sole_writer, write_whole
 from mars_ray.generate.answers import Found, Generated, summary, write_answers
 from mars_ray.generate.own_prompts import Choice, requests_of, tried
 from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
@@ -131,8 +131,7 @@ class _Generation:
         count = write_answers(output, prompts, part.answers, self._encoder, self._job.keep_cut)
         generated = summary(output, count, prompts, part.answers, found, part.seconds)
         table = self._made_from | {"generated": asdict(generated), "provenance": provenance()}
-        with replaced(done) as draft:
-            draft.write_text(json.dumps(table, indent=1) + "\n")
+        write_whole(done, json.dumps(table, indent=1) + "\n")
         part_file.unlink()
         return generated
 

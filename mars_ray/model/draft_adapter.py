@@ -11,9 +11,6 @@ Shape suffixes: D depths, H hidden size, K hidden size of the head, R rank, I in
 """
 
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +22,7 @@ from torch import Tensor
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
+from mars_ray.files import replaced_directory
 from mars_ray.model.fingerprint import fingerprint
 
 DRAFT_CARD_FILE = "draft.json"
@@ -81,20 +79,9 @@ class DraftAdapter:
 
 def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
     """Writes the directory, bfloat16; it appears complete or not at all. Raises ModelError."""
-    directory = Path(directory)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its final place: a rename is atomic only within one file system.
-        work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        try:
-            fresh = work / "new"
-            fresh.mkdir()
+        with replaced_directory(Path(directory)) as fresh:
             _write(fresh, adapter)
-            if directory.exists():
-                os.replace(directory, work / "old")
-            os.replace(fresh, directory)
-        finally:
-            shutil.rmtree(work)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write {directory}: {error}. Free space, and run again") from error
 

@@ -1,17 +1,13 @@
 """Writing a model directory that any tool for Hugging Face models can read."""
 
 import copy
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mars_ray.files import replaced_directory
 from mars_ray.model.card import ModelCard, write_card
 from mars_ray.model.complete import CONFIG_FILE
 from mars_ray.model.load import quiet_unless_watched
@@ -32,7 +28,7 @@ def save_model(
     The directory appears complete or not at all. `state_dict` is given where the model's own
     parameters are not whole, as under ZeRO-3.
     """
-    with replacing(Path(directory)) as fresh:
+    with replaced_directory(Path(directory)) as fresh:
         write_model(fresh, model, tokenizer, card, state_dict)
 
 
@@ -79,20 +75,3 @@ def _save_weights(
 def _alone(value: Tensor) -> Tensor:
     """The tensor without what lies beside it: ZeRO's parameters are pieces of a large one."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-
-
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """A new directory that takes the place of `directory` when the block ends without an error."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place: a rename is atomic only within one file system.
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        fresh = work / "new"
-        fresh.mkdir()
-        yield fresh
-        if directory.exists():
-            os.replace(directory, work / "old")
-        os.replace(fresh, directory)
-    finally:
-        shutil.rmtree(work)
