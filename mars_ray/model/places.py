@@ -10,7 +10,7 @@ from typing import Any
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, ModelCard, read_card
-from mars_ray.model.complete import CONFIG_FILE, check_complete
+from mars_ray.model.directory import CONFIG_FILE, check_complete
 from mars_ray.model.draft_adapter import (
     DRAFT_CARD_FILE,
     DraftCard,

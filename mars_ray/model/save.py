@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.files import replaced_directory
 from mars_ray.model.card import ModelCard, write_card
-from mars_ray.model.complete import CONFIG_FILE
+from mars_ray.model.directory import CONFIG_FILE
 from mars_ray.model.load import quiet_unless_watched
 
 # The output projection's name in all of `load.ARCHITECTURES`.
@@ -39,7 +39,7 @@ def write_model(
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """The same into an empty directory, file by file."""
+    """Writes what `save_model` does into an empty directory, file by file."""
     quiet_unless_watched()
     _save_weights(directory, model, state_dict)
     tokenizer.save_pretrained(directory)
@@ -55,7 +55,7 @@ def _save_weights(
     model: PreTrainedModel,
     state_dict: dict[str, Tensor] | None,
 ) -> None:
-    """What `model.save_pretrained` writes.
+    """Writes what `model.save_pretrained` does.
 
     Beside accelerate, which peft brings, that function imports deepspeed: three seconds in every
     process that saves a model.

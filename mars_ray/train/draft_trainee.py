@@ -11,13 +11,13 @@ from torch import Tensor
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import DraftObjective
 from mars_ray.model.card import read_card
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import (
     DraftCard,
     read_draft_adapter,
     read_draft_card,
     write_draft_adapter,
 )
-from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model
 from mars_ray.model.places import local_copy
 from mars_ray.provenance import provenance

@@ -11,8 +11,8 @@ from mars_ray.config.train import DraftAdapterConfig, DraftObjective, TrainJob
 from mars_ray.data.sources import BadRows, read
 from mars_ray.model.card import CARD_FILE, read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import DraftAdapter
-from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model, read_config
 from mars_ray.model.places import local_copy
 from mars_ray.storage.place import Place
