@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, which takes its place at the end. Whoever is interrupted before, or
-    finds the disk full, leaves `path` as it was. Raises OSError."""
+    """A draft beside `path`, which takes its place at the end. An interruption before, or a full
+    disk, leaves `path` as it was. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
         yield draft
@@ -61,8 +61,8 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path, setting: str) -> None:
-    """Before what takes long: raises ConfigError, naming the setting, if the file cannot be
-    written. Its directory is made."""
+    """Raises ConfigError, naming the setting, if the file cannot be written: before work that takes
+    long. Its directory is made."""
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def check_writable(path: Path, setting: str) -> None:
 
 @contextmanager
 def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
-    """Whoever holds the lock writes `place`, a file or a directory, as the job's `setting` says.
+    """Holds the lock of `place`, the file or directory that the job's `setting` names, for writing.
 
     Raises ConfigError if another process holds it, or if its directory cannot be made. The system
     lets go of it when this process ends, however it does. On shared storage processes of other

@@ -1,4 +1,4 @@
-"""What a generation has so far: a file that is only added to, and read when it goes on.
+"""The journal of a generation: a file that is only added to, and read when it goes on.
 
 first line   what it is made from
 other lines  an answer with its prompt's number, a try to write a prompt, or for how long engines
@@ -46,7 +46,7 @@ class Part:
             self._take(line)
 
     def add_answers(self, answers: Mapping[int, Answer]) -> None:
-        """Writes them down."""
+        """Writes answers down by the number of their prompt."""
         self._append(
             {
                 "prompt": number,
@@ -58,7 +58,7 @@ class Part:
         )
 
     def add_tries(self, place: int, tries: Mapping[int, Try]) -> None:
-        """Writes them down."""
+        """Writes tries of a source down by their number."""
         self._append(
             {"source": place, "try": number, "text": each.text, "fault": each.fault}
             for number, each in tries.items()

@@ -53,12 +53,12 @@ class Directory:
         return self.filesystem.get_file_info(self.root).type == FileType.File
 
     def names(self) -> set[str]:
-        """All that lies in it; nothing where there is no such directory."""
+        """Names of all that lies in it; none where there is no such directory."""
         infos = self.filesystem.get_file_info(FileSelector(self.root, allow_not_found=True))
         return {info.base_name for info in infos}
 
     def files(self, *, recursive: bool = False, must_exist: bool = True) -> list[StoredFile]:
-        """Its files, by name."""
+        """The files in it, by name."""
         selector = FileSelector(self.root, recursive=recursive, allow_not_found=not must_exist)
         found = [
             StoredFile(info.path[len(self.root) + 1 :], info.size, info.mtime_ns)
@@ -68,7 +68,7 @@ class Directory:
         return sorted(found, key=lambda file: file.name)
 
     def read(self, name: str) -> bytes:
-        """A file's content."""
+        """The content of a file."""
         with self.filesystem.open_input_stream(f"{self.root}/{name}") as stream:
             return stream.read()
 

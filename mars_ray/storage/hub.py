@@ -59,7 +59,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _why(errors: list[BaseException]) -> str | None:
-    """None if the hub was not asked, because the name cannot be one of its."""
+    """What the hub said; None if it was not asked, because the name cannot be one of its own."""
 
     def has(*kinds: type[Exception]) -> bool:
         return any(isinstance(error, kinds) for error in errors)
@@ -74,5 +74,5 @@ def _why(errors: list[BaseException]) -> str | None:
         if constants.HF_HUB_OFFLINE:
             return "HF_HUB_OFFLINE is set, and its cache has no copy"
         return f"{constants.ENDPOINT} cannot be reached from here, and its cache has no copy"
-    # The rest of what it says is about its own settings.
+    # Its other lines are about its own settings.
     return str(errors[0]).strip().splitlines()[0].rstrip(".")

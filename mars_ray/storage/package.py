@@ -67,7 +67,7 @@ def _installed(name: str, version: str | None) -> list[Path] | None:
 
 
 def _downloaded(spec: str, scratch: Path) -> Path:
-    """Its wheel; a package that has to be built would run its own code here."""
+    """The package's wheel; one that has to be built would run its own code here."""
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *_TIMEOUT]
     done = subprocess.run([*command, f"--dest={scratch}", spec], capture_output=True, text=True)
