@@ -26,7 +26,7 @@ from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import StageConfig, TrainJob
 from mars_ray.errors import MarsError
 from mars_ray.generate.prompts import OWN_ORIGIN
-from mars_ray.model.complete import CONFIG_FILE
+from mars_ray.model.directory import CONFIG_FILE
 from mars_ray.model.load import multiplies_bfloat16
 from mars_ray.provenance import provenance
 from mars_ray.train.metrics import MetricsReader

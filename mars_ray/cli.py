@@ -15,8 +15,7 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment
-from mars_ray.cluster.token import keep_private
+from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment, keep_private
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
@@ -289,13 +288,12 @@ def simulate(
 def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Copy a checkpoint with its card to a directory or an object store."""
     job = _job(ExportJob, job_file, overrides, dry_run)
-    from mars_ray.model.export import export_model
-    from mars_ray.model.object_store import shown
-    from mars_ray.model.source import Source
+    from mars_ray.model.places import export_model
+    from mars_ray.storage.place import Place, shown
 
     with _saying("copying"):
-        source = Source(job.checkpoint, job.revision)
-        written = export_model(source, job.destination, job.model_cache)
+        place = Place(job.checkpoint, job.revision)
+        written = export_model(place, job.destination, job.model_cache)
     _print_result({"destination": shown(job.destination)} | asdict(written))
 
 

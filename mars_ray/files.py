@@ -1,14 +1,18 @@
 """Files that a job leaves: one process writes them, whole files only, journals to go on with.
 
-replaced       a file that is there whole or not at all
-sole_writer    one process at a time writes what a job leaves
-read_journal   JSON lines that a long run adds to, and an interrupted one goes on with
+sole_writer           one process at a time writes what a job leaves
+changed_keys          whether what lies there is of the same job
+replaced, write_whole a file that is there whole or not at all
+replaced_directory    the same of a directory
+read_journal, append  JSON lines that a long run adds to, and an interrupted one goes on with
 """
 
 import json
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, which takes its place at the end. Whoever is interrupted before, or
-    finds the disk full, leaves `path` as it was. Raises OSError."""
+    """A draft beside `path`, which takes its place at the end. An interruption before, or a full
+    disk, leaves `path` as it was. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
         yield draft
@@ -32,9 +36,33 @@ def replaced(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all. Raises OSError."""
+    with replaced(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced_directory(directory: Path) -> Iterator[Path]:
+    """A new directory that takes the place of `directory` when the block ends without an error.
+    Raises OSError."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its final place: a rename is atomic only within one file system.
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        fresh = work / "new"
+        fresh.mkdir()
+        yield fresh
+        if directory.exists():
+            os.replace(directory, work / "old")
+        os.replace(fresh, directory)
+    finally:
+        shutil.rmtree(work)
+
+
 def check_writable(path: Path, setting: str) -> None:
-    """Before what takes long: raises ConfigError, naming the setting, if the file cannot be
-    written. Its directory is made."""
+    """Raises ConfigError, naming the setting, if the file cannot be written: before work that takes
+    long. Its directory is made."""
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +77,7 @@ def check_writable(path: Path, setting: str) -> None:
 
 @contextmanager
 def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
-    """Whoever holds the lock writes `place`, a file or a directory, as the job's `setting` says.
+    """Holds the lock of `place`, the file or directory that the job's `setting` names, for writing.
 
     Raises ConfigError if another process holds it, or if its directory cannot be made. The system
     lets go of it when this process ends, however it does. On shared storage processes of other
@@ -82,16 +110,28 @@ def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
         lock.release()
 
 
-def read_journal(path: Path) -> list[Any]:
-    """All that was written whole; none without a file.
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, sorted: what makes a job another one."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
-    What a killed run did not finish writing is cut off, so that the next line is one of its own.
+
+def append(path: Path, *records: Any) -> None:
+    """Adds records to a journal; they are on disk when this returns. Raises OSError."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def read_journal(path: Path, *, mend: bool = True) -> list[Any]:
+    """All records that were written whole; none without a file.
+
+    What a killed run did not finish writing is cut off, so that the next line is one of its own;
+    whoever only watches does not `mend`.
     """
     if not path.exists():
         return []
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if mend and len(whole) < len(content):
         # Nothing is written: on a full disk that would lose what is there.
         os.truncate(path, len(whole))
     return [json.loads(line) for line in whole.splitlines()]

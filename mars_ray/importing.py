@@ -29,18 +29,18 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
+from mars_ray.files import replaced_directory
 from mars_ray.model.card import PLAIN, ModelCard, read_card
-from mars_ray.model.complete import check_complete
 from mars_ray.model.create import check_rows
-from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.directory import check_complete, fingerprint
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
-from mars_ray.model.object_store import shown
-from mars_ray.model.package import gguf_of_package, gguf_of_wheel, package_name
-from mars_ray.model.save import replacing, write_model
+from mars_ray.model.places import local_copy, pinned
+from mars_ray.model.save import write_model
 from mars_ray.model.shape import shape_of_config
-from mars_ray.model.source import Source, local_copy, pinned
 from mars_ray.model.stop import stop_at_turn_end
+from mars_ray.storage.package import file_of_package, file_of_wheel, package_name
+from mars_ray.storage.place import Place, shown
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What an import was made from; kept beside it."""
+    """What an import was made from, kept beside it."""
 
     source: str
     revision: str | None
@@ -87,7 +87,7 @@ def import_model(
         stop_at_turn_end(model, tokenizer)
         check_rows(model, tokenizer)
         try:
-            with replacing(target) as fresh:
+            with replaced_directory(target) as fresh:
                 write_model(fresh, model, tokenizer, card)
                 text = json.dumps(asdict(origin), indent=2) + "\n"
                 (fresh / IMPORT_FILE).write_text(text, encoding="utf-8")
@@ -100,7 +100,7 @@ def import_model(
 
 
 def facts(directory: Path) -> dict[str, Any]:
-    """What an import has become, for those who asked for it."""
+    """What the command prints of an import."""
     config = read_config(directory)
     return {
         "directory": str(directory),
@@ -164,7 +164,7 @@ def _loaded(
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf(source, Path(scratch))
         if file is None:
-            place = local_copy(pinned(Source(source, revision))[0], _CACHE)
+            place = local_copy(pinned(Place(source, revision))[0], _CACHE)
             model = load_model(place, dtype=None)
             yield model, load_tokenizer(place), read_card(place, called=source)
         elif revision:
@@ -175,19 +175,19 @@ def _loaded(
 
 
 def _gguf(source: str, scratch: Path) -> Path | None:
-    """None for what is no file of llama.cpp's."""
+    """The source's GGUF file; None for what is none."""
     if source.startswith(_PACKAGE):
-        return gguf_of_package(source.removeprefix(_PACKAGE), scratch)
+        return file_of_package(source.removeprefix(_PACKAGE), SUFFIX, scratch)
     path = Path(source)
     if not source.endswith((SUFFIX, _WHEEL)):
         return None
     if not path.is_file():
         raise ModelError(f"there is no file {path} in {Path.cwd()}: correct the path")
-    return path if path.suffix == SUFFIX else gguf_of_wheel(path, scratch)
+    return path if path.suffix == SUFFIX else file_of_wheel(path, SUFFIX, scratch)
 
 
 def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What was written must read as what it was made from. Raises ModelError."""
+    """Compares what was written with what it was made from. Raises ModelError."""
     again = load_tokenizer(directory)
     _check_tokenizer(again, tokenizer, model.config.model_type)
     written = load_model(directory, dtype=None)
@@ -219,7 +219,7 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 def _check_tokenizer(
     again: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, model_type: str
 ) -> None:
-    """Of a tokenizer that was loaded again. Raises ModelError."""
+    """Compares a tokenizer with itself loaded again. Raises ModelError."""
     for text in _TEXTS:
         if again.encode(text) != tokenizer.encode(text):
             raise ModelError(
@@ -233,13 +233,14 @@ def _check_tokenizer(
 
 @torch.inference_mode()
 def _probabilities(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    """Of the first token of an answer, float32 (V,)."""
+    """Probabilities of the first token of an answer, float32 (V,)."""
     logits_1NV = model(torch.tensor([prompt])).logits
     return logits_1NV[0, -1].float().softmax(dim=-1)
 
 
 def _by_engine(model: PreTrainedModel, prompt: list[int]) -> dict[int, float]:
-    """The same of the likeliest ones; of no use to others is the model then."""
+    """The likeliest of these probabilities by the engine, after which nobody else can use the
+    model."""
     size = EngineConfig(
         max_batch=1,
         max_context=max(8, len(prompt) + 1),

@@ -6,7 +6,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_on_node(cgroup: Path = _CGROUP) -> float:
-    """What this machine, or the container that this process is in, has left, bytes."""
+    """Bytes that this machine, or the container that this process is in, has left."""
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":

@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
-# Of silence, before a line says how far it is.
+# Seconds of silence before a line says how far it is.
 EVERY_S = 30.0
 
 
 class Lines:
-    """From start to stop: what `text` returns, whenever nothing was said for EVERY_S.
+    """Says what `text` returns, from start to stop, whenever nothing was said for EVERY_S.
 
     On a terminal it only says what it is told to.
     """
@@ -38,18 +38,18 @@ class Lines:
         self.stop()
 
     def start(self) -> None:
-        """Once, however often it is called."""
+        """Starts the lines, once however often it is called."""
         if not self._console.is_terminal and not self._thread.is_alive():
             self._thread.start()
 
     def stop(self) -> None:
-        """No line comes after this."""
+        """Ends it: no line comes after this."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def say(self, message: str) -> None:
-        """A line at once; the next one is that much later."""
+        """Prints a line at once; the next one is that much later."""
         self._due = time.monotonic() + EVERY_S
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -68,17 +68,17 @@ class Bars(Progress):
         self._lines = Lines(console, self._text)
 
     def start(self) -> None:
-        """Show it."""
+        """Shows the bars."""
         super().start()
         self._lines.start()
 
     def stop(self) -> None:
-        """Hide it."""
+        """Hides the bars."""
         super().stop()
         self._lines.stop()
 
     def say(self, message: str) -> None:
-        """A line of its own, above the bars."""
+        """Prints a line above the bars."""
         self._lines.say(message)
 
     def _text(self) -> str:
@@ -94,5 +94,5 @@ class Bars(Progress):
 
 
 def short(path: Path) -> str:
-    """Relative to where the command runs, if it lies below."""
+    """The path relative to where the command runs, if it lies below."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

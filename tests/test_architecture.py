@@ -16,6 +16,7 @@ LEVELS = {
     "config": 0,
     "cluster": 1,
     "core": 1,
+    "storage": 1,
     "data": 2,
     "model": 2,
     "autoscale": 2,

@@ -37,11 +37,11 @@ from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier
 from mars_ray.errors import CheckpointError, ConfigError
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
-from mars_ray.files import replaced, sole_writer
+from mars_ray.files import changed_keys, sole_writer, write_whole
 from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
-from mars_ray.model.complete import CONFIG_FILE
+from mars_ray.model.directory import CONFIG_FILE
 from mars_ray.model.draft_adapter import adapter_bytes, name_base, read_draft_card
 from mars_ray.model.load import read_config
 from mars_ray.progress import short
@@ -70,16 +70,14 @@ def _claim(job: AdaptJob, places: Places) -> None:
     path = places.root / _JOB_FILE
     now = job.model_dump(mode="json")
     if path.exists():
-        before = json.loads(path.read_text("utf-8"))
-        changed = sorted(key for key in now | before if now.get(key) != before.get(key))
+        changed = changed_keys(json.loads(path.read_text("utf-8")), now)
         if changed:
             raise ConfigError(
                 f"{places.root} holds an adaptation by another job, with another "
                 f"{', '.join(changed)}: choose another output_dir, or delete this one"
             )
         return
-    with replaced(path) as draft:
-        draft.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(now, indent=1) + "\n")
 
 
 def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
@@ -166,8 +164,7 @@ def _speeds(
         speeds = measure_speeds(
             base, places.adapter, problems, job.measure, lambda text: console.print(text)
         )
-        with replaced(places.measured) as draft:
-            draft.write_text(json.dumps([asdict(speed) for speed in speeds]), encoding="utf-8")
+        write_whole(places.measured, json.dumps([asdict(speed) for speed in speeds]))
     return [Speed(**row) for row in json.loads(places.measured.read_text("utf-8"))]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mars_ray.core.loops import before_loop
 from mars_ray.errors import DataError
-from mars_ray.files import replaced
+from mars_ray.files import write_whole
 
 Row = dict[str, Any]
 
@@ -50,8 +50,7 @@ def split(answers: Path, directory: Path, held_out: int) -> Split:
     train, cut = _without_loops(rows[count:])
     paths = directory / "train.jsonl", directory / "held_out.jsonl"
     for path, part in zip(paths, (train, rows[:count]), strict=True):
-        with replaced(path) as draft:
-            draft.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in part))
     tokens = sum(len(row["answer_ids"]) for row in train)
     return Split(*paths, len(train), count, tokens, cut)
 

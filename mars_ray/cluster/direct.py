@@ -9,7 +9,7 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def urlopen(request: urllib.request.Request, timeout_s: float) -> Any:
-    """As urllib's, which would send also what is for loopback to the proxy of `http_proxy`.
+    """Opens a request as urllib does, which would send even one for loopback to `http_proxy`.
 
     Raises OSError, and ValueError for an address that is none.
     """
@@ -19,7 +19,7 @@ def urlopen(request: urllib.request.Request, timeout_s: float) -> Any:
 
 
 def open_direct(request: urllib.request.Request, timeout_s: float) -> Any:
-    """As urllib's, but never by way of a proxy.
+    """Opens a request as urllib does, but never by way of a proxy.
 
     Raises OSError, and ValueError for an address that is none.
     """

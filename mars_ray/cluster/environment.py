@@ -1,6 +1,9 @@
-"""What every process of a Ray cluster that runs this project has in its environment."""
+"""What every process of a Ray cluster that runs this project has in its environment, and the token
+for which this user's clusters run code."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from mars_ray.cluster.port import quiet_ports
 
@@ -26,10 +29,23 @@ HAPROXY_ENVIRONMENT: Mapping[str, str] = {
 
 
 def haproxy_environment() -> dict[str, str]:
-    """For a cluster of this machine's, which may have several.
+    """HAProxy's settings for a cluster of this machine, which may run several.
 
     HAProxy tells its statistics on all addresses, at ports that somebody has to choose.
     """
     names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
     ports = map(str, quiet_ports(len(names)))
     return {**HAPROXY_ENVIRONMENT, **dict(zip(names, ports, strict=True))}
+
+
+def keep_private() -> None:
+    """Makes the file of Ray's token readable for its owner only, before Ray writes into it.
+
+    Ray makes it readable for everybody, and takes an empty one for none.
+    """
+    path = Path.home() / ".ray" / "auth_token"
+    # Where nothing can be written, or the file is mounted, the token comes from elsewhere.
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        path.touch(mode=0o600)
+        path.chmod(0o600)

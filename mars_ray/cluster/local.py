@@ -20,12 +20,11 @@ from pathlib import Path
 from urllib.request import Request
 
 from mars_ray.cluster.direct import urlopen
-from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.environment import NODE_ENVIRONMENT, keep_private
 from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
-from mars_ray.cluster.token import keep_private
 from mars_ray.errors import ClusterError
-from mars_ray.files import replaced
+from mars_ray.files import write_whole
 
 _STATE = "cluster.json"
 _START_S = 90.0
@@ -40,7 +39,7 @@ _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How large, and where it listens."""
+    """The size of a cluster, and where it listens."""
 
     nodes: int
     cpus_per_node: int
@@ -51,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LocalCluster:
-    """What runs, or ran: the first node is the head."""
+    """A cluster that runs, or ran: the first node is the head."""
 
     address: str
     dashboard: str
@@ -59,7 +58,7 @@ class LocalCluster:
 
     @property
     def alive(self) -> int:
-        """How many of the nodes run."""
+        """Number of nodes that run."""
         return sum(node.is_alive for node in self.nodes)
 
 
@@ -107,7 +106,7 @@ def down(directory: Path) -> LocalCluster:
 
 
 def _forget(cluster: LocalCluster) -> None:
-    """Ray keeps the address of the cluster that came last; who looks for one would go there, and
+    """Removes the address that Ray keeps of the cluster started last: `ray.init` would go there and
     wait for minutes."""
     port = cluster.address.rpartition(":")[2]
     path = _ray_directory() / "ray_current_cluster"
@@ -116,7 +115,7 @@ def _forget(cluster: LocalCluster) -> None:
 
 
 def _ray_directory() -> Path:
-    """Where Ray keeps its sessions, as it looks for it itself."""
+    """The directory of Ray's sessions, found as Ray finds it."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
@@ -134,8 +133,8 @@ def find(directory: Path) -> LocalCluster | None:
 
 
 def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> LocalCluster:
-    """With all nodes, which come one after the other: together they would start dozens of processes
-    on few cores."""
+    """The cluster with all its nodes, started one after the other: together they would start dozens
+    of processes on few cores."""
     agent_port = free_port()
     # The dashboard takes jobs, the agent starts them.
     parts = (
@@ -160,8 +159,8 @@ def _joined(
     directory: Path,
     is_up: Callable[[LocalCluster], bool],
 ) -> LocalCluster:
-    """With one node more, which is up. Ray ends a node that takes more than half a minute, and on a
-    busy machine another try helps."""
+    """The cluster with one more node, which is up. Ray ends a node that takes more than half a
+    minute, and on a busy machine another try helps."""
     for _ in range(_TRIES):
         grown = _with_node(cluster, options, directory)
         if _comes_up(grown, directory, is_up):
@@ -171,7 +170,7 @@ def _joined(
 
 
 def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> LocalCluster:
-    """The cluster with one node more, which is started and written down."""
+    """Starts one more node and writes it down."""
     environment = os.environ | NODE_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
     # A job's `python` is the one that has this package.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -185,8 +184,7 @@ def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> Lo
     node = start([*_RAY, "start", "--block", *options], log, environment)
     grown = LocalCluster(cluster.address, cluster.dashboard, (*cluster.nodes, node))
     try:
-        with replaced(directory / _STATE) as draft:
-            draft.write_text(json.dumps(asdict(grown), indent=1) + "\n")
+        write_whole(directory / _STATE, json.dumps(asdict(grown), indent=1) + "\n")
     except BaseException as error:
         # Nobody else knows of it.
         end((node,), _PATIENCE_S)
@@ -240,7 +238,7 @@ def _size(plan: Plan) -> list[str]:
 
 
 def _token() -> str:
-    """Ray's commands and clients of this user find it where Ray keeps it."""
+    """The token of this user's clusters, made if there is none; Ray's clients find it."""
     keep_private()
     made = subprocess.run(
         [*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True, text=True
@@ -278,7 +276,7 @@ def _answers(url: str) -> bool:
 
 
 def _registered(dashboard: str, token: str) -> int:
-    """Nodes that the cluster itself counts as alive."""
+    """Number of nodes that the cluster itself counts as alive."""
     request = Request(
         f"{dashboard}/nodes?view=summary", headers={"Authorization": f"Bearer {token}"}
     )

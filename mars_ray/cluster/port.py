@@ -10,14 +10,14 @@ _QUIET = range(20000, 30000)
 
 
 def free_port() -> int:
-    """One on which nobody listens just now."""
+    """A port on which nobody listens just now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Several that stay free until they are asked for, on all addresses."""
+    """Ports that are free on all addresses, and that the system gives to nobody by itself."""
     found: list[int] = []
     for port in random.sample(_QUIET, len(_QUIET)):
         with socket.socket() as probe, suppress(OSError):

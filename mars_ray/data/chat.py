@@ -48,7 +48,7 @@ class Message:
     calls: tuple[Call, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The message as chat templates expect it."""
         plain: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """Where a user's message begins, and how it ends."""
+    """The tokens before and behind a user's message."""
 
     before: tuple[int, ...]  # the tokens before it
     end_id: int  # the special token behind it
@@ -127,7 +127,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class ChatEncoder:
-    """One tokenizer with what is compiled for it."""
+    """Encodes conversations with one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -212,20 +212,20 @@ class ChatEncoder:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Ids of tokens that are no text."""
         return frozenset(self._special_ids.values())
 
     def has_special(self, text: str) -> bool:
-        """Whether a special token is spelled out in it."""
+        """Whether a special token is spelled out in a text."""
         return self._special.search(text) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, without special ones."""
+        """The text of tokens, without special ones."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
     @cached_property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, plans: Sequence[Plan]) -> list[Encoded]:
@@ -313,7 +313,7 @@ class ChatEncoder:
         return text
 
     def _responses(self, chat: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-        """Where in the rendered text each assistant's turn starts and ends."""
+        """The start and end of each assistant's turn in the rendered text."""
         spans = []
         for turn, message in enumerate(chat):
             if message["role"] == "assistant":
@@ -331,7 +331,7 @@ class ChatEncoder:
         return spans
 
     def _response_end(self, text: str, start: int, through: str) -> int:
-        """After the end-of-turn token, of which there is none in some templates.
+        """Where a response ends: behind its end-of-turn token, which some templates do not write.
 
         `through` is the text up to this turn, rendered as the last one. Templates that write a
         last turn in another way than a past one (Qwen3: an empty thought) do not continue it; the
@@ -359,7 +359,8 @@ class ChatEncoder:
         ]
 
     def _check(self) -> None:
-        """Some tokenizers write a word differently where a text begins; they cannot be cut."""
+        """Raises ModelError for a tokenizer that writes a word differently where a text begins: its
+        texts cannot be cut."""
         messages = [Message("user", "Hi there"), Message("assistant", "Fine, thanks")]
         chat, _, _ = self._neutralise(messages)
         try:

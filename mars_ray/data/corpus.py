@@ -1,4 +1,4 @@
-"""The built-in corpus: grade-school word problems, made from a seed.
+"""The built-in corpus: grade-school word problems, made from a seed; their texts are corpus.toml.
 
 Every step keeps to small numbers: a result of at most 50, and one operand of a sum or difference
 with a single digit. Two-digit plus two-digit addition is what models of this size fail to learn.
@@ -8,13 +8,14 @@ import itertools
 import operator
 import random
 import re
+import tomllib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
-from mars_ray.data.templates import BOXES, CLOSINGS, NAMES, OPENINGS, TEMPLATES, THINGS, Template
 from mars_ray.errors import DataError
 
 Split = Literal["train", "test"]
@@ -30,6 +31,21 @@ _RANGES = {"a": range(2, 21), "b": range(2, 10), "c": range(2, 10), "d": range(2
 _HELD_OUT_OF = 8
 # So many draws in a row without a new question mean that the corpus is nearly exhausted.
 _PATIENCE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A question and the sentences that solve it, one sentence a step."""
+
+    question: str
+    steps: tuple[str, ...]
+    answer: str  # the last result as arithmetic with the numbers of the question
+
+
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NAMES, THINGS, BOXES = _TEXTS["names"], _TEXTS["things"], _TEXTS["boxes"]
+OPENINGS, CLOSINGS = _TEXTS["openings"], _TEXTS["closings"]
+TEMPLATES = [Template(**t | {"steps": tuple(t["steps"])}) for t in _TEXTS["templates"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +72,7 @@ def problems(split: Split, count: int, seed: int) -> list[Problem]:
         numbers = rng.choice(admissible_numbers(_plan(template)[0]))
         question = template.question.format(**fields, **numbers)
         if _split_of(question) == split and question not in found:
-            solution = _solution(template, fields, numbers, rng)
-            answer = template.answer(*(numbers[name] for name in _RANGES if name in numbers))
-            found[question] = Problem(question, solution, answer)
+            found[question] = _solved(question, template, fields, numbers, rng)
             wasted = 0
         elif (wasted := wasted + 1) > _PATIENCE:
             raise DataError(
@@ -69,7 +83,7 @@ def problems(split: Split, count: int, seed: int) -> list[Problem]:
 
 
 def _split_of(question: str) -> Split:
-    """By a hash of the text and nothing else."""
+    """The split that a question belongs to, by a hash of its text and nothing else."""
     return "test" if zlib.crc32(question.encode()) % _HELD_OUT_OF == 0 else "train"
 
 
@@ -85,15 +99,16 @@ def _draw_words(rng: random.Random) -> dict[str, str]:
     }
 
 
-def _solution(
-    template: Template, words: dict[str, str], numbers: Numbers, rng: random.Random
-) -> str:
+def _solved(
+    question: str, template: Template, words: dict[str, str], numbers: Numbers, rng: random.Random
+) -> Problem:
     expressions, sentences = _plan(template)
     known = evaluate(expressions, numbers)
     assert known is not None, "numbers are drawn from the admissible ones"
     text = " ".join((_pick(OPENINGS, rng), *sentences, _pick(CLOSINGS, rng)))
     last = known[_RESULTS[len(expressions) - 1]]
-    return text.format(**words, **known, answer=last) + f"\n#### {last}"
+    solution = text.format(**words, **known, answer=last) + f"\n#### {last}"
+    return Problem(question, solution, last)
 
 
 def _pick(options: Sequence[tuple[str, float]], rng: random.Random) -> str:

@@ -47,7 +47,7 @@ def load(source: HubSource) -> Any:
 
 
 def fingerprint(source: HubSource) -> list[str]:
-    """What was downloaded: the ends of the names under which `datasets` keeps it.
+    """Which data were downloaded: the ends of the names under which `datasets` keeps them.
 
     They hold the commit of the hub's repository and a hash of the files asked for.
     """

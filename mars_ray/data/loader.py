@@ -1,21 +1,28 @@
-"""Batches in an order that depends on the seed alone: not on the ranks, nor on a restart."""
+"""Batches of padded rows, in an order that depends on the seed alone: not on the ranks, nor on a
+restart.
+
+Shape suffixes: B rows, L tokens of a row.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from mars_ray.core.batch import TokenBatch
 from mars_ray.data.chat import Encoded
-from mars_ray.data.collate import collate
-from mars_ray.data.packing import one_each, pack
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import DataError
 
 # So many global batches are sorted by length together: enough for rows of one batch to be of
 # similar length, few enough for the order to stay random.
 _SORTED_BATCHES = 16
+# Rows being filled at the same time: more fill better, and take longer to search.
+_OPEN_ROWS = 256
+
+Row = Sequence[tuple[int, Encoded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +147,77 @@ def eval_batches(
     for batch in range(math.ceil(math.ceil(count / world_size) / micro_batch_size)):
         part = mine[batch * micro_batch_size : (batch + 1) * micro_batch_size]
         yield collate([[(index, conversations[index])] for index in part] or [[]])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row r holds the conversations `members[starts[r]:starts[r + 1]]`."""
+
+    members: np.ndarray  # int64, every conversation once
+    starts: np.ndarray  # int64, one more than there are rows
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row(self, index: int) -> list[int]:
+        """The conversations of one row."""
+        return self.members[self.starts[index] : self.starts[index + 1]].tolist()
+
+
+def one_each(lengths: np.ndarray) -> Rows:
+    """Rows of one conversation each."""
+    return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+
+
+def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
+    """Rows of at most `max_length` tokens: each conversation into the first open row with room.
+
+    They come in random order, so that a row mixes all kinds. Which row a conversation is in is the
+    same in every epoch: the number of steps then is, too, and the attention mask keeps the
+    conversations of a row from seeing one another.
+    """
+    assert lengths.max(initial=0) <= max_length
+    space = np.full(_OPEN_ROWS, max_length)
+    open_rows: list[list[int]] = [[] for _ in range(_OPEN_ROWS)]
+    closed: list[list[int]] = []
+    for index in np.random.default_rng([seed]).permutation(len(lengths)).tolist():
+        length = lengths[index]
+        place = int(np.argmax(space >= length))
+        if space[place] < length:
+            place = int(np.argmin(space))
+            closed.append(open_rows[place])
+            open_rows[place], space[place] = [], max_length
+        open_rows[place].append(index)
+        space[place] -= length
+    rows = [row for row in closed + open_rows if row]
+    sizes = [len(row) for row in rows]
+    members = np.array([index for row in rows for index in row], np.int64)
+    return Rows(members, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+
+def collate(rows: Sequence[Row]) -> TokenBatch:
+    """Right-pads rows to the longest; a row is its conversations with their data-set indices.
+
+    A row without conversations is all padding: it takes part in a forward and counts for nothing.
+    """
+    lengths = [sum(len(encoded.input_ids) for _, encoded in row) for row in rows]
+    shape = len(rows), max([1, *lengths])
+    input_ids_BL = np.zeros(shape, np.int64)
+    document_BL = np.full(shape, -1, np.int64)
+    position_BL = np.zeros(shape, np.int64)
+    response_BL = np.zeros(shape, np.bool_)
+    for b, row in enumerate(rows):
+        start = 0
+        for index, encoded in row:
+            end = start + len(encoded.input_ids)
+            input_ids_BL[b, start:end] = encoded.input_ids
+            document_BL[b, start:end] = index
+            position_BL[b, start:end] = np.arange(end - start)
+            response_BL[b, start:end] = encoded.response
+            start = end
+    return TokenBatch(
+        input_ids_BL=torch.from_numpy(input_ids_BL),
+        document_BL=torch.from_numpy(document_BL),
+        position_BL=torch.from_numpy(position_BL),
+        response_BL=torch.from_numpy(response_BL),
+    )

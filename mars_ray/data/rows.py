@@ -13,27 +13,36 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from rich.console import Console
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.data import DataConfig, FilesSource, HubSource, Source
 from mars_ray.data import files, hub
 from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
-from mars_ray.data.progress import counted
 from mars_ray.data.sources import BadRows, Record, read
 from mars_ray.data.token_rows import token_plan
 from mars_ray.errors import DataError
+from mars_ray.progress import Bars
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
+_OWN_TEXT = (".py", ".toml")
+# Before the number of conversations is shown, and how often it changes.
+_QUIET_S = 2.0
+_UPDATE_EVERY = 256
 # Conversations encoded in one call, which spreads them over the cores.
 _CHUNK = 512
 
@@ -78,7 +87,7 @@ class Conversations:
 
     @property
     def fingerprint(self) -> str:
-        """Of every token and where each conversation starts: other data have another one."""
+        """A digest of every token and of where each conversation starts."""
         content = self.summary.content.encode()
         return hashlib.sha256(content + self.lengths.tobytes()).hexdigest()[:16]
 
@@ -101,7 +110,7 @@ class Joined(Conversations):
 
     @property
     def fingerprint(self) -> str:
-        """Of both."""
+        """A digest of both parts."""
         both = "-".join(part.fingerprint for part in self._parts)
         return hashlib.sha256(both.encode()).hexdigest()[:16]
 
@@ -148,7 +157,7 @@ def _built(
 
 
 def _tell(summary: Summary, source: Source, config: DataConfig) -> None:
-    """What is lost is said at every start, also of data that come from the cache."""
+    """Says what was left out, at every start and also of data that come from the cache."""
     if not (summary.bad or summary.dropped or summary.truncated):
         return
     match source:
@@ -223,7 +232,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
 def _encode_all(
     records: Iterable[Record], encoder: ChatEncoder, max_length: int, report: BadRows
 ) -> Iterator[Encoded]:
-    """Rows that the chat template refuses are bad rows."""
+    """The records' tokens; those that the chat template refuses go to `report`."""
     rest = iter(records)
     while chunk := list(islice(rest, _CHUNK)):
         plans = []
@@ -242,7 +251,7 @@ def _plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
 
 
 def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
-    """At most max_length tokens, or None if it is to be dropped or no answer is left."""
+    """The conversation cut to max_length; None if it is to be dropped or no answer is left."""
     if len(encoded.input_ids) <= config.max_length:
         return encoded
     if config.overlong == "drop":
@@ -257,12 +266,13 @@ def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """A name for everything the tokens depend on, this package's own text included."""
+    own = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _OWN_TEXT)
     parts = [
         source.model_dump_json(),
         *_content(source),
         encoder_of(tokenizer).fingerprint(),
         json.dumps([config.max_length, config.overlong, config.max_bad_share]),
-        *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(path.read_text(encoding="utf-8") for path in own),
     ]
     digest = hashlib.sha256()
     for part in parts:
@@ -274,3 +284,29 @@ def _content(source: Source) -> list[str]:
     if isinstance(source, FilesSource):
         return [files.checksum(path) for path in files.expand(source.paths)]
     return hub.fingerprint(source) if isinstance(source, HubSource) else []
+
+
+@contextmanager
+def counted(items: Iterable[T], label: str) -> Iterator[Iterator[T]]:
+    """The items; after two seconds their number is shown on stderr."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description} {task.completed}"),
+        TimeElapsedColumn(),
+    )
+    bars = Bars(Console(stderr=True), *columns, transient=True)
+    try:
+        yield _counting(items, bars, label)
+    finally:
+        bars.stop()
+
+
+def _counting(items: Iterable[T], bars: Bars, label: str) -> Iterator[T]:
+    begin = time.monotonic()
+    task = bars.add_task(label, total=None)
+    for count, item in enumerate(items, start=1):
+        yield item
+        if count % _UPDATE_EVERY == 0:
+            bars.update(task, completed=count)
+            if time.monotonic() - begin > _QUIET_S:
+                bars.start()

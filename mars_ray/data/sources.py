@@ -91,7 +91,7 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
 
 
 def read_prompts(source: Source, report: BadRows) -> Iterator[Record]:
-    """What a model is asked, likewise: rows need no answer, and one that ends them is left out."""
+    """The source's prompts, likewise: rows need no answer, and one that ends them is left out."""
     if isinstance(source, CorpusSource):
         for number, problem in _problems(source, report):
             yield Record((Message("user", problem.question),), f"corpus:{number}")
@@ -123,7 +123,7 @@ def _records(source: FilesSource | HubSource, report: BadRows, parse: _Parse) ->
 
 
 def _chosen(source: FilesSource | HubSource) -> Iterable[files.Row]:
-    """All rows, the first `limit`, or so many drawn at random, in their order."""
+    """All rows, the first `limit`, or `limit` drawn at random, in their order."""
     rows = files.rows(source.paths) if isinstance(source, FilesSource) else hub.rows(source)
     if source.shuffle_seed is None or source.limit is None:
         return islice(rows, source.limit)

@@ -14,7 +14,7 @@ _WORD = re.compile(r"\w+")
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """All texts, keys among them."""
+    """All texts in a JSON value, keys among them."""
     match value:
         case str():
             yield value
@@ -28,7 +28,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with every text changed."""
+    """The value with every text changed."""
     match value:
         case str():
             return change(value)
@@ -41,7 +41,7 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def check_characters(text: str) -> None:
-    """JSON can hold half of a surrogate pair, which is no character and cannot be encoded."""
+    """Raises DataError for half of a surrogate pair, which JSON can hold and nobody can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -49,12 +49,13 @@ def check_characters(text: str) -> None:
 
 
 def text_key(text: str) -> bytes:
-    """The same for texts that differ in case, spaces, punctuation or forms of characters only."""
+    """A key that is the same for texts which differ in case, spaces, punctuation or forms of
+    characters only."""
     return _digest(_words(text))
 
 
 def beginning_key(text: str) -> bytes:
-    """The same for near-duplicates: texts that begin with the same words."""
+    """A key that is the same for near-duplicates: texts that begin with the same words."""
     return _digest(_words(text)[:_TELLING_WORDS])
 
 

@@ -25,7 +25,7 @@ class TokenRow:
 
 
 def token_row(prompt: object, answer: object) -> TokenRow:
-    """Of a row's fields. Raises ValueError."""
+    """The token ids in a row's two fields. Raises ValueError."""
     return TokenRow(_ids(prompt, "prompt_ids"), _ids(answer, "answer_ids"))
 
 

@@ -37,7 +37,7 @@ from mars_ray.evaluate.beside import TRANSFORMERS, Decoded, decode_beside
 from mars_ray.evaluate.parts import Kept
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
-from mars_ray.files import replaced
+from mars_ray.files import write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
 from mars_ray.serve.deploy import check_port, start
@@ -161,8 +161,7 @@ def _directory(demo: _Demo, adapter: Path) -> Path:
     if not known.exists() or known.read_text("utf-8") != card:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        with replaced(known) as draft:
-            draft.write_text(card, encoding="utf-8")
+        write_whole(known, card)
     return directory
 
 

@@ -1,6 +1,5 @@
 """Long work in independent parts: on all cores, shown part by part, and none of it twice."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from mars_ray.files import read_journal
+from mars_ray.files import append, read_journal
 from mars_ray.progress import Bars
 
 
@@ -42,8 +41,7 @@ class Kept:
         self._values[name] = value
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([self._work, name, value]) + "\n")
+            append(self._path, [self._work, name, value])
 
 
 def run_parts(

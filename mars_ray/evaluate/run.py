@@ -34,7 +34,7 @@ from mars_ray.evaluate.tasks.base import Problem, is_correct
 from mars_ray.evaluate.tasks.corpus import corpus_problems
 from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
 from mars_ray.evaluate.tasks.prompts import prompts_problems
-from mars_ray.files import check_writable, replaced, sole_writer
+from mars_ray.files import check_writable, replaced, sole_writer, write_whole
 from mars_ray.model.card import read_card
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
@@ -285,5 +285,4 @@ def _write(
     with replaced(directory / PLOT_FILE) as draft:
         plot_frontier(frontier, draft)
     # Last: whoever reads it finds what belongs to it.
-    with replaced(directory / FRONTIER_FILE) as draft:
-        draft.write_text(frontier.to_json())
+    write_whole(directory / FRONTIER_FILE, frontier.to_json())

@@ -1,4 +1,4 @@
-"""What is left of a generation: conversations as token ids and as text, and a summary."""
+"""The results of a generation: conversations as token ids and as text, and a summary."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How the prompts came about: counts of the whole job."""
+    """Counts of prompts that were excluded or tried, over the whole job."""
 
     excluded: int
     own_tries: int
@@ -96,7 +96,7 @@ def summary(
     found: Found,
     seconds: float,
 ) -> Generated:
-    """Of all that the part holds."""
+    """Counts over all answers of the part."""
     tokens = sum(len(answer.tokens) for answer in answers.values())
     forwards = sum(answer.forwards for answer in answers.values())
     looping = [answer for answer in answers.values() if is_looping(answer.tokens)]

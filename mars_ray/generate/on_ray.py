@@ -19,7 +19,7 @@ from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, MarsError
 from mars_ray.generate.worker import Worker
-from mars_ray.model.complete import weight_files
+from mars_ray.model.directory import weight_files
 
 # From the first engine that is ready, others get so long: otherwise it would take the work that
 # they could do at the same time.
@@ -81,7 +81,7 @@ class RayEngines:
                     yield completions
 
     def _start(self, requests: int) -> None:
-        """As many engines as are of use, beside those that are there."""
+        """Starts as many engines as are of use, beside those that are there."""
         job, nodes = self._job, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._gpus = _gpus(job, nodes)
         needed = {"CPU": job.cpus_per_worker, "GPU": self._gpus}
@@ -114,7 +114,7 @@ class RayEngines:
         return actor
 
     def _hand_out(self, waiting: deque[Request]) -> None:
-        """Work for those that have nothing to do."""
+        """Gives requests to those engines that have nothing to do."""
         ready = [actor for actor in self._actors if actor.ready]
         if self._ready_since is None:
             return
@@ -158,8 +158,10 @@ class RayEngines:
         return result
 
     def _replace(self, actor: _Actor, error: RayError, waiting: deque[Request]) -> None:
-        """Another one in its place; what it had comes first. Raises EngineError if that has been
-        tried often enough."""
+        """Starts another actor in this one's place; what it had comes first.
+
+        Raises EngineError if that has been tried often enough.
+        """
         if isinstance(error, RayActorError) and error.actor_init_failed:
             # As where this package is not installed: another one would fare no better.
             raise EngineError(f"an engine cannot be made: {str(error).strip().splitlines()[-1]}")
@@ -185,7 +187,7 @@ class RayEngines:
 
 
 def room(nodes: Iterable[dict[str, float]], needed: dict[str, float]) -> int:
-    """How many of what needs these resources the nodes can hold at the same time."""
+    """Number of engines with the resources `needed` that fit on the nodes at the same time."""
     wanted = {name: amount for name, amount in needed.items() if amount}
     return sum(
         min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
@@ -194,7 +196,7 @@ def room(nodes: Iterable[dict[str, float]], needed: dict[str, float]) -> int:
 
 
 def _gpus(job: GenerateJob, nodes: Iterable[dict[str, float]]) -> float:
-    """Of each engine."""
+    """Number of GPUs of each engine."""
     if job.gpus_per_worker is not None:
         return job.gpus_per_worker
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
@@ -202,12 +204,12 @@ def _gpus(job: GenerateJob, nodes: Iterable[dict[str, float]]) -> float:
 
 
 def _memory_bytes(job: GenerateJob) -> float:
-    """Of an engine on CPUs, about."""
+    """Estimate of the memory that an engine on CPUs takes."""
     directory = Path(job.checkpoint)
     stored = sum((directory / name).stat().st_size for name in weight_files(directory))
     return stored * _WEIGHTS_FACTOR + _PROCESS_BYTES
 
 
 def _absolute(path: str) -> str:
-    """The same for workers, which run elsewhere."""
+    """The path for workers, which run in another directory."""
     return str(Path(path).expanduser().absolute())

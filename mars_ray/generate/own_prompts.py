@@ -28,7 +28,7 @@ _BROKEN = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """What one sample gave: a text, or why it can be no prompt."""
+    """One sample: its text, or the fault for which it can be no prompt."""
 
     text: str
     fault: str = ""
@@ -47,7 +47,7 @@ def requests_of(
 
 
 def tried(completion: Completion, turn: UserTurn, encoder: ChatEncoder) -> Try:
-    """What a completion is worth by itself."""
+    """The text of a completion, or the fault that it has by itself."""
     *tokens, last = completion.tokens
     if completion.finish_reason != "stop":
         return Try("", "not ended")
@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def more(self) -> int:
-        """How many tries to make now; 0 at the end."""
+        """Number of tries to make now; 0 at the end."""
         missing = self.source.count - len(self.records)
         left = self.source.count * self.source.tries_per_prompt - self.tries
         if missing <= 0 or not self.tries:
@@ -83,7 +83,7 @@ class Choice:
         return min(int(missing / rate) + _MARGIN, left)
 
     def take(self, attempts: Iterable[Try]) -> None:
-        """The next ones; what is more than enough is not counted."""
+        """Takes the next tries; what is more than enough is not counted."""
         for attempt in attempts:
             if len(self.records) == self.source.count:
                 return

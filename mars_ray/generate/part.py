@@ -1,11 +1,10 @@
-"""What a generation has so far: a file that is only added to, and read when it goes on.
+"""The journal of a generation: a file that is only added to, and read when it goes on.
 
 first line   what it is made from
 other lines  an answer with its prompt's number, a try to write a prompt, or for how long engines
              have been at work; as they came
 """
 
-import json
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_ray.errors import DataError
-from mars_ray.files import read_journal
+from mars_ray.files import append, changed_keys, read_journal
 from mars_ray.generate.own_prompts import Try
 
 Line = dict[str, Any]
@@ -40,14 +39,14 @@ class Part:
         self.seconds = 0.0  # of engines at work, in all runs so far
         lines = read_journal(path)
         if not lines:
-            path.write_text(json.dumps(made_from) + "\n")
+            append(path, made_from)
         else:
             check_same(lines[0], made_from, path)
         for line in lines[1:]:
             self._take(line)
 
     def add_answers(self, answers: Mapping[int, Answer]) -> None:
-        """Writes them down."""
+        """Writes answers down by the number of their prompt."""
         self._append(
             {
                 "prompt": number,
@@ -59,7 +58,7 @@ class Part:
         )
 
     def add_tries(self, place: int, tries: Mapping[int, Try]) -> None:
-        """Writes them down."""
+        """Writes tries of a source down by their number."""
         self._append(
             {"source": place, "try": number, "text": each.text, "fault": each.fault}
             for number, each in tries.items()
@@ -70,10 +69,10 @@ class Part:
         self._append([{"seconds": seconds}])
 
     def _append(self, lines: Iterable[Line]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            for line in lines:
-                self._take(line)
-                file.write(json.dumps(line) + "\n")
+        new = list(lines)
+        for line in new:
+            self._take(line)
+        append(self.path, *new)
 
     def _take(self, line: Line) -> None:
         if "seconds" in line:
@@ -97,8 +96,8 @@ def check_same(before: Any, now: Line, place: Path) -> None:
     """Raises DataError if what is there was made from something else."""
     if not isinstance(before, dict) or not before.keys() >= now.keys():
         raise not_ours(place)
-    changed = _changed(before["job"], now["job"])
-    changed += [f"content of {key}" for key in _changed(before["content"], now["content"])]
+    changed = changed_keys(before["job"], now["job"])
+    changed += [f"content of {key}" for key in changed_keys(before["content"], now["content"])]
     if changed:
         raise DataError(
             f"{place} was written by another job, with another {', '.join(changed)}: choose "
@@ -109,7 +108,3 @@ def check_same(before: Any, now: Line, place: Path) -> None:
 def not_ours(place: Path) -> DataError:
     """Somebody else's file is in the way."""
     return DataError(f"{place} is there and is not of mars-ray generate: choose another output")
-
-
-def _changed(before: Line, now: Line) -> list[str]:
-    return sorted(key for key in before | now if before.get(key) != now.get(key))

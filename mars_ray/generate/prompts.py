@@ -1,4 +1,4 @@
-"""What is asked: prompts of the job's sources, without those that must not be."""
+"""Prompts of the job's sources, without the excluded ones."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ OWN_ORIGIN = "own:"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the sources hold, before the model is asked anything."""
+    """The prompts of the sources, and how many were excluded."""
 
     prompts: list[Prompt]
     excluded: int
@@ -61,7 +61,7 @@ def read_sources(job: GenerateJob, encoder: ChatEncoder, excluded: frozenset[byt
 
 
 def encoded(records: Iterable[Record], encoder: ChatEncoder, report: BadRows) -> Iterator[Prompt]:
-    """As the model reads them; those that the chat template refuses go to `report`."""
+    """The prompts as the model reads them; those that the chat template refuses go to `report`."""
     rest = iter(records)
     while chunk := list(islice(rest, _CHUNK)):
         taken, plans = [], []
@@ -77,7 +77,7 @@ def encoded(records: Iterable[Record], encoder: ChatEncoder, report: BadRows) ->
 
 
 def excluded_keys(paths: Iterable[str]) -> frozenset[bytes]:
-    """Of every text in these files, whatever its field is called. Raises DataError."""
+    """Keys of every text in these files, whatever its field is called. Raises DataError."""
     keys: set[bytes] = set()
     for origin, row in files.rows(tuple(paths)):
         if isinstance(row, ValueError):
@@ -92,6 +92,6 @@ def excluded_keys(paths: Iterable[str]) -> frozenset[bytes]:
 
 
 def is_excluded(messages: Iterable[Message], excluded: frozenset[bytes]) -> bool:
-    """Whether a user says what must not be said."""
+    """Whether a message of a user is one of the excluded texts."""
     users = (message.content for message in messages if message.role == "user")
     return bool(excluded) and any(text_key(text) in excluded for text in users)

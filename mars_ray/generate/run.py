@@ -29,18 +29,18 @@ from mars_ray.data.sources import BadRows
 from mars_ray.data.texts import beginning_key
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
-from mars_ray.files import replaced, sole_writer
+from mars_ray.files import sole_writer, write_whole
 from mars_ray.generate.answers import Found, Generated, summary, write_answers
 from mars_ray.generate.own_prompts import Choice, requests_of, tried
 from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
 from mars_ray.generate.prompts import Asked, Prompt, encoded, excluded_keys, read_sources
 from mars_ray.generate.worker import Engines
 from mars_ray.model.card import read_card
-from mars_ray.model.complete import check_complete
+from mars_ray.model.directory import check_complete
 from mars_ray.model.load import load_tokenizer
-from mars_ray.model.object_store import WANTED
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
+from mars_ray.storage.copies import WANTED
 
 # Where and how fast it runs: the answers do not depend on it.
 _HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}
@@ -65,12 +65,12 @@ def run_generation(job: GenerateJob, console: Console, start: Start) -> Generate
         return generation.run(output, console)
 
 
-# Of the minutes that a job has, those for prompts that the model writes itself.
+# The share of a job's minutes for prompts that the model writes itself.
 _OWN_SHARE = 0.5
 
 
 class _Clock:
-    """How much of a job's minutes is left, over all runs."""
+    """Tells when a job's minutes are over, counted over all its runs."""
 
     def __init__(self, minutes: float | None, part: Part) -> None:
         self._limit_s = math.inf if minutes is None else 60 * minutes
@@ -82,7 +82,7 @@ class _Clock:
         return self._noted + share * self._limit_s - self._part.seconds
 
     def note(self) -> None:
-        """Take down what has passed; in the file, if it counts when the job goes on."""
+        """Counts the time that has passed; in the file, if it counts when the job goes on."""
         now = time.monotonic()
         passed_s, self._noted = now - self._noted, now
         if self._limit_s < math.inf:
@@ -108,7 +108,7 @@ class _Generation:
         self._made_from = _made_from(job, self._asked, self._excluded)
 
     def run(self, output: Path, console: Console) -> Generated:
-        """The rest of what is to be done."""
+        """Does what is not done yet."""
         done = output.with_suffix(".json")
         part_file = output.with_name(f"{output.name}.part")
         # The part goes last: while it is there, the others are of this command.
@@ -131,15 +131,14 @@ class _Generation:
         count = write_answers(output, prompts, part.answers, self._encoder, self._job.keep_cut)
         generated = summary(output, count, prompts, part.answers, found, part.seconds)
         table = self._made_from | {"generated": asdict(generated), "provenance": provenance()}
-        with replaced(done) as draft:
-            draft.write_text(json.dumps(table, indent=1) + "\n")
+        write_whole(done, json.dumps(table, indent=1) + "\n")
         part_file.unlink()
         return generated
 
     def _all_prompts(
         self, part: Part, clock: _Clock, engines: Engines, bars: Bars
     ) -> tuple[list[Prompt], Found]:
-        """Those of the sources, then the model's own."""
+        """The prompts of the sources, then the model's own."""
         prompts = list(self._asked.prompts)
         excluded, tries, faults = self._asked.excluded, 0, Counter()
         for place in self._turns:
@@ -209,7 +208,7 @@ class _Generation:
                 break
 
     def _requests(self, prompts: Sequence[Prompt], part: Part) -> Iterator[Request]:
-        """Of those that have no answer yet and room for one."""
+        """Requests of those prompts that have no answer yet and room for one."""
         job = self._job
         for number, prompt in enumerate(prompts):
             fits = len(prompt.ids) + job.max_new_tokens <= job.engine.max_context

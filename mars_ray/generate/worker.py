@@ -20,7 +20,7 @@ _RETURN_EVERY_S = 5.0
 
 
 class Engines(Protocol):
-    """Any number of engines, wherever they are."""
+    """Decodes requests with any number of engines, wherever they are."""
 
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
@@ -31,7 +31,7 @@ class Engines(Protocol):
 
 
 class Worker:
-    """Decodes what it is handed, a part at a time."""
+    """One engine that decodes the requests it is handed, some seconds at a time."""
 
     def __init__(self, checkpoint: str, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -47,7 +47,7 @@ class Worker:
         return str(self._engine.model.dtype).removeprefix("torch.")
 
     def advance(self, requests: Sequence[Request], leave: int) -> list[Completion]:
-        """Take requests in and decode, until so many are left of all that it has or some seconds
+        """Takes requests in and decodes, until only `leave` of all it has are left or some seconds
         are over. Requests end at the model's own stop tokens as well as at theirs.
 
         Raises MarsError; what it had is lost then.
@@ -70,7 +70,8 @@ class Worker:
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """With what to do: what torch raises where memory is short is a RuntimeError."""
+        """Turns torch's errors, among them that memory is short, into EngineErrors that say what to
+        do."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mars_ray.errors import ModelError
-from mars_ray.model.complete import CONFIG_FILE
-from mars_ray.model.missing import missing
+from mars_ray.model.directory import CONFIG_FILE
+from mars_ray.storage.hub import missing
 
 CARD_FILE = "mars.json"
 

@@ -11,9 +11,6 @@ Shape suffixes: D depths, H hidden size, K hidden size of the head, R rank, I in
 """
 
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +22,8 @@ from torch import Tensor
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
-from mars_ray.model.fingerprint import fingerprint
+from mars_ray.files import replaced_directory
+from mars_ray.model.directory import fingerprint
 
 DRAFT_CARD_FILE = "draft.json"
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -42,7 +40,7 @@ _FORMAT = 1
 
 
 class Lora(NamedTuple):
-    """Of one linear layer: `y += scale * up(down(x))`; the scale is the card's."""
+    """The LoRA weights of one linear layer: `y += scale * up(down(x))`, with the card's scale."""
 
     down_RI: Tensor
     up_OR: Tensor
@@ -50,11 +48,11 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftCard:
-    """What an adapter is for, and how it came about."""
+    """What an adapter was trained for, and how."""
 
     depths: int  # masks of a group at most: the block size of its training
     base: str  # the model's name, for people
-    base_fingerprint: str  # of its weights (`model.fingerprint`)
+    base_fingerprint: str  # of its weights (`model.directory`)
     rank: int = 0  # 0: no LoRA
     alpha: float = 0.0
     targets: tuple[str, ...] = ()  # names of linear layers, as peft has them: q_proj, ...
@@ -64,7 +62,7 @@ class DraftCard:
 
     @property
     def scale(self) -> float:
-        """Of the LoRA products."""
+        """Factor of the LoRA products."""
         return self.alpha / self.rank if self.rank else 0.0
 
 
@@ -81,20 +79,9 @@ class DraftAdapter:
 
 def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
     """Writes the directory, bfloat16; it appears complete or not at all. Raises ModelError."""
-    directory = Path(directory)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its final place: a rename is atomic only within one file system.
-        work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        try:
-            fresh = work / "new"
-            fresh.mkdir()
+        with replaced_directory(Path(directory)) as fresh:
             _write(fresh, adapter)
-            if directory.exists():
-                os.replace(directory, work / "old")
-            os.replace(fresh, directory)
-        finally:
-            shutil.rmtree(work)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write {directory}: {error}. Free space, and run again") from error
 
@@ -141,7 +128,7 @@ def _peft_config(card: DraftCard) -> dict[str, Any]:
 
 
 def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCard:
-    """`called` is the adapter's name in messages, where the directory is a copy of it.
+    """The card of the adapter in a directory; `called` is its name in messages.
 
     Raises ModelError if the directory holds no draft adapter, or one of another version.
     """
@@ -228,7 +215,7 @@ def _adapter(card: DraftCard, own: dict[str, Tensor], lora: dict[str, Tensor]) -
 
 
 def name_base(directory: str | Path, base: str) -> None:
-    """Call the adapter's base by another name: that under which others can get it."""
+    """Gives the adapter's base the name under which others can get it."""
     for file, key in ((DRAFT_CARD_FILE, "base"), (_PEFT_CONFIG, "base_model_name_or_path")):
         path = Path(directory) / file
         if path.exists():
@@ -237,5 +224,5 @@ def name_base(directory: str | Path, base: str) -> None:
 
 
 def adapter_bytes(directory: str | Path) -> int:
-    """Size of its files."""
+    """Size of the adapter's files."""
     return sum(path.stat().st_size for path in Path(directory).iterdir() if path.is_file())

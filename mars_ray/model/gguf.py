@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
+    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -25,7 +29,6 @@ from transformers import (
 )
 
 from mars_ray.errors import ModelError
-from mars_ray.model.gguf_tokenizer import HOLDS, load_gguf_tokenizer
 from mars_ray.model.load import ARCHITECTURES, check_report, opened
 
 SUFFIX = ".gguf"
@@ -52,6 +55,7 @@ _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension
 _OTHERS = ("vocab_size", "rope.freq_base")
 _LOST = "has what would be lost on the way from GGUF,"
 _INSTEAD = "import the model that it was made from"
+_HOLDS = "a whole model and its tokenizer"
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 # What a reader says of a file that ends too early or is none.
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
@@ -204,7 +208,7 @@ def _model(header: _Header, config: Any, names: dict[str, str]) -> PreTrainedMod
             dtype=torch.bfloat16,
             output_loading_info=True,
         ),
-        holds=HOLDS,
+        holds=_HOLDS,
     )
     model, report = loaded
     check_report(report, f"the weights in {header.path} do not fit what it says")
@@ -229,3 +233,89 @@ def _weight(header: _Header, config: Any, name: str) -> Tensor:
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
     pairs = weight.view(heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+# How text is cut before tokens are made of it, by `tokenizer.ggml.pre`, which transformers does not
+# take up. Cut in another way, text becomes other tokens: the model still answers, and worse. The
+# names are llama.cpp's (src/llama-vocab.cpp), with what the tokenizer.json of their models holds.
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?\p{L}+|", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA_3 = _CONTRACTION + _WORD + r"\p{N}{1,3}" + _SIGNS + _SPACE
+_QWEN_2 = _CONTRACTION + _WORD + r"\p{N}" + _SIGNS + _SPACE
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How text becomes words, and words become tokens."""
+
+    split: str | None  # regular expression; None: GPT-2's, after every digit was set apart
+    normalizes: bool = False  # to composed characters, which llama.cpp leaves to its callers
+    ignores_merges: bool = False  # a word that is a token is taken as it is
+    adds_bos: bool = False  # if the file does not say it
+
+
+_LLAMA = _Cut(_LLAMA_3, ignores_merges=True, adds_bos=True)
+_QWEN = _Cut(_QWEN_2, normalizes=True)
+_CUTS = {
+    "smollm": _Cut(None),
+    "llama-bpe": _LLAMA,
+    "llama3": _LLAMA,
+    "llama-v3": _LLAMA,
+    "qwen2": _QWEN,
+    "tekken": _Cut(_TEKKEN, ignores_merges=True, adds_bos=True),
+}
+# SentencePiece vocabularies have no such step.
+_NONE = (None, "default")
+
+
+def load_gguf_tokenizer(
+    path: Path, *, kind: str, pre: str | None, adds_bos: bool | None
+) -> PreTrainedTokenizerBase:
+    """A file's tokenizer; the others are its fields of `tokenizer.ggml`, `kind` its `model`.
+
+    Raises ModelError for one that is not known here.
+    """
+    is_plain = kind == "llama" and pre in _NONE
+    if not is_plain and (kind != "gpt2" or pre not in _CUTS):
+        raise ModelError(
+            f"{path} cuts text in a way that is not known here: tokenizer.ggml.model={kind}, "
+            f"tokenizer.ggml.pre={pre}; known are {', '.join(_CUTS)}: import the model that it "
+            "was made from"
+        )
+    tokenizer = opened(
+        path, lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), holds=_HOLDS
+    )
+    return tokenizer if is_plain else _restored(tokenizer, _CUTS[str(pre)], adds_bos)
+
+
+def _restored(
+    tokenizer: PreTrainedTokenizerBase, step: _Cut, adds_bos: bool | None
+) -> PreTrainedTokenizerBase:
+    """transformers' tokenizer, cutting text as its file says."""
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(step.split), behavior="isolated")
+            if step.split
+            else pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=step.split is None),
+        ]
+    )
+    if step.normalizes:
+        backend.normalizer = normalizers.NFC()
+    assert isinstance(backend.model, BPE)
+    backend.model.ignore_merges = step.ignores_merges
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        add_bos_token=step.adds_bos if adds_bos is None else adds_bos,
+        chat_template=tokenizer.chat_template,
+        clean_up_tokenization_spaces=False,
+        **tokenizer.special_tokens_map,
+    )

@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
-from mars_ray.model.complete import check_config, dtype_of_weights
-from mars_ray.model.missing import missing
+from mars_ray.model.directory import check_config, dtype_of_weights
+from mars_ray.storage.hub import missing
 
 # transformers' model types and how we name them in messages.
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
@@ -43,13 +43,13 @@ T = TypeVar("T")
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU does. One that only knows float32 converts, which takes several times as
-    long as float32 itself."""
+    """Whether this CPU multiplies bfloat16. One that only knows float32 converts, which takes
+    several times as long as float32 itself."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def quiet_unless_watched() -> None:
-    """No progress bars of transformers in log files."""
+    """Turns transformers' progress bars off unless stderr is a terminal."""
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
@@ -146,7 +146,8 @@ def read_config(
 
 
 def stored_dtype(directory: str | Path) -> torch.dtype:
-    """What a model says that it is to run in, or else has its weights in. Raises ModelError."""
+    """The type that a model's configuration names, or else that of its weights. Raises
+    ModelError."""
     if isinstance(said := read_config(directory).dtype, torch.dtype):
         return said
     return dtype_of_weights(Path(directory))

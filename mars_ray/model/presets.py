@@ -1,11 +1,42 @@
-"""The built-in model shapes, all of Qwen2 architecture."""
+"""The built-in models: shapes, all of Qwen2 architecture, and their tokenizer.
 
+The tokenizer is a byte-level BPE trained on the job's own texts, with a ChatML template.
+"""
+
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import Qwen2Config
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Config, Qwen2Tokenizer
 
 from mars_ray.config.model import PresetName
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+MASK = "<|mask|>"
+
+# Tools come as a turn of their own before the conversation, and are called in the form of Hermes
+# and Qwen2.5 models.
+CHAT_TEMPLATE = (
+    "{%- if tools -%}"
+    "{{- '<|im_start|>system\\nTools:\\n' -}}"
+    "{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}"
+    '{{- \'A tool is called by <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>\' -}}'
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '<tool_call>\\n' + call['function'] | tojson + '\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +70,7 @@ SHAPES: dict[PresetName, Shape] = {
 
 
 def preset_config(name: PresetName, vocabulary: int) -> Qwen2Config:
-    """The configuration of a preset for a tokenizer of so many tokens."""
+    """The configuration of a preset for a tokenizer of `vocabulary` tokens."""
     shape = SHAPES[name]
     rows = vocabulary if shape.rows is None else shape.rows
     assert rows >= vocabulary, f"{name} has {rows} embedding rows for {vocabulary} tokens"
@@ -55,4 +86,40 @@ def preset_config(name: PresetName, vocabulary: int) -> Qwen2Config:
         max_position_embeddings=shape.positions,
         initializer_range=shape.initializer_range,
         dtype=shape.dtype,
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
+    """A tokenizer of at most `vocab_size` tokens, fewer if the texts give no more merges; the same
+    every time.
+
+    Digits are tokens of their own, so that a number is always spelled in one way. Normalisation
+    and pre-tokenisation are Qwen2's own: for a Qwen2 model, transformers puts them in place of a
+    tokenizer's others when it is loaded, and words would be cut in other places than in training.
+    """
+    like = Qwen2Tokenizer().backend_tokenizer
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = like.normalizer
+    tokenizer.pre_tokenizer = like.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Without half characters, which JSON can spell: a row with one is refused when it is tokenised.
+    whole = (text.encode(errors="ignore").decode() for text in texts)
+    tokenizer.train_from_iterator(whole, trainer)
+    trained: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    # As pairs, which is what it takes in spite of its annotation.
+    merges: Any = [tuple(merge) for merge in trained["merges"]]
+    return Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=merges,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        mask_token=MASK,
+        extra_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )

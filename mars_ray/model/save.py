@@ -1,19 +1,15 @@
 """Writing a model directory that any tool for Hugging Face models can read."""
 
 import copy
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mars_ray.files import replaced_directory
 from mars_ray.model.card import ModelCard, write_card
-from mars_ray.model.complete import CONFIG_FILE
+from mars_ray.model.directory import CONFIG_FILE
 from mars_ray.model.load import quiet_unless_watched
 
 # The output projection's name in all of `load.ARCHITECTURES`.
@@ -32,7 +28,7 @@ def save_model(
     The directory appears complete or not at all. `state_dict` is given where the model's own
     parameters are not whole, as under ZeRO-3.
     """
-    with replacing(Path(directory)) as fresh:
+    with replaced_directory(Path(directory)) as fresh:
         write_model(fresh, model, tokenizer, card, state_dict)
 
 
@@ -43,7 +39,7 @@ def write_model(
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """The same into an empty directory, file by file."""
+    """Writes what `save_model` does into an empty directory, file by file."""
     quiet_unless_watched()
     _save_weights(directory, model, state_dict)
     tokenizer.save_pretrained(directory)
@@ -59,7 +55,7 @@ def _save_weights(
     model: PreTrainedModel,
     state_dict: dict[str, Tensor] | None,
 ) -> None:
-    """What `model.save_pretrained` writes.
+    """Writes what `model.save_pretrained` does.
 
     Beside accelerate, which peft brings, that function imports deepspeed: three seconds in every
     process that saves a model.
@@ -79,20 +75,3 @@ def _save_weights(
 def _alone(value: Tensor) -> Tensor:
     """The tensor without what lies beside it: ZeRO's parameters are pieces of a large one."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-
-
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """A new directory that takes the place of `directory` when the block ends without an error."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place: a rename is atomic only within one file system.
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        fresh = work / "new"
-        fresh.mkdir()
-        yield fresh
-        if directory.exists():
-            os.replace(directory, work / "old")
-        os.replace(fresh, directory)
-    finally:
-        shutil.rmtree(work)

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with gated MLPs, as all supported architectures are."""
+    """The sizes of a decoder with gated MLPs, as all supported architectures are."""
 
     vocabulary: int
     hidden: int
@@ -30,19 +30,19 @@ class ModelShape:
 
     @property
     def body_weights(self) -> int:
-        """Weights of all layers' matrices."""
+        """Number of weights in all layers' matrices."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
 
     @property
     def parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """Number of all parameters; a tied head counts once."""
         biases = self.query_size + 2 * self.key_size if self.biases else 0
         small = self.layers * (2 * self.hidden + biases + self.head_norms) + self.hidden
         tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.body_weights + small + tables
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of low-rank adapters on all of the layers' matrices."""
+        """Parameters of low-rank adapters on all of the layers' matrices."""
         return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
 
 
@@ -70,7 +70,7 @@ def shape_of_config(config: Any) -> ModelShape:
 
 
 def most_positions(config: Any) -> int:
-    """What the model was made for, and what its rotary embedding stretches that to."""
+    """Positions that the model can have, with what its rotary embedding stretches them to."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = config.max_position_embeddings
     match rope.get("rope_type"):
@@ -87,5 +87,5 @@ def most_positions(config: Any) -> int:
 
 
 def sliding_window(config: Any) -> int | None:
-    """How many tokens a row sees at most, itself included; None: all before it."""
+    """Number of tokens that a row sees at most, itself included; None: all before it."""
     return getattr(config, "sliding_window", None)

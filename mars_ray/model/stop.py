@@ -2,10 +2,10 @@
 
 import logging
 
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.errors import ModelError
-from mars_ray.model.tokenizer import end_of_turn_id
 
 log = logging.getLogger(__name__)
 
@@ -47,3 +47,38 @@ def stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def _known(generation: GenerationConfig | None) -> list[int]:
     eos = None if generation is None else generation.eos_token_id
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The special token with which the chat template ends an assistant's turn.
+
+    Base models often end texts with another token than their template ends turns with; decoding
+    must stop at both. Raises ModelError if there is no template, or it cannot be used, or it ends
+    turns with plain text.
+    """
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template, so conversations cannot be written for it; use "
+            "an instruction-tuned version of the model, or put a chat_template.jinja beside it"
+        )
+    answer = "fine"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError) as error:
+        raise ModelError(f"the tokenizer's chat template cannot be used: {error}") from error
+    assert isinstance(text, str)
+    _, found_answer, tail = text.rpartition(answer)
+    if not found_answer:
+        raise ModelError("the chat template does not write what the assistant answers")
+    found = {
+        tail.index(token.content): index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.content in tail
+    }
+    if not found:
+        raise ModelError(
+            "the chat template ends an assistant's turn without a special token, so decoding could "
+            "not know where to stop; add the end-of-sequence token to the template"
+        )
+    return found[min(found)]

@@ -17,9 +17,7 @@ from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
-from mars_ray.model.draft_source import local_adapter, pinned_adapter
-from mars_ray.model.object_store import shown
-from mars_ray.model.source import Source, config_of, pinned
+from mars_ray.model.places import config_of, local_adapter, pinned, pinned_adapter
 from mars_ray.serve.autoscaler import autoscaling
 from mars_ray.serve.ingress.api_keys import ApiKeys
 from mars_ray.serve.ingress.deployment import Ingress
@@ -27,6 +25,7 @@ from mars_ray.serve.ingress.router import PrefixRouter
 from mars_ray.serve.replica.deployment import Replica
 from mars_ray.serve.swap import swap_adapters
 from mars_ray.serve.threshold_actor import Setting, end_controls
+from mars_ray.storage.place import Place, shown
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ def _given(job: ServeJob) -> ServiceModel:
     """What the operator gives, or what lies beside the checkpoint."""
     if job.service_model:
         return load_service_model(job.service_model)
-    source, card = pinned(Source(job.checkpoint, job.revision))
+    source, card = pinned(Place(job.checkpoint, job.revision))
     place, depth = source.name, card.block_size
     if job.engine.draft_adapter:
         place, draft_card = pinned_adapter(job.engine.draft_adapter)
@@ -238,7 +237,7 @@ def _checked(job: ServeJob) -> ServeJob:
 
 def _checked_model(job: ServeJob) -> ServeJob:
     """With the checkpoint pinned; only its card and configuration are fetched here."""
-    source, card = pinned(Source(job.checkpoint, job.revision))
+    source, card = pinned(Place(job.checkpoint, job.revision))
     engine = job.engine
     if engine.draft_adapter:
         place, draft_card = _checked_adapter(job, source)
@@ -247,7 +246,7 @@ def _checked_model(job: ServeJob) -> ServeJob:
     _check_default_mode(job, card)
     check_context(engine.max_context, config_of(source))
     if engine.draft_model:
-        drafts, _ = pinned(Source(engine.draft_model))
+        drafts, _ = pinned(Place(engine.draft_model))
         engine = engine.model_copy(update={"draft_model": drafts.name})
     return job.model_copy(
         update={
@@ -258,7 +257,7 @@ def _checked_model(job: ServeJob) -> ServeJob:
     )
 
 
-def _checked_adapter(job: ServeJob, base: Source) -> tuple[str, DraftCard]:
+def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
     """The draft adapter's pinned name, and its card. It is read here to the last number; whether it
     is for this model is seen by the model's weights, so that of another place than a directory only
     the replicas can tell. Raises ModelError."""

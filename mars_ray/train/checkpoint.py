@@ -11,7 +11,6 @@
 """
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -24,6 +23,7 @@ import torch
 
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
+from mars_ray.files import write_whole
 from mars_ray.train.ranks import Ranks
 
 MANIFEST = "manifest.json"
@@ -174,7 +174,4 @@ def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
 def _write_manifest(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-    # Beside its final place, so that it appears whole or not at all.
-    draft = directory / f".{MANIFEST}"
-    draft.write_text(json.dumps({"files": sizes}, indent=1))
-    os.replace(draft, directory / MANIFEST)
+    write_whole(directory / MANIFEST, json.dumps({"files": sizes}, indent=1))

@@ -11,16 +11,17 @@ from torch import Tensor
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import DraftObjective
 from mars_ray.model.card import read_card
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import (
     DraftCard,
     read_draft_adapter,
     read_draft_card,
     write_draft_adapter,
 )
-from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model
-from mars_ray.model.source import Source, local_copy
+from mars_ray.model.places import local_copy
 from mars_ray.provenance import provenance
+from mars_ray.storage.place import Place
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.draft_adapter import (
@@ -45,7 +46,7 @@ def with_base_here(plan: StagePlan) -> StagePlan:
     model = plan.job.model
     if plan.start_model.is_dir() or not isinstance(model, PretrainedModel):
         return plan
-    source = Source(model.path, revision=plan.start_model.name)
+    source = Place(model.path, revision=plan.start_model.name)
     return replace(plan, start_model=local_copy(source, cache="")) if source.is_on_hub else plan
 
 

@@ -11,10 +11,11 @@ from mars_ray.config.train import DraftAdapterConfig, DraftObjective, TrainJob
 from mars_ray.data.sources import BadRows, read
 from mars_ray.model.card import CARD_FILE, read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import DraftAdapter
-from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model, read_config
-from mars_ray.model.source import Source, local_copy
+from mars_ray.model.places import local_copy
+from mars_ray.storage.place import Place
 from mars_ray.train.draft_adapter import adapter_of, draft_card, fresh_weights
 from mars_ray.train.frozen import FrozenModel
 
@@ -28,7 +29,7 @@ def initial_model(job: TrainJob) -> Path:
     first = next(iter(job.stages.values()))
     if isinstance(first.objective, DraftObjective):
         assert isinstance(job.model, PretrainedModel), "the config demands a pretrained model"
-        source = Source(job.model.path, job.model.revision)
+        source = Place(job.model.path, job.model.revision)
         directory = local_copy(source, cache="")
         read_config(directory, called=job.model.path)
         return directory

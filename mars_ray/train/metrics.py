@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_ray.files import write_whole
 from mars_ray.train.model_step import COUNTS
 from mars_ray.train.objective import Stream
 from mars_ray.train.ranks import Ranks
@@ -151,6 +152,4 @@ def _drop_after(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     # A line without its end was being written when the process died.
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(kept), encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, "".join(kept))

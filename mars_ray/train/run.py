@@ -22,7 +22,7 @@ from pathlib import Path
 from mars_ray.config.model import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
-from mars_ray.files import sole_writer
+from mars_ray.files import changed_keys, sole_writer, write_whole
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MANIFEST, MODEL, read_state
 from mars_ray.train.initial import initial_model
@@ -99,10 +99,8 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
         # A preset's tokenizer is made of the data, which may have been mended since.
         shutil.rmtree(output_dir / "initial", ignore_errors=True)
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
-    draft = path.with_suffix(".draft")
     with _explained(path):
-        draft.write_text(json.dumps(content, indent=1))
-        os.replace(draft, path)
+        write_whole(path, json.dumps(content, indent=1))
 
 
 def _has_trained(output_dir: Path) -> bool:
@@ -115,7 +113,7 @@ def _changes(path: Path, job: TrainJob) -> list[str]:
         identity(known) | {"order of stages": list(known.stages)}
         for known in (_recorded(path), job)
     )
-    return sorted(key for key in before | now if before.get(key) != now.get(key))
+    return changed_keys(before, now)
 
 
 def _recorded(path: Path) -> TrainJob:

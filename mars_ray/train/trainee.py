@@ -15,7 +15,7 @@ from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
 from mars_ray.errors import ModelError
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
 from mars_ray.model.card import read_card
-from mars_ray.model.complete import check_names
+from mars_ray.model.directory import check_names
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 from mars_ray.train import checkpoint

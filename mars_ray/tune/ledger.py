@@ -9,13 +9,12 @@ Times are seconds since 1970. Only the driver writes; what a killed driver did n
 cut off.
 """
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mars_ray.files import read_journal
+from mars_ray.files import append, read_journal
 
 Status = Literal["running", "finished", "stopped", "failed"]
 LEDGER_FILE = "trials.jsonl"
@@ -56,8 +55,7 @@ class Ledger:
     def append(self, event: str, trial: str, **fields: Any) -> None:
         """Write an event; it is on disk when this returns."""
         record = {"event": event, "trial": trial, "time": round(time.time(), 1), **fields}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append(self.path, record)
         self._take(record)
 
     def _take(self, record: dict[str, Any]) -> None:
@@ -81,6 +79,5 @@ class Ledger:
 
 def ended(path: Path) -> int:
     """How many trials have; for who only watches, since it leaves the file as it is."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    events = [json.loads(line) for line in lines]
+    events = read_journal(path, mend=False)
     return len({event["trial"] for event in events if event["event"] == "end"})

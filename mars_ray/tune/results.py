@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier, FrontierPoint
-from mars_ray.files import replaced
+from mars_ray.files import replaced, write_whole
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
 from mars_ray.train.plan import absolute_path
@@ -72,8 +72,7 @@ def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[
     """`results.json` and `results.parquet`; in the latter settings are columns."""
     table = {"summary": summary, "trials": [asdict(row) for row in rows]}
     table |= {"job": job.model_dump(mode="json"), "provenance": provenance()}
-    with replaced(directory / "results.json") as draft:
-        draft.write_text(json.dumps(table, indent=1) + "\n")
+    write_whole(directory / "results.json", json.dumps(table, indent=1) + "\n")
     with replaced(directory / "results.parquet") as draft:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_flat(rows)), draft)
 

@@ -29,7 +29,7 @@ from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
 from mars_ray.evaluate.run import problems_of
-from mars_ray.files import replaced
+from mars_ray.files import changed_keys, write_whole
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.initial import initial_model
@@ -253,16 +253,14 @@ def _claim(job: TuneJob) -> None:
     path = Path(job.output_dir) / "sweep.json"
     table = job.model_dump(mode="json")
     if path.exists():
-        before, mine = _deciding(json.loads(path.read_text())["job"]), _deciding(table)
-        changed = sorted(key for key in before | mine if before.get(key) != mine.get(key))
+        changed = changed_keys(_deciding(json.loads(path.read_text())["job"]), _deciding(table))
         if changed:
             raise TrainingError(
                 f"{job.output_dir} holds another sweep, with another {', '.join(changed)}. "
                 "Choose another output_dir, or delete this one to start afresh"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as draft:
-        draft.write_text(json.dumps({"job": table, "provenance": provenance()}, indent=1))
+    write_whole(path, json.dumps({"job": table, "provenance": provenance()}, indent=1))
 
 
 def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
 from mars_ray.evaluate.sweep_plot import TrialPoint, plot_sweep
-from mars_ray.files import replaced, sole_writer
+from mars_ray.files import replaced, sole_writer, write_whole
 from mars_ray.tune.ledger import TrialRecord
 from mars_ray.tune.measure import START, best, fastest, measure, survivors
 from mars_ray.tune.results import Row, rows_of, summary_of, write_results
@@ -74,5 +74,4 @@ def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
     """The best trial's settings as a job that `mars-ray train` takes."""
     table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
     header = f"# The best of {job.trials} trials: {chosen.trial}.\n"
-    with replaced(path) as draft:
-        draft.write_text(header + tomli_w.dumps(table), encoding="utf-8")
+    write_whole(path, header + tomli_w.dumps(table))

@@ -15,8 +15,8 @@ import tomli_w
 from mars_ray.config.adapt import AdaptJob, name_of
 from mars_ray.config.load import load_job
 from mars_ray.config.serve import ServeJob
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import read_draft_adapter
-from mars_ray.model.fingerprint import fingerprint
 
 SMALL: dict[str, Any] = {
     "kind": "adapt",

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from mars_ray.data.chat import Encoded
-from mars_ray.data.collate import collate
+from mars_ray.data.loader import collate
 
 
 def conversation(*tokens, response):

@@ -3,8 +3,7 @@ import re
 import pytest
 
 from mars_ray.data import corpus
-from mars_ray.data.corpus import problems
-from mars_ray.data.templates import TEMPLATES
+from mars_ray.data.corpus import TEMPLATES, problems
 from mars_ray.errors import DataError
 
 STEP = re.compile(r"(\d+) ([-+x]) (\d+) = (\d+)")
@@ -56,8 +55,7 @@ def test_answers_are_independent_of_the_steps_and_agree(template):
     for numbers in choices:
         results = corpus.evaluate(expressions, numbers)
         assert results is not None
-        arguments = [numbers[name] for name in "abcd" if name in numbers]
-        assert template.answer(*arguments) == results["xyz"[len(expressions) - 1]]
+        assert eval(template.answer, {}, numbers) == results["xyz"[len(expressions) - 1]]
 
 
 def test_there_are_many_templates():

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.data.packing import one_each, pack
+from mars_ray.data.loader import one_each, pack
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=300), st.integers(0, 3))

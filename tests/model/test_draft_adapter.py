@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import (
     DraftAdapter,
     DraftCard,
@@ -16,7 +17,6 @@ from mars_ray.model.draft_adapter import (
     read_draft_adapter,
     write_draft_adapter,
 )
-from mars_ray.model.fingerprint import fingerprint
 
 DEPTHS, SIZE, INNER, RANK = 3, 8, 5, 2
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -9,12 +9,11 @@ from model.small_s3 import bucket
 
 from mars_ray.config.model import PresetModel
 from mars_ray.errors import ModelError
-from mars_ray.model import export
 from mars_ray.model.card import PLAIN, read_card
 from mars_ray.model.create import create_model
-from mars_ray.model.export import export_model
-from mars_ray.model.object_store import shown
-from mars_ray.model.source import Source, config_of, local_copy, pinned
+from mars_ray.model.places import config_of, export_model, local_copy, pinned
+from mars_ray.storage import directory
+from mars_ray.storage.place import Place, shown
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
 
@@ -33,8 +32,8 @@ def made(tmp_path_factory) -> Path:
 def test_what_is_exported_can_be_loaded(made, tmp_path, prefix):
     """Guards an export that misses a file which only a service on another machine notices."""
     destination = f"{prefix}{tmp_path}/models/mars-1"
-    written = export_model(Source(str(made)), destination, cache=str(tmp_path / "unused"))
-    source, card = pinned(Source(destination))
+    written = export_model(Place(str(made)), destination, cache=str(tmp_path / "unused"))
+    source, card = pinned(Place(destination))
     assert card == read_card(made)
     arrived = local_copy(source, str(tmp_path / "cache"))
     names = {path.name for path in arrived.iterdir()}
@@ -54,42 +53,42 @@ def test_a_place_is_shown_as_it_is_but_for_its_secrets():
 def test_a_place_that_is_taken_is_left_alone(made, tmp_path):
     """Guards weights that change under a service which is loading them."""
     destination = f"file://{tmp_path}/mars"
-    export_model(Source(str(made)), destination, cache="")
+    export_model(Place(str(made)), destination, cache="")
     before = (tmp_path / "mars" / "model.safetensors").stat().st_mtime_ns
     with pytest.raises(ModelError, match="a place of its own"):
-        export_model(Source(str(made)), destination, cache="")
+        export_model(Place(str(made)), destination, cache="")
     assert (tmp_path / "mars" / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
     """Card and configuration are what a service looks at first, and they come last."""
-    copy = export._copy
+    copy = directory.copy_files
 
-    def fails_at_weights(path, filesystem, target):
-        if path.suffix == ".safetensors":
+    def fails_at_weights(source, *options, **sizes):
+        if source.endswith(".safetensors"):
             raise OSError("the network is gone")
-        copy(path, filesystem, target)
+        copy(source, *options, **sizes)
 
-    monkeypatch.setattr(export, "_copy", fails_at_weights)
+    monkeypatch.setattr(directory, "copy_files", fails_at_weights)
     with pytest.raises(ModelError, match="the network is gone"):
-        export_model(Source(str(made)), str(tmp_path / "mars"), cache="")
+        export_model(Place(str(made)), str(tmp_path / "mars"), cache="")
     with pytest.raises(ModelError, match=r"neither mars\.json nor config\.json"):
-        pinned(Source(f"file://{tmp_path}/mars"))
+        pinned(Place(f"file://{tmp_path}/mars"))
 
 
 def cut_short(made: Path, destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export whose last file does not arrive."""
-    copy = export._copy
+    copy = directory.copy_files
 
-    def fails_at_the_last(path, filesystem, target):
-        if path.name == "config.json":
+    def fails_at_the_last(source, *options, **sizes):
+        if source.endswith("/config.json"):
             raise OSError("the network is gone")
-        copy(path, filesystem, target)
+        copy(source, *options, **sizes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_copy", fails_at_the_last)
+        patch.setattr(directory, "copy_files", fails_at_the_last)
         with pytest.raises(ModelError, match="the network is gone"):
-            export_model(Source(str(made)), destination, cache="")
+            export_model(Place(str(made)), destination, cache="")
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -100,10 +99,10 @@ def test_what_was_cut_short_at_the_end_is_no_model(made, tmp_path, monkeypatch, 
     if not is_trained:
         (source / "mars.json").unlink()
     cut_short(source, str(tmp_path / "mars"), monkeypatch)
-    place = Source(f"file://{tmp_path}/mars")
+    place = Place(f"file://{tmp_path}/mars")
     with pytest.raises(ModelError, match=r"no config\.json|neither mars\.json nor config\.json"):
         config_of(pinned(place)[0])
-    export_model(Source(str(source)), str(tmp_path / "mars"), cache="")
+    export_model(Place(str(source)), str(tmp_path / "mars"), cache="")
     assert config_of(place).model_type == "qwen2"
     assert pinned(place)[1] == (read_card(made) if is_trained else PLAIN)
 
@@ -117,7 +116,7 @@ def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch,
     with bucket(tmp_path) as (options, _):
         places = {"file": f"file://{tmp_path}/mars", "s3": f"s3://bucket/mars{options}"}
         cut_short(made, places[store], monkeypatch)
-        written = export_model(Source(str(made)), places[store], cache="")
+        written = export_model(Place(str(made)), places[store], cache="")
     names = {path.name for path in (tmp_path / "mars").iterdir()}
     assert names == {path.name for path in made.iterdir()} - {"optimizer.pt"}
     assert written.files == len(names)
@@ -127,17 +126,17 @@ def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch,
 def test_a_file_that_arrives_short_can_be_exported_again(made, tmp_path, monkeypatch, name):
     """Guards a place that is taken by a file without its end, though no service can load it."""
 
-    def shorter(ours, theirs, _):
-        data = ours.read()
-        theirs.write(data[:-1] if Path(ours.name).name == name else data)
+    def shorter(source, target, *_, **__):
+        data = Path(source).read_bytes()
+        Path(target).write_bytes(data[:-1] if Path(source).name == name else data)
 
     destination = tmp_path / "mars"
     with monkeypatch.context() as patch:
-        patch.setattr(export.shutil, "copyfileobj", shorter)
+        patch.setattr(directory, "copy_files", shorter)
         with pytest.raises(ModelError, match=r"arrived with \d+ bytes; export again$"):
-            export_model(Source(str(made)), str(destination), cache="")
+            export_model(Place(str(made)), str(destination), cache="")
     assert not (destination / name).exists()
-    export_model(Source(str(made)), str(destination), cache="")
+    export_model(Place(str(made)), str(destination), cache="")
     assert (destination / name).read_bytes() == (made / name).read_bytes()
 
 
@@ -150,7 +149,7 @@ def test_files_of_two_models_are_not_mixed(made, tmp_path, monkeypatch):
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="a place of its own"):
-        export_model(Source(str(sharded)), str(destination), cache="")
+        export_model(Place(str(sharded)), str(destination), cache="")
     assert not (destination / "model-1.safetensors").exists()
 
 
@@ -162,7 +161,7 @@ def test_a_place_with_files_of_others_is_left_alone(made, tmp_path, name):
     (destination / name).write_text("mine")
     for place in (str(destination), str(destination / name)):
         with pytest.raises(ModelError, match="a place of its own"):
-            export_model(Source(str(made)), place, cache="")
+            export_model(Place(str(made)), place, cache="")
     assert (destination / name).read_text() == "mine"
     assert len(list(destination.iterdir())) == 1
 
@@ -170,14 +169,14 @@ def test_a_place_with_files_of_others_is_left_alone(made, tmp_path, name):
 def test_a_revision_of_a_directory_is_refused(made, tmp_path):
     """Guards a revision that has no effect."""
     with pytest.raises(ModelError, match="only names of the hub"):
-        export_model(Source(str(made), "v2"), str(tmp_path / "mars"), cache="")
+        export_model(Place(str(made), "v2"), str(tmp_path / "mars"), cache="")
 
 
 def test_secrets_of_a_uri_are_not_repeated(made):
     """Guards passwords in logs of jobs."""
     uri = "s3://user:secret@bucket/mars?endpoint_override=127.0.0.1:9&scheme=http&hidden=1"
     with pytest.raises(ModelError) as caught:
-        export_model(Source(str(made)), uri, cache="")
+        export_model(Place(str(made)), uri, cache="")
     assert "secret" not in str(caught.value)
     assert "s3://bucket/mars" in str(caught.value)
 
@@ -189,7 +188,7 @@ def test_an_incomplete_checkpoint_is_refused(made, tmp_path):
     with (broken / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(ModelError, match="cut short"):
-        export_model(Source(str(broken)), str(tmp_path / "mars"), cache="")
+        export_model(Place(str(broken)), str(tmp_path / "mars"), cache="")
     assert not (tmp_path / "mars").exists()
 
 
@@ -197,6 +196,6 @@ def test_a_home_directory_is_one(made, tmp_path, monkeypatch):
     """Guards a model in a directory that is named `~`, where no service looks."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    export_model(Source(str(made)), "~/mars", cache="")
+    export_model(Place(str(made)), "~/mars", cache="")
     assert read_card(tmp_path / "home" / "mars") == read_card(made)
     assert not (tmp_path / "~").exists()

@@ -3,7 +3,7 @@ import torch
 from model.toys import build
 
 from mars_ray.model.card import ModelCard
-from mars_ray.model.mask_token import ensure_mask_token
+from mars_ray.model.create import ensure_mask_token
 
 
 def rows(model):

@@ -13,13 +13,13 @@ from mars_ray.config.model import PresetModel
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.model.card import PLAIN
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import (
     DraftAdapter,
     DraftCard,
     read_draft_adapter,
     write_draft_adapter,
 )
-from mars_ray.model.fingerprint import fingerprint
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 

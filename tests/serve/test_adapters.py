@@ -18,7 +18,7 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, EngineError, ModelError
-from mars_ray.model.draft_source import adapter_name
+from mars_ray.model.places import adapter_name
 from mars_ray.serve.deploy import check, service_model
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.protocol import GenerationRequest, OutputDelta, Turn

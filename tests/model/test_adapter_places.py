@@ -16,7 +16,7 @@ from mars_ray.model.draft_adapter import (
     read_draft_card,
     write_draft_adapter,
 )
-from mars_ray.model.draft_source import adapter_name, local_adapter, pinned_adapter
+from mars_ray.model.places import adapter_name, local_adapter, pinned_adapter
 
 DEPTHS = 3
 

@@ -16,11 +16,12 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ModelError
-from mars_ray.model import object_store
 from mars_ray.model.card import PLAIN, read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model
-from mars_ray.model.source import Source, config_of, local_copy, pinned
+from mars_ray.model.places import config_of, local_copy, pinned
+from mars_ray.storage.directory import Directory
+from mars_ray.storage.place import Place
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
 
@@ -52,7 +53,7 @@ def s3(stored, monkeypatch) -> Iterator[tuple[str, list[str]]]:
 def test_a_store_gives_a_model_that_decodes(s3, tmp_path, made):
     """Over S3's own protocol, from the listing to an engine; and without what is not wanted."""
     uri, reads = s3
-    source, card = pinned(Source(uri))
+    source, card = pinned(Place(uri))
     assert card == read_card(made)
     assert reads == ["mars.json", "config.json"]
     directory = local_copy(source, str(tmp_path / "cache"))
@@ -68,7 +69,7 @@ def test_a_copy_is_made_once_however_many_ask(s3, tmp_path):
     """Replicas of a node start at the same time; the listing is all that each of them reads."""
     uri, reads = s3
     with ThreadPoolExecutor(4) as pool:
-        copies = set(pool.map(lambda _: local_copy(Source(uri), str(tmp_path)), range(4)))
+        copies = set(pool.map(lambda _: local_copy(Place(uri), str(tmp_path)), range(4)))
     assert len(copies) == 1
     assert len(reads) == len(set(reads))
 
@@ -76,10 +77,10 @@ def test_a_copy_is_made_once_however_many_ask(s3, tmp_path):
 def test_a_changed_checkpoint_is_another_copy(stored, tmp_path):
     """Guards a rolling update that serves the old weights again."""
     uri = f"file://{stored}"
-    first = local_copy(Source(uri), str(tmp_path / "cache"))
-    assert local_copy(Source(uri), str(tmp_path / "cache")) == first
+    first = local_copy(Place(uri), str(tmp_path / "cache"))
+    assert local_copy(Place(uri), str(tmp_path / "cache")) == first
     os.utime(stored / "model.safetensors", (1, 1))
-    assert local_copy(Source(uri), str(tmp_path / "cache")) != first
+    assert local_copy(Place(uri), str(tmp_path / "cache")) != first
 
 
 def test_a_fetch_that_fails_leaves_no_copy(stored, tmp_path):
@@ -88,23 +89,23 @@ def test_a_fetch_that_fails_leaves_no_copy(stored, tmp_path):
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged or was cut short"):
-        local_copy(Source(f"file://{stored}"), str(cache))
+        local_copy(Place(f"file://{stored}"), str(cache))
     assert not [path for path in cache.iterdir() if path.is_dir() and path.suffix != ".partial"]
     weights.write_bytes(whole)
-    assert (local_copy(Source(f"file://{stored}"), str(cache)) / "config.json").exists()
+    assert (local_copy(Place(f"file://{stored}"), str(cache)) / "config.json").exists()
 
 
 def test_an_upload_in_the_middle_is_noticed(stored, tmp_path, monkeypatch):
     """Guards a copy with files of two versions."""
-    fetch = object_store._fetch
+    get = Directory.get
 
-    def fetch_and_change(filesystem, file, directory, uri):
-        fetch(filesystem, file, directory, uri)
+    def get_and_change(store, files, local):
+        get(store, files, local)
         os.utime(stored / "config.json", (2, 2))
 
-    monkeypatch.setattr(object_store, "_fetch", fetch_and_change)
+    monkeypatch.setattr(Directory, "get", get_and_change)
     with pytest.raises(ModelError, match="was changed while it was fetched"):
-        local_copy(Source(f"file://{stored}"), str(tmp_path / "cache"))
+        local_copy(Place(f"file://{stored}"), str(tmp_path / "cache"))
 
 
 def test_shards_must_all_be_there(stored):
@@ -113,7 +114,7 @@ def test_shards_must_all_be_there(stored):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (stored / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"has no model-2\.safetensors"):
-        local_copy(Source(str(stored)), "unused")
+        local_copy(Place(str(stored)), "unused")
 
 
 @pytest.mark.parametrize(
@@ -131,20 +132,20 @@ def test_what_is_no_checkpoint_is_told(name, message, tmp_path, s3):
     options = s3[0].partition("?")[2]
     named = name.format(empty=tmp_path, options=f"?{options}")
     with pytest.raises(ModelError, match=message) as caught:
-        pinned(Source(named))
+        pinned(Place(named))
     assert "secret" not in str(caught.value)
 
 
 def test_a_directory_that_another_node_lacks_is_told(tmp_path):
     """The driver saw it, the replica does not."""
     with pytest.raises(ModelError, match="storage that all nodes share"):
-        local_copy(Source(str(tmp_path / "none")), "unused")
+        local_copy(Place(str(tmp_path / "none")), "unused")
 
 
 def test_a_revision_without_a_hub_is_refused(made):
     """Guards a revision that has no effect."""
     with pytest.raises(ModelError, match="only names of the hub"):
-        pinned(Source(str(made), "v2"))
+        pinned(Place(str(made), "v2"))
 
 
 @pytest.mark.parametrize("place", ["directory", "store", "hub"])
@@ -160,7 +161,7 @@ def test_a_model_without_a_card_is_a_plain_one_wherever_it_is(
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         names = {"directory": str(stored), "store": f"file://{stored}", "hub": NAME}
-        source, card = pinned(Source(names[place]))
+        source, card = pinned(Place(names[place]))
         assert card == PLAIN
         assert config_of(source).model_type == "qwen2"
         directory = local_copy(source, str(tmp_path / "cache"))
@@ -177,27 +178,27 @@ def test_the_hub_gives_one_commit(made, tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        source, card = pinned(Source(NAME))
+        source, card = pinned(Place(NAME))
         assert (source.revision, card) == (COMMIT, read_card(made))
         directory = local_copy(source, "unused")
         with pytest.raises(ModelError, match=r"no directory org/other in .*, and the .* hub.*404"):
-            pinned(Source("org/other"))
+            pinned(Place("org/other"))
     assert (directory / "model.safetensors").exists()
     assert not (directory / "pytorch_model.bin").exists()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert pinned(Source(NAME)) == (source, card)
+    assert pinned(Place(NAME)) == (source, card)
     assert local_copy(source, "unused") == directory
     with pytest.raises(ModelError, match="give org/other: HF_HUB_OFFLINE is set"):
-        pinned(Source("org/other"))
+        pinned(Place("org/other"))
 
 
 @pytest.mark.parametrize(
     ("load", "name", "asked"),
     [
-        (lambda name: pinned(Source(name)), "wrong/path", True),
+        (lambda name: pinned(Place(name)), "wrong/path", True),
         (lambda name: load_model(name, dtype=None), "wrong/path", True),
         (lambda name: load_model(name, dtype=None), "runs/wrong/path", False),
-        (lambda name: pinned(Source(name)), "runs/wrong/path", False),
+        (lambda name: pinned(Place(name)), "runs/wrong/path", False),
         (lambda name: load_engine(name, EngineConfig()), "wrong/path", False),
     ],
 )
@@ -221,4 +222,4 @@ def test_a_hub_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelError, match=r"http://127\.0\.0\.1:9 cannot be reached from here"):
-        pinned(Source("wrong/path"))
+        pinned(Place("wrong/path"))

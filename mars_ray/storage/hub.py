@@ -1,9 +1,10 @@
-"""The one message for a model that is neither a directory here nor given by the hub."""
+"""Files of the Hugging Face hub, and the one message for what is neither there nor here."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -12,16 +13,32 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import disable_progress_bars
 
 from mars_ray.errors import ModelError
+from mars_ray.storage.place import Place
 
 _PATH = "a training job leaves its models in OUTPUT_DIR/models/STAGE"
+
+
+def snapshot(place: Place, patterns: Sequence[str]) -> Path:
+    """The snapshot's directory in the hub's cache, which bears the commit's name, with those files
+    that fit the patterns. Raises ModelError."""
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        directory = snapshot_download(
+            place.name, revision=place.revision, allow_patterns=list(patterns)
+        )
+    except (OSError, ValueError) as error:
+        raise missing(place.name, place.revision, error) from error
+    return Path(directory)
 
 
 def missing(
     name: str | Path, revision: str | None = None, error: Exception | None = None
 ) -> ModelError:
-    """Of a name that is no directory here; `error` is what came of asking the hub, if it was."""
+    """The error for a name that is no directory here; `error` is what the hub said, if asked."""
     here = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
     why = error and _why(list(_chain(error)))
     if not why:
@@ -42,7 +59,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _why(errors: list[BaseException]) -> str | None:
-    """None if the hub was not asked, because the name cannot be one of its."""
+    """What the hub said; None if it was not asked, because the name cannot be one of its own."""
 
     def has(*kinds: type[Exception]) -> bool:
         return any(isinstance(error, kinds) for error in errors)
@@ -57,5 +74,5 @@ def _why(errors: list[BaseException]) -> str | None:
         if constants.HF_HUB_OFFLINE:
             return "HF_HUB_OFFLINE is set, and its cache has no copy"
         return f"{constants.ENDPOINT} cannot be reached from here, and its cache has no copy"
-    # The rest of what it says is about its own settings.
+    # Its other lines are about its own settings.
     return str(errors[0]).strip().splitlines()[0].rstrip(".")

@@ -1,7 +1,11 @@
-"""Whether a model directory is whole: a copy that was cut short loads late, or not as it should."""
+"""What a model directory holds, told without loading it: whether it is whole, and which model.
 
+A copy that was cut short loads late, or not as it should.
+"""
+
+import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -14,13 +18,15 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
+# The first and last bytes of each tensor tell models apart: whatever was trained has changed them,
+# and a model of 60 GB is told in a second.
+_SAMPLE_BYTES = 1 << 14
 # Stored by old versions of transformers, and computed by all others.
 _IGNORED = ".rotary_emb.inv_freq"
 
 
 def check_config(directory: Path, called: str) -> None:
-    """Raises ModelError if there is none."""
+    """Raises ModelError if there is no configuration."""
     if not (directory / CONFIG_FILE).is_file():
         raise ModelError(f"{called} has no {CONFIG_FILE}: it is no model directory")
 
@@ -34,9 +40,12 @@ def check_complete(directory: Path) -> None:
             raise ModelError(
                 f"{directory} has no {name}: weights must be in safetensors, and whole"
             )
-        size = path.stat().st_size
-        if size != _safetensors_size(path):
-            raise ModelError(f"{path} is damaged or was cut short: it has {size} bytes")
+        try:
+            # Opening compares the header with the size of the file.
+            _names(path)
+        except SafetensorError as error:
+            size = path.stat().st_size
+            raise ModelError(f"{path} is damaged or was cut short: it has {size} bytes") from error
 
 
 def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
@@ -58,18 +67,13 @@ def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
 
 
 def dtype_of_weights(directory: Path) -> torch.dtype:
-    """Of the first of them. Raises ModelError if they cannot be read."""
+    """The type of the first weight. Raises ModelError if the weights cannot be read."""
     path = directory / weight_files(directory)[0]
     try:
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(next(iter(file.keys()))).dtype
     except (OSError, SafetensorError, StopIteration) as error:
         raise ModelError(f"the weights in {path} cannot be read: {error}") from error
-
-
-def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -83,15 +87,39 @@ def weight_files(directory: Path) -> list[str]:
         raise ModelError(f"{index} is not an index of weights: {error}") from error
 
 
-def _safetensors_size(path: Path) -> int | None:
-    """The file's size as its header tells it, or None if it has no header."""
+def fingerprint(directory: str | Path) -> str:
+    """Which model it is, whatever its name: SHA-256 over names, types, shapes and samples of all
+    tensors, however they are split into files. Raises ModelError if they cannot be read."""
+    lines: list[bytes] = []
+    for name in weight_files(Path(directory)):
+        path = Path(directory) / name
+        try:
+            lines += _samples(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"the weights in {path} cannot be read: {error}") from error
+    digest = hashlib.sha256()
+    for line in sorted(lines):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """A line for each tensor of a file of weights."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > _MAX_HEADER_BYTES:
-            return None
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for key, entry in header.items() if key[:2] != "__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return None
-    return _LENGTH_BYTES + length + max(ends, default=0)
+        start = _LENGTH_BYTES + length
+        for name, entry in json.loads(file.read(length)).items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            sample = hashlib.sha256()
+            for place in (begin, max(begin, end - _SAMPLE_BYTES)):
+                file.seek(start + place)
+                sample.update(file.read(min(_SAMPLE_BYTES, end - place)))
+            known = json.dumps([name, entry["dtype"], entry["shape"], sample.hexdigest()])
+            yield known.encode() + b"\n"

@@ -1,0 +1,118 @@
+"""Models and draft adapters at their places (`storage.place`): looked at, fetched, exported.
+
+Only what a model needs is fetched: weights in safetensors, and its JSON and text files.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mars_ray.errors import ModelError
+from mars_ray.model.card import CARD_FILE, ModelCard, read_card
+from mars_ray.model.directory import CONFIG_FILE, check_complete
+from mars_ray.model.draft_adapter import (
+    DRAFT_CARD_FILE,
+    DraftCard,
+    read_draft_adapter,
+    read_draft_card,
+)
+from mars_ray.model.load import read_config
+from mars_ray.storage import copies
+from mars_ray.storage.place import Place, shown
+
+_DIGEST_CHARS = 8
+# `mars-ray adapt` has the same last part for all.
+_NAME_PARTS = 2
+
+
+def pinned(place: Place) -> tuple[Place, ModelCard]:
+    """A model's place by a name that means the same on every node and later on, and its card.
+
+    Raises ModelError.
+    """
+    with copies.pinned(place, CARD_FILE, CONFIG_FILE) as (known, directory):
+        return known, read_card(directory, called=shown(place.name))
+
+
+def config_of(place: Place) -> Any:
+    """The model's configuration; nothing else is fetched. Raises ModelError."""
+    with copies.pinned(place, CONFIG_FILE) as (_, directory):
+        return read_config(directory, called=shown(place.name))
+
+
+def local_copy(place: Place, cache: str) -> Path:
+    """The model's directory on this node, fetched if it is not here yet.
+
+    Several processes of a node fetch it once. Raises ModelError if it cannot be had whole.
+    """
+    directory = copies.fetched(place, cache, _check_model, "checkpoint")
+    check_complete(directory)
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """How much was written."""
+
+    files: int
+    bytes: int
+
+
+def export_model(place: Place, destination: str, cache: str) -> Exported:
+    """Copies the files that loading takes, and `frontier.json` if there is one.
+
+    The configuration comes last, after the card: no service takes what has none for a model, so a
+    copy that was cut short is not served, nor a trained one for want of its card as a plain one.
+    Raises ModelError if the checkpoint is not whole, or the destination cannot be used.
+    """
+    directory = local_copy(pinned(place)[0], cache)
+    files = sorted(
+        path for path in directory.iterdir() if path.is_file() and path.name.endswith(copies.WANTED)
+    )
+    names = [path.name for path in files]
+    last = [name for name in (CARD_FILE, CONFIG_FILE) if name in names]
+    copies.publish(directory, [name for name in names if name not in last], last, destination)
+    return Exported(len(files), sum(path.stat().st_size for path in files))
+
+
+def pinned_adapter(name: str) -> tuple[str, DraftCard]:
+    """A name that means the same on every node and later on, and the adapter's card.
+
+    A directory by its absolute path, a repository of the hub with its commit. Raises ModelError.
+    """
+    place = Place.parse(name)
+    with copies.pinned(place, DRAFT_CARD_FILE) as (known, directory):
+        card = read_draft_card(directory, called=shown(name))
+    return f"{known.name}@{known.revision}" if known.revision else known.name, card
+
+
+def local_adapter(name: str, cache: str) -> Path:
+    """The adapter's directory on this node, fetched if it is not here yet. Raises ModelError."""
+    return copies.fetched(Place.parse(name), cache, _check_adapter, "draft adapter")
+
+
+def adapter_name(name: str, directory: Path) -> str:
+    """How replies and metrics call it: the end of its place, and a digest of what is in it, such as
+    `adapt-smollm2/adapter@3f9a21c4`.
+
+    So another adapter at the same place has another name. Raises ModelError.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.suffix == ".safetensors" or path.name == DRAFT_CARD_FILE:
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"the draft adapter {directory} cannot be read: {error}") from error
+    parts = [part for part in shown(Place.parse(name).name).split("/") if part]
+    return f"{'/'.join(parts[-_NAME_PARTS:])}@{digest.hexdigest()[:_DIGEST_CHARS]}"
+
+
+def _check_model(directory: Path, called: str) -> None:
+    check_complete(directory)
+    read_card(directory, called)
+
+
+def _check_adapter(directory: Path, _called: str) -> None:
+    read_draft_adapter(directory, base=None)

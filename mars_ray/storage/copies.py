@@ -1,0 +1,152 @@
+"""Copies of what lies at a place: fetched to this machine, or published where services load it.
+
+Of a place in an object store there is a whole copy on a machine, or none:
+
+    <cache>/<name>-<digest>            a whole copy; the digest is that of the URI and its files
+    <cache>/<name>-<digest>.partial    being fetched, or what a process that died left
+    <cache>/<name>-<digest>.lock       held by the process that fetches
+
+The hub's files are in its own cache, and a directory is used where it is.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from filelock import FileLock
+
+from mars_ray.errors import ModelError
+from mars_ray.storage.directory import Directory, StoredFile
+from mars_ray.storage.hub import snapshot
+from mars_ray.storage.place import Place, explained, shown
+
+logger = logging.getLogger(__name__)
+
+# What a model or adapter needs. Not *.bin and *.pt, which are programs, nor code.
+WANTED = (".safetensors", ".json", ".txt", ".model", ".jinja")
+_DIGEST_CHARS = 12
+# An empty file that is there until the last one is: what lies beside it is of an attempt.
+_UNFINISHED = "export.unfinished"
+
+# Is given a copy and its name in messages; raises ModelError for one that is not whole.
+Check = Callable[[Path, str], None]
+
+
+@contextmanager
+def pinned(place: Place, *names: str) -> Iterator[tuple[Place, Path]]:
+    """The place by a name that means the same on every node and later on, and a directory with
+    those of its files that are called `names`.
+
+    A directory is named by its absolute path, a repository of the hub by its commit. Raises
+    ModelError.
+    """
+    if place.revision and not place.is_on_hub:
+        raise ModelError(f"{shown(place.name)}: only names of the hub have a revision")
+    if place.is_on_hub:
+        directory = snapshot(place, names)
+        yield replace(place, revision=directory.name), directory
+    elif place.is_uri:
+        with tempfile.TemporaryDirectory() as scratch:
+            store, files = _listing(place.name)
+            known = {file.name: file for file in files}
+            for name in names:
+                if name in known:
+                    _fetch(store, [known[name]], Path(scratch), place.name)
+            yield place, Path(scratch)
+    else:
+        yield replace(place, name=str(Path(place.name).resolve())), Path(place.name)
+
+
+def fetched(place: Place, cache: str, check: Check, what: str) -> Path:
+    """The place's directory on this machine, fetched if it is not here yet; `what` it holds.
+
+    Several processes of a machine fetch it once. Raises ModelError if it cannot be had, and what
+    `check` raises on a new copy of an object store's.
+    """
+    if place.is_on_hub:
+        return snapshot(place, [f"*{suffix}" for suffix in WANTED])
+    if place.is_uri:
+        return _cached(place.name, Path(cache).expanduser(), check)
+    if not Path(place.name).is_dir():
+        raise ModelError(
+            f"there is no directory {place.name} on {socket.gethostname()}: put the {what} on "
+            "storage that all nodes share, or name an object store or the hub"
+        )
+    return Path(place.name)
+
+
+def publish(directory: Path, names: Sequence[str], last: Sequence[str], destination: str) -> None:
+    """Copies files of a directory to a new place, those of `last` in the end, in turn.
+
+    The very last one says that all are there. A copy that was cut short can be made again. Raises
+    ModelError if the destination holds anything else or is not writable.
+    """
+    with explained(ModelError, "write to", destination, "; export again"):
+        target = Directory.at(destination)
+        held = set() if target.is_file else target.names()
+        was_cut_short = _UNFINISHED in held and held <= {*names, *last[:-1], _UNFINISHED}
+        if target.is_file or (held and not was_cut_short):
+            raise ModelError(
+                f"{shown(destination)} is there already: give every version of a model a place of "
+                "its own, because services may be loading from this one"
+            )
+        target.write_empty(_UNFINISHED)
+        target.put(directory, names, last)
+        # Who may not delete leaves it behind, where it means nothing beside the last file.
+        with suppress(OSError):
+            target.delete_file(_UNFINISHED)
+
+
+def _cached(uri: str, cache: Path, check: Check) -> Path:
+    store, files = _listing(uri)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot keep models in {cache}: {error}; set model_cache=") from error
+    name = Path(urlsplit(uri).path).name or "model"
+    directory = cache / f"{name}-{_digest(uri, files)}"
+    with FileLock(f"{directory}.lock", fallback_to_soft=False):
+        if not directory.exists():
+            _download(uri, store, files, directory, check)
+    return directory
+
+
+def _listing(uri: str) -> tuple[Directory, list[StoredFile]]:
+    """The place, and those of its files that are wanted."""
+    with explained(ModelError, "read", uri):
+        store = Directory.at(uri)
+        return store, [file for file in store.files() if file.name.endswith(WANTED)]
+
+
+def _digest(uri: str, files: list[StoredFile]) -> str:
+    listed = repr((shown(uri), [(file.name, file.size, file.changed_ns) for file in files]))
+    return hashlib.sha256(listed.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+def _download(
+    uri: str, store: Directory, files: list[StoredFile], directory: Path, check: Check
+) -> None:
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    total = sum(file.size for file in files)
+    logger.info("fetching %s: %d files, %d bytes", shown(uri), len(files), total)
+    _fetch(store, files, partial, uri)
+    # An upload meanwhile would leave us with files of two versions.
+    if _listing(uri)[1] != files:
+        raise ModelError(f"{shown(uri)} was changed while it was fetched; start again")
+    check(partial, shown(uri))
+    os.replace(partial, directory)
+
+
+def _fetch(store: Directory, files: list[StoredFile], local: Path, uri: str) -> None:
+    with explained(ModelError, "fetch", uri):
+        store.get(files, local)
