@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Fixed from its start to its end."""
+    """An engine's dtype, device, form of attention and KV cache, which never change."""
 
     engine: str
     dtype: str
