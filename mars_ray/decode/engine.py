@@ -16,6 +16,7 @@ from mars_ray.decode.attention.choice import backend_of
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_model import Drafter
 from mars_ray.decode.fused_model import FusedModel
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
 from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.page_pool import PagePool
@@ -31,7 +32,7 @@ from mars_ray.decode.request import (
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.stats import EngineInfo, LiveMeasures, Snapshot, StepTotals
+from mars_ray.decode.stats import LiveMeasures, Snapshot, StepTotals
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 from mars_ray.decode.thresholds import Budget, Thresholds

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mars_ray.core.tree import children_of
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
@@ -25,26 +26,6 @@ from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 # The grid on which is counted what other thresholds would have committed.
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _AT_ONCE = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What an engine runs as, from its start to its end."""
-
-    engine: str
-    dtype: str
-    device: str
-    attention: str  # the form of it, as `attention_backend` names them
-    threads: int  # of the CPU
-    cache_bytes: int  # of keys and values
-    cache_tokens: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.engine} engine, {self.dtype} on {self.device}, {self.attention} attention, "
-            f"{self.threads} CPU threads, KV cache of {self.cache_tokens} tokens in "
-            f"{self.cache_bytes / 1e6:.1f} MB"
-        )
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ _TICK_S = 0.5
 
 
 def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
-    """Of the deployment of a job's one model. All delays are the policy's own."""
+    """How Serve scales the deployment of a job's one model. All delays are the policy's own."""
     scaling = job.scaling
     return AutoscalingConfig(
         min_replicas=0 if scaling.scale_to_zero else scaling.min_replicas,
@@ -55,7 +55,8 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
 
 
 class Autoscaler:
-    """Made anew with every deployment, and when the controller restarts.
+    """The policy of one model, as Serve calls it: made anew with every deployment, and when the
+    controller restarts.
 
     Until the replicas have reported it holds what was asked for before, and publishes nothing.
     """
@@ -72,7 +73,7 @@ class Autoscaler:
         self._next_s = 0.0
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Serve clamps the number to its own bounds, which are the same."""
+        """The wanted number of replicas; Serve clamps it to its own bounds, which are the same."""
         now = time.monotonic()
         ticks = now >= self._next_s
         if ticks:
@@ -100,13 +101,13 @@ class Autoscaler:
         self._decision = decision
 
     def _take_step_costs(self, reports: dict[str, Report]) -> None:
-        """Once: they are measured when a replica starts, and do not change."""
+        """Takes the costs that replicas measure when they start, once, since they do not change."""
         if self._measures_steps and (costs := step_costs(reports.values())):
             self._model = replace(self._model, seconds_at=costs)
             self._measures_steps = False
 
     def _publish(self, decision: Decision) -> None:
-        """Without waiting for anybody to have heard it."""
+        """Sends the decision to the model's actor, without waiting for it to arrive."""
         threshold = decision.threshold_setpoint
         if threshold is not None:
             # Replicas know when it was built; whoever comes from there is newer.

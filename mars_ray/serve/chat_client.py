@@ -31,7 +31,7 @@ _TOGETHER = ("underline cyan", "underline green")
 _CONNECT_S = 600.0
 _BAR = 32  # columns of the faster one
 _SEED_BITS = 31
-_NONE = {"tokens": 0}  # of a chunk that only ends an answer
+_NONE = {"tokens": 0}  # what a chunk that only ends an answer holds
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     seed: int = 0  # of the question that was asked last, so that it can be asked again
-    last: "Answered | None" = None  # to it
+    last: "Answered | None" = None  # the answer to it
     means: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def ask(self, text: str) -> Iterator[dict[str, Any]]:
@@ -66,7 +66,7 @@ class Conversation:
     def chunks(
         self, messages: list[dict[str, str]], settings: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Of an answer to these messages, which nobody remembers; with the last seed."""
+        """The chunks of an answer that is not remembered, by the last seed."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -78,7 +78,7 @@ class Conversation:
         return _events(self.url, body | settings, self.api_key)
 
     def mean(self, usage: dict[str, Any]) -> str:
-        """Tokens per forward over all answers decoded as this one; nothing if it is the first."""
+        """Tokens per forward over all answers decoded as this one; empty if it is the first."""
         mars = usage["mars"]
         key = repr([self.model, *(mars[name] for name in ("mode", "threshold", "adapter"))])
         sums = self.means[key]
@@ -90,8 +90,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer that came to its end. The rate is in tokens per second from the first ones on: what
-    a prompt takes is the same in every mode."""
+    """An answer that came to its end. The rate is in tokens per second, counted from the first ones
+    on, since what a prompt takes is the same in every mode."""
 
     messages: list[dict[str, str]]  # up to the question
     text: str
@@ -114,7 +114,7 @@ def models(url: str, api_key: str | None) -> list[str]:
 
 
 def chat(url: str, api_key: str | None, console: Console) -> None:
-    """Until the user leaves. Raises EngineError if the service cannot be reached."""
+    """Talks until the user leaves. Raises EngineError if the service cannot be reached."""
     url = url.rstrip("/").removesuffix("/v1")
     conversation = Conversation(url, models(url, api_key)[0], api_key)
     console.print(f"{conversation.model} at {url}; /help says what else can be said", style="dim")
@@ -195,10 +195,8 @@ def _read(
     try:
         for chunk in chunks:
             for choice in chunk["choices"]:
-                piece, count = (
-                    choice["delta"].get("content", ""),
-                    choice.get("mars", _NONE)["tokens"],
-                )
+                piece = choice["delta"].get("content", "")
+                count = choice.get("mars", _NONE)["tokens"]
                 together += count > 1
                 style = _TOGETHER[together % 2] if count > 1 else ""
                 console.print(Text(piece, style=style), end="", soft_wrap=True)
@@ -228,7 +226,7 @@ def _figures(conversation: Conversation, answered: Answered) -> str:
 
 
 def _compare(conversation: Conversation, console: Console) -> None:
-    """The last question once more, a token a forward; the conversation stays as it is."""
+    """Asks the last question once more, a token a forward; the conversation stays as it is."""
     ours = conversation.last
     if ours is None:
         console.print("ask something first: there is no answer to compare with", style="dim")

@@ -65,7 +65,7 @@ def build_app(job: ServeJob) -> serve.Application:
 
 
 def _built(job: ServeJob) -> serve.Application:
-    """Of a job that was checked."""
+    """The application of a job that was checked."""
     models = job.each()
     built_s = time.time()
     ingress = serve.deployment(
@@ -91,8 +91,7 @@ def _replicas(job: ServeJob, built_s: float) -> serve.Application:
         **_life(job),
         ray_actor_options=_actor_options(job),
     )(Replica)
-    setting = Setting(built_s, job.set_point, job.replicas == "auto")
-    return replica.bind(job, setting)
+    return replica.bind(job, Setting.of(job, built_s))
 
 
 def _how_many(job: ServeJob) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def _how_many(job: ServeJob) -> dict[str, Any]:
 
 
 def service_model(job: ServeJob) -> ServiceModel:
-    """By which the replicas are scaled: in steps as this job's engine makes them.
+    """The service model by which the replicas are scaled, in steps as this job's engine makes them.
 
     Raises ConfigError.
     """
@@ -111,7 +110,7 @@ def service_model(job: ServeJob) -> ServiceModel:
 
 
 def _given(job: ServeJob) -> ServiceModel:
-    """What the operator gives, or what lies beside the checkpoint."""
+    """The operator's service model, or one from the frontier beside the checkpoint."""
     if job.service_model:
         return load_service_model(job.service_model)
     source, card = pinned(Place(job.checkpoint, job.revision))
@@ -128,8 +127,8 @@ def _given(job: ServeJob) -> ServiceModel:
 
 
 def _places(job: ServeJob) -> int:
-    """Requests at a replica. Below this limit of Serve's is ours, which answers with a 429; a
-    request that Serve holds back waits unseen."""
+    """Serve's limit of requests at a replica. Ours is lower and answers with a 429; a request that
+    Serve holds back waits unseen."""
     return job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
 
 
@@ -155,7 +154,7 @@ def _life(job: ServeJob) -> dict[str, Any]:
 
 
 def check(job: ServeJob) -> None:
-    """Whether it could start, as far as that is seen without a cluster, which takes long to start.
+    """Checks what can be checked of a job without a cluster, which takes long to start.
 
     Raises ConfigError or ModelError.
     """
@@ -176,7 +175,7 @@ def start(job: ServeJob) -> str:
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
     check_port(job.host, job.port)
-    # Of a service before this one, which did not end as it should have.
+    # Actors of a service before this one, which did not end as it should have.
     end_controls()
     # What Serve says of itself while it starts would bury what the command says.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -236,7 +235,7 @@ def _checked(job: ServeJob) -> ServeJob:
 
 
 def _checked_model(job: ServeJob) -> ServeJob:
-    """With the checkpoint pinned; only its card and configuration are fetched here."""
+    """The job with its checkpoint pinned; only card and configuration are fetched here."""
     source, card = pinned(Place(job.checkpoint, job.revision))
     engine = job.engine
     if engine.draft_adapter:
@@ -269,8 +268,11 @@ def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
 
 
 def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
-    """One that nobody has named is `verified`, and `exact` as long as nothing drafts: replicas know
-    (`serve/replica/llm_server.py`), and an adapter may come later. Raises ConfigError."""
+    """Raises ConfigError for a default mode that cannot be served.
+
+    One that nobody has named is `verified`, and `exact` as long as nothing drafts: replicas know
+    (`serve/replica/llm_server.py`), and an adapter may come later.
+    """
     if job.default_mode is None:
         return
     if not job.default_mode.is_served:
@@ -282,9 +284,9 @@ def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Serve's proxy shares a port with whoever else shares it, and then gets half the requests.
+    """Raises ConfigError if somebody listens there.
 
-    Raises ConfigError if somebody listens there.
+    Serve's proxy shares a port with whoever else shares it, and then gets half the requests.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -53,9 +53,9 @@ def wait_until_stopped(job: ServeJob) -> None:
 
 
 def drain(limit_s: float, at_once: threading.Event) -> bool:
-    """Refuse new requests and wait for the accepted ones: so long, or until told otherwise.
+    """Refuses new requests and waits for the accepted ones, until the limit or until told to stop.
 
-    Says whether all of them are finished.
+    Returns whether all of them are finished.
     """
     deadline = time.monotonic() + limit_s
     try:
@@ -75,7 +75,7 @@ def drain(limit_s: float, at_once: threading.Event) -> bool:
 
 
 def _cut() -> None:
-    """End the replicas with what they do; Serve alone would give it its time once more."""
+    """Ends the replicas and what they do; Serve alone would give them time to drain once more."""
     # Ray's annotation is that of the other argument.
     actors: Any = list_named_actors(all_namespaces=True)
     for actor in actors:

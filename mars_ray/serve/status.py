@@ -1,8 +1,11 @@
 """The reply of `GET /v1/mars/status`: what models are doing at the moment."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
+
+from mars_ray.decode.info import EngineInfo
+from mars_ray.serve.openai.response_models import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +22,49 @@ class ReplicaStatus:
     tokens: int
     forwards: int
     disagreed: int
-    engine: dict[str, Any]  # its EngineInfo (`decode/stats.py`)
+    engine: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision of the autoscaling policy as it was made, by the clock of the wall."""
+    """A decision of the autoscaling policy, in seconds of Unix time, and why; `shed` is the share
+    refused of the new requests that pin nothing."""
 
     at_s: float
     replicas: int
     threshold: float
-    shed: float  # share refused of the new requests that pin nothing
+    shed: float
     reason: str
+
+
+class ModelStatus(Part):
+    """What a model is doing; null where nothing is known, as no replica or nothing lately."""
+
+    id: str
+    replicas: int
+    running: int
+    waiting: int
+    kv_cache_usage: float | None
+    tokens_per_second: float
+    tokens_per_forward: float | None
+    disagreement: float | None
+    mode: str | None
+    adapter: str | None
+    threshold: float | None
+    engine: EngineInfo | None
+    policy: Decided | None
+
+
+class MarsStatusReply(Part):
+    """All models at the moment."""
+
+    object: Literal["list"]
+    data: list[ModelStatus]
 
 
 def model_status(
     name: str, replicas: Sequence[ReplicaStatus], decided: Decided | None
-) -> dict[str, Any]:
+) -> ModelStatus:
     """One model's entry in the reply, from the replicas that have answered."""
     tokens = sum(replica.tokens for replica in replicas)
     forwards = sum(replica.forwards for replica in replicas)
@@ -59,5 +88,5 @@ def model_status(
         "threshold": min(thresholds, default=None),
         # They have one job, but not always one kind of node.
         "engine": replicas[0].engine if replicas else None,
-        "policy": asdict(decided) if decided else None,
+        "policy": decided,
     }

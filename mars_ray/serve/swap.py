@@ -1,6 +1,6 @@
 """Another draft adapter in the replicas of a running service, all of them or none.
 
-    every replica gets it ready: fetched, read, checked against the model(`replica/adapters.py`)
+    every replica gets it ready: fetched, read, checked against the model (`replica/adapters.py`)
     if one cannot, that is the end of it, and nothing has changed
     the model's actor says that it is in force                           (`threshold_actor.py`)
     every replica takes it between two steps; one that starts later asks the actor first
@@ -36,8 +36,9 @@ class Running:
 
 
 def swap_adapters(job: ServeJob, running: Running, ingress: Any) -> bool:
-    """Whether adapters are all that is new in the job, which is then in force. `ingress` is the
-    handle of the running service's.
+    """Whether adapters are all that is new in the job, which is then in force.
+
+    `ingress` is the handle of the running service's ingress.
 
     Raises ModelError if a replica cannot load one, and nothing has changed then; EngineError if
     replicas do not answer in time.
@@ -52,7 +53,7 @@ def swap_adapters(job: ServeJob, running: Running, ingress: Any) -> bool:
         if not _is_in_force(ingress, model, running, prepared[name])
     }
     for name, model in new.items():
-        setting = Setting(running.built_s, model.set_point, model.replicas == "auto")
+        setting = Setting.of(model, running.built_s)
         place = model.engine.draft_adapter
         swap = Swap(running.built_s, time.time(), place, prepared[name])
         ray.get(control_of(name, setting).swap.remote(swap))
@@ -69,7 +70,7 @@ def _without_adapters(job: ServeJob) -> list[dict[str, Any]]:
 
 
 def _told(ingress: Any, name: str, method: str, *args: Any, limit_s: float) -> list[Any]:
-    """By the replicas that live. Raises EngineError if they do not all answer in time."""
+    """What the living replicas answer. Raises EngineError if they do not all answer in time."""
     try:
         said = ingress.tell_all.remote(name, method, *args).result(timeout_s=limit_s)
     except TimeoutError as error:
@@ -100,11 +101,11 @@ def _prepared(ingress: Any, model: ServeJob) -> str | None:
 
 
 def _is_in_force(ingress: Any, model: ServeJob, running: Running, name: str | None) -> bool:
-    """At every replica; where there are none, by what was said last."""
+    """Whether every replica has the model's adapter; without replicas, whether it was said last."""
     said: list[ReplicaStatus] = _told(ingress, model.name, "status", limit_s=_TAKE_S)
     if said:
         return {each.adapter for each in said} == {name}
-    setting = Setting(running.built_s, model.set_point, model.replicas == "auto")
+    setting = Setting.of(model, running.built_s)
     asked: Any = control_of(model.name, setting).swapped.remote(running.built_s)
     swap: Any = ray.get(asked)
     job = running.job.each()[model.name]
@@ -113,7 +114,7 @@ def _is_in_force(ingress: Any, model: ServeJob, running: Running, name: str | No
 
 
 def _wait_until_taken(ingress: Any, model: ServeJob, name: str | None) -> None:
-    """Raises EngineError."""
+    """Returns once every replica has the adapter. Raises EngineError if one takes too long."""
     deadline = time.monotonic() + _TAKE_S
     while True:
         said: list[ReplicaStatus] = _told(ingress, model.name, "status", limit_s=_TAKE_S)

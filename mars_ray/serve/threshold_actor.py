@@ -1,9 +1,9 @@
-"""What changes on a running service, on its way to the replicas: a small named actor on which they
-wait for the set-point, and for another draft adapter.
+"""What changes while a service runs: a small named actor for each model, on which replicas wait for
+the set-point and for another draft adapter.
 
 Whoever decides publishes and goes on; a replica has the news some milliseconds later, and a new one
-asks for it first. The actor outlives the process that made it and updates of the service: replicas
-tell it what their job says, and the newest job's word counts, however it came to be deployed.
+asks for it first. The actor outlives the process that made it, and updates of the service: replicas
+tell it what their job says, and the newest job counts, however it came to be deployed.
 """
 
 import asyncio
@@ -20,11 +20,12 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
 
 from mars_ray.autoscale.operating_points import Rung
+from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError
 from mars_ray.serve.status import Decided
 
 _NAMESPACE = "mars-ray"
-# A wait that ends without news: so that a caller which is gone is not waited for in vain.
+# A wait ends without news after this time, so that none goes on for a caller that is gone.
 _WAIT_S = 30.0
 _RETRY_S = 0.5
 _ANSWER_S = 2.0
@@ -41,6 +42,11 @@ class Setting:
     set_point: float  # at rest
     is_auto: bool  # whether the policy decides from there on
 
+    @classmethod
+    def of(cls, job: ServeJob, built_s: float) -> "Setting":
+        """The setting of a job's one model."""
+        return cls(built_s, job.set_point, job.replicas == "auto")
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -54,7 +60,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class SetPoint:
-    """What is in force for requests that leave it open, and whose drafts they get."""
+    """What is in force for requests that leave it open, and the last swap of draft adapters."""
 
     version: int
     threshold: float
@@ -64,7 +70,7 @@ class SetPoint:
 
 
 class ThresholdActor:
-    """The actor. Versions count changes; another actor begins elsewhere."""
+    """The actor. Versions count changes; another actor begins at another number."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -73,9 +79,10 @@ class ThresholdActor:
         self._history: deque[Decided] = deque(maxlen=_KEPT)
 
     async def adopt(self, setting: Setting, swap: Swap | None = None) -> None:
-        """Of the newest job. A fixed fleet begins with its own set-point if that is another one
-        than before, or a policy chose before; else what an operator has said stays in force.
+        """Takes the setting of the newest job.
 
+        A fixed fleet begins with its own set-point if that is another one than before, or a policy
+        chose before; else what an operator has said stays in force.
         `swap` is the last one that the replica knows of: after the loss of an actor the next one
         has it from there.
         """
@@ -93,7 +100,7 @@ class ThresholdActor:
         return self._setting.is_auto
 
     async def record(self, decided: Decided, rungs: tuple[Rung, ...]) -> None:
-        """A decision of the autoscaling policy, and its set-point is published; not of one whose
+        """Keeps a decision of the autoscaling policy and publishes its set-point, unless the
         service has gone over to a fixed number of replicas meanwhile."""
         if not self._setting.is_auto:
             return
@@ -111,17 +118,17 @@ class ThresholdActor:
     async def publish(
         self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
     ) -> None:
-        """The same as before is no change."""
+        """Puts a set-point in force; the same as before is no change."""
         self._change(replace(self._point, threshold=threshold, shed=shed, rungs=rungs))
 
     async def swap(self, swap: Swap) -> None:
-        """Replicas of that application take this adapter; nothing that is older counts."""
+        """Has replicas of that application take this adapter, unless they know a newer one."""
         known = self._point.swap
         if known is None or known.at_s < swap.at_s:
             self._change(replace(self._point, swap=swap))
 
     async def swapped(self, built_s: float) -> Swap | None:
-        """The last one of that application, if there was any."""
+        """The last swap of that application, if there was any."""
         swap = self._point.swap
         return swap if swap and swap.built_s == built_s else None
 
@@ -132,7 +139,7 @@ class ThresholdActor:
             self._changed = asyncio.Event()
 
     async def wait(self, version: int | None) -> SetPoint:
-        """The point, once it is another one than that of the version; None: at once."""
+        """The set-point, once its version is another one than this; None: at once."""
         changed = self._changed
         if self._point.version == version:
             with contextlib.suppress(TimeoutError):
@@ -156,20 +163,21 @@ def control_of(model: str, setting: Setting) -> Any:
 
 async def swapped(model: str, built_s: float) -> Swap | None:
     """What replicas of this application take in place of the job's adapter; None also if the actor
-    does not answer in time: who follows it hears of it then."""
+    does not answer in time, since replicas hear of it later by `follow`."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             control = await asyncio.to_thread(_actor, model)
             return await control.swapped.remote(built_s)
     except ValueError:
-        return None  # of the first replica
+        return None  # the first replica finds no actor
     except (TimeoutError, RayError) as error:
         logger.warning("whether %s has another draft adapter is not known yet: %s", model, error)
         return None
 
 
 async def newest_decision(model: str) -> Decided | None:
-    """Of the policy on a model; None if it has none, or its actor does not answer in time."""
+    """The policy's last decision on a model; None if there is none, or its actor does not answer in
+    time."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             control = await asyncio.to_thread(_actor, model)
@@ -179,7 +187,7 @@ async def newest_decision(model: str) -> Decided | None:
 
 
 def publish(model: str, threshold: float) -> None:
-    """Has the model's replicas follow.
+    """Has the model's replicas go over to this threshold.
 
     Raises ConfigError if no service has this model, or the policy chooses its threshold.
     """
@@ -197,12 +205,12 @@ def publish(model: str, threshold: float) -> None:
 
 
 def _actor(model: str) -> Any:
-    """Raises ValueError if there is none."""
+    """The handle of a model's actor. Raises ValueError if there is none."""
     return ray.get_actor(f"control:{model}", namespace=_NAMESPACE)
 
 
 def end_controls(models: Container[str] | None = None) -> None:
-    """Of models that are served no more; without names of all, where Serve has ended."""
+    """Ends the actors of models that are served no more; of all models, where Serve has ended."""
     actors: Any = list_named_actors(all_namespaces=True)  # Ray's annotation: of the other argument
     for actor in actors:
         prefix, _, model = actor["name"].partition(":")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pydantic import TypeAdapter
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
@@ -81,7 +82,7 @@ def test_a_reply_names_its_adapter():
         {"adapter": B, "completion_tokens": 10, "forwards": 3},
     ]
     for made in (one, two):
-        MarsUsage.model_validate(made)
+        TypeAdapter(MarsUsage).validate_python(made)
     assert two["forwards"] == sum(each["forwards"] for each in two["by_adapter"])
 
 

@@ -1,13 +1,13 @@
 """What the page shows: rates of the last seconds, shares of the last minute, and their sums."""
 
 import asyncio
-from dataclasses import asdict
 
 import pytest
 
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.stats import EngineInfo, Snapshot, StepTotals
+from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.stats import Snapshot, StepTotals
 from mars_ray.serve.ingress.replica_client import Recent
 from mars_ray.serve.replica.stats import Live
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
@@ -90,7 +90,7 @@ def test_replicas_add_up():
         tokens=90,
         forwards=30,
         disagreed=9,
-        engine=asdict(INFO),
+        engine=INFO,
     )
     two = ReplicaStatus(
         "verified",
@@ -103,7 +103,7 @@ def test_replicas_add_up():
         tokens=10,
         forwards=10,
         disagreed=1,
-        engine=asdict(INFO),
+        engine=INFO,
     )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
     assert model_status("m", [one, two], decided) == {

@@ -32,6 +32,7 @@ from mars_ray.serve.openai.request_models import (
     TokenizeBody,
     parse,
 )
+from mars_ray.serve.openai.response_models import ModelsReply
 from mars_ray.serve.openai.responses import (
     Answer,
     ChatShape,
@@ -44,7 +45,7 @@ from mars_ray.serve.openai.responses import (
 from mars_ray.serve.openai.sse import Chunks, EventStream, internal_error, stream
 from mars_ray.serve.openai.validation import to_generation_request, turns_of
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message
-from mars_ray.serve.status import model_status
+from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,11 @@ class _Routes:
         self._holder(request)
         return {"version": __version__}
 
-    async def models(self, request: Request) -> dict[str, Any]:
+    async def models(self, request: Request) -> ModelsReply:
         models = self._models.of(self._holder(request))
         return model_list([model.name for model in models], self._started)
 
-    async def status(self, request: Request) -> dict[str, Any]:
+    async def status(self, request: Request) -> MarsStatusReply:
         """What the models are doing at the moment."""
         models = self._models.of(self._holder(request))
         return {"object": "list", "data": await asyncio.gather(*map(_status_of, models))}
@@ -263,7 +264,7 @@ class _Routes:
         return JSONResponse({"prompt": text})
 
 
-async def _status_of(model: Model) -> dict[str, Any]:
+async def _status_of(model: Model) -> ModelStatus:
     replicas, decided = await asyncio.gather(model.backend.status(), model.backend.decided())
     return model_status(model.name, replicas, decided)
 

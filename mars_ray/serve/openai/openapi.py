@@ -1,4 +1,4 @@
-"""The OpenAPI description of the service, made of the models that check requests.
+"""The OpenAPI description of the service, made of what checks requests and of the types of replies.
 
 The routes read their bodies themselves, so FastAPI knows nothing of them.
 """
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from mars_ray import __version__
 from mars_ray.serve.openai.request_models import (
@@ -22,7 +21,6 @@ from mars_ray.serve.openai.response_models import (
     ChatReply,
     DetokenizeReply,
     ErrorReply,
-    MarsStatusReply,
     ModelsReply,
     StatusReply,
     TextChunk,
@@ -31,6 +29,7 @@ from mars_ray.serve.openai.response_models import (
     VersionReply,
 )
 from mars_ray.serve.openai.sse import DONE_DATA
+from mars_ray.serve.status import MarsStatusReply
 
 _REFS = "#/components/schemas/"
 _ERRORS = {
@@ -44,22 +43,22 @@ _ERRORS = {
     503: "No replica can answer now; try again after `Retry-After`, if there is one.",
 }
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
-_READ_ERRORS = (400, 401, 408, 413)
+_TOKEN_ERRORS = (400, 401, 404, 408, 413, 500, 503)
+_ANSWER_ERRORS = (*_TOKEN_ERRORS, 429)
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
     path: str
     summary: str
-    reply: type[BaseModel] | None = None
-    body: type[BaseModel] | None = None
-    chunk: type[BaseModel] | None = None
+    reply: type | None = None
+    body: type | None = None
+    chunk: type | None = None
     errors: tuple[int, ...] = ()
     is_open: bool = False  # to those without a key
     text: str = ""  # the media type of a reply that is not JSON
 
 
-_ANSWER_ERRORS = (*_READ_ERRORS, 404, 429, 500, 503)
 _ROUTES = (
     _Route("/", "A page to talk to the model.", text="text/html", is_open=True),
     _Route(
@@ -86,32 +85,23 @@ _ROUTES = (
         TextChunk,
         _ANSWER_ERRORS,
     ),
+    _Route("/tokenize", "A prompt's tokens.", TokenizeReply, TokenizeBody, errors=_TOKEN_ERRORS),
     _Route(
-        "/tokenize",
-        "A prompt's tokens.",
-        TokenizeReply,
-        TokenizeBody,
-        errors=(*_READ_ERRORS, 404, 500, 503),
-    ),
-    _Route(
-        "/detokenize",
-        "The text of tokens.",
-        DetokenizeReply,
-        DetokenizeBody,
-        errors=(*_READ_ERRORS, 404, 500, 503),
+        "/detokenize", "The text of tokens.", DetokenizeReply, DetokenizeBody, errors=_TOKEN_ERRORS
     ),
 )
 
 
 def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
-    """The description, OpenAPI 3.1.
+    """The description, in OpenAPI 3.1.
 
-    names: of the models served. with_keys: whether the service asks for API keys.
+    names: the models that are served. with_keys: whether the service asks for API keys.
     """
     used = {model for route in _ROUTES for model in (route.reply, route.body, route.chunk) if model}
     models = sorted(used | {ErrorReply}, key=lambda model: model.__name__)
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in models], ref_template=_REFS + "{model}"
+    _, schemas = TypeAdapter.json_schemas(
+        [(model, "validation", TypeAdapter(model)) for model in models],
+        ref_template=_REFS + "{model}",
     )
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     for body in (route.body for route in _ROUTES if route.body):
@@ -153,15 +143,15 @@ def _responses(route: _Route) -> dict[str, Any]:
     if route.chunk is not None:
         content = content | {"text/event-stream": {"schema": _event(route.chunk)}}
     responses = {"200": {"description": route.summary, "content": content}}
-    for status in route.errors:
+    for status in sorted(route.errors):
         responses[str(status)] = _error(status)
     if route.path == "/readyz":
         responses["503"] = {"description": "Not yet, or no more.", "content": _json(StatusReply)}
     return responses
 
 
-def _event(chunk: type[BaseModel]) -> dict[str, Any]:
-    """One event of a stream: before 3.2, OpenAPI has no schema for the whole of it."""
+def _event(chunk: type) -> dict[str, Any]:
+    """One event of a stream; OpenAPI before 3.2 has no schema for the whole stream."""
     written = {
         "contentMediaType": "application/json",
         "contentSchema": {
@@ -181,5 +171,5 @@ def _error(status: int) -> dict[str, Any]:
     return described | ({"headers": _RETRY} if status in (429, 503) else {})
 
 
-def _json(model: type[BaseModel]) -> dict[str, Any]:
+def _json(model: type) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REFS + model.__name__}}}

@@ -4,7 +4,7 @@ Nothing that is accepted is ignored: a field this server does not act on is refu
 """
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from mars_ray.config.modes import Threshold
 from mars_ray.serve.protocol import ErrorInfo, ToolCall, Turn
 
 # OpenAI's own limit; a stop string is searched for in every step's text.
@@ -32,7 +33,7 @@ _TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "
 _TOOL = "<tool>"
 _VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# Of a list's faults: a body has room for hundreds of thousands, which take seconds to collect.
+# A list's first fault is enough: hundreds of thousands fit in a body and take seconds to collect.
 _FIRST = Field(fail_fast=True)
 
 
@@ -42,6 +43,11 @@ class ApiError(Exception):
     def __init__(self, refusal: ErrorInfo) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """Raises ApiError for the value of this field."""
+    raise ApiError(ErrorInfo(400, message, param=param, code="invalid_value"))
 
 
 class Wire(BaseModel):
@@ -72,7 +78,7 @@ def _joined(content: str | tuple[TextPart, ...]) -> str:
 
 
 class PlainMessage(Wire):
-    """What the client or its user says."""
+    """A message of the client or its user."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -87,14 +93,14 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class CalledFunction(Wire):
-    """A call that an earlier answer has made."""
+    """The function that was called, and with what."""
 
     name: ToolName
     arguments: str
 
 
 class MessageToolCall(Wire):
-    """The same with the id by which its result is found."""
+    """A call that an earlier answer has made, and the id by which its result is found."""
 
     id: str
     type: Literal["function"]
@@ -129,7 +135,7 @@ class AssistantMessage(Wire):
 
 
 class ToolMessage(Wire):
-    """What a call has resulted in."""
+    """The result of a call."""
 
     role: Literal["tool"]
     content: Content
@@ -148,7 +154,7 @@ Messages = Annotated[tuple[ChatMessage, ...], _FIRST, Field(min_length=1, max_le
 
 
 class FunctionBody(Wire):
-    """What can be called; its parameters are a JSON schema. Calls always follow it."""
+    """A function that answers may call; its parameters are a JSON schema, which calls follow."""
 
     name: ToolName
     description: str | None = None
@@ -157,20 +163,20 @@ class FunctionBody(Wire):
 
 
 class ToolBody(Wire):
-    """A function is the only kind."""
+    """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionBody
 
 
 class NamedFunction(Wire):
-    """Of a forced call."""
+    """The name of a function that must be called."""
 
     name: ToolName
 
 
 class NamedTool(Wire):
-    """The tool that must be called."""
+    """A tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -187,13 +193,13 @@ ToolChoice = Annotated[
 
 
 class TextFormat(Wire):
-    """Any text."""
+    """Asks for any text."""
 
     type: Literal["text"]
 
 
 class JsonFormat(Wire):
-    """Any JSON object."""
+    """Asks for any JSON object."""
 
     type: Literal["json_object"]
 
@@ -208,7 +214,7 @@ class NamedSchema(Wire):
 
 
 class SchemaFormat(Wire):
-    """JSON of one schema."""
+    """Asks for JSON of one schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -288,9 +294,9 @@ class AnswerBody(Wire):
     n: Annotated[int, Field(ge=1)] | None = None
     # OpenAI's name for whoever is behind the request; it goes into the log.
     user: Annotated[str, Field(max_length=256)] | None = None
-    # Ours.
+    # These are not in OpenAI's API.
     mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    threshold: Threshold | None = None
     window: Annotated[int, Field(ge=0, le=64)] | None = None
     quality: Annotated[str, Field(max_length=64)] | None = None
     quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -299,7 +305,7 @@ class AnswerBody(Wire):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Whichever form they were given in."""
+        """The stop strings, in whichever form they were given."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
@@ -362,8 +368,7 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
-            message = f"'{name}' is given more than once"
-            raise ApiError(ErrorInfo(400, message, param=name, code="invalid_value"))
+            refuse(name, f"'{name}' is given more than once")
         seen.add(name)
 
 
@@ -387,15 +392,9 @@ def _refusal(error: ErrorDetails) -> ErrorInfo:
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
     param = _param(error)
-    if error["type"] == "union_tag_not_found":
-        return ErrorInfo(
-            400, f"'{param}' is missing", param=param, code="missing_required_parameter"
-        )
-    if error["type"] == "extra_forbidden":
-        message = f"'{param}' is not supported by this server"
-        return ErrorInfo(400, message, param=param, code="unsupported_parameter")
-    if error["type"] == "missing":
-        return ErrorInfo(
-            400, f"'{param}' is missing", param=param, code="missing_required_parameter"
-        )
-    return ErrorInfo(400, f"'{param}': {error['msg']}", param=param, code="invalid_value")
+    message, code = f"'{param}': {error['msg']}", "invalid_value"
+    if error["type"] in ("missing", "union_tag_not_found"):
+        message, code = f"'{param}' is missing", "missing_required_parameter"
+    elif error["type"] == "extra_forbidden":
+        message, code = f"'{param}' is not supported by this server", "unsupported_parameter"
+    return ErrorInfo(400, message, param=param, code=code)

@@ -1,23 +1,26 @@
-"""Shapes of replies, for the served OpenAPI schema; `serve/openai/responses.py` writes them.
+"""The shapes of replies: what `serve/openai/responses.py` writes, and the served OpenAPI schema.
 
-They have no room for more, and tests hold replies to them: neither can change alone.
+Plain dicts at run time. They have no room for more fields, and tests hold replies to them.
 """
 
-from typing import Literal
+from typing import (
+    Literal,
+    NotRequired,  # pydantic takes typing's from Python 3.12 on
+)
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
 Reason = Literal["stop", "length"]
 ChatReason = Literal["stop", "length", "tool_calls"]
 
 
-class Said(BaseModel):
+@with_config(ConfigDict(extra="forbid", strict=True))
+class Part(TypedDict):
     """Part of a reply: these fields and no others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-
-class Fault(Said):
+class Fault(Part):
     """What was wrong; `param` is the request's field at fault."""
 
     message: str
@@ -26,13 +29,13 @@ class Fault(Said):
     code: str | None
 
 
-class ErrorReply(Said):
+class ErrorReply(Part):
     """Every error, whatever its status."""
 
     error: Fault
 
 
-class AdapterUsage(Said):
+class AdapterUsage(Part):
     """What a reply got while one draft adapter, or none, was in force."""
 
     adapter: str | None
@@ -40,7 +43,7 @@ class AdapterUsage(Said):
     forwards: int
 
 
-class MarsUsage(Said):
+class MarsUsage(Part):
     """What multi-token decoding did for the answers of a reply."""
 
     forwards: int
@@ -49,10 +52,10 @@ class MarsUsage(Said):
     threshold: float | None
     disagreement: float
     adapter: str | None
-    by_adapter: list[AdapterUsage] | None = None
+    by_adapter: NotRequired[list[AdapterUsage]]
 
 
-class Usage(Said):
+class Usage(Part):
     """Tokens of a request."""
 
     prompt_tokens: int
@@ -61,20 +64,20 @@ class Usage(Said):
     mars: MarsUsage
 
 
-class Forwards(Said):
+class Forwards(Part):
     """The forward that each token of an answer came from; with `return_forwards`."""
 
     forwards: list[int]
 
 
-class ChunkForward(Said):
+class ChunkForward(Part):
     """The forward that a chunk's tokens came from; with `return_forwards`."""
 
     forward: int
     tokens: int
 
 
-class TokenLogprob(Said):
+class TokenLogprob(Part):
     """A token with the model's own log-probability of it."""
 
     token: str
@@ -88,15 +91,15 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Said):
-    """Of a chat's answer."""
+class ChatLogprobs(Part):
+    """Log-probabilities of a chat's answer."""
 
     content: list[ChosenLogprob]
     refusal: None
 
 
-class TextLogprobs(Said):
-    """Of a completion."""
+class TextLogprobs(Part):
+    """Log-probabilities of a completion."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -104,14 +107,14 @@ class TextLogprobs(Said):
     text_offset: list[int]
 
 
-class SaidFunction(Said):
+class SaidFunction(Part):
     """The function to be called; its arguments are JSON."""
 
     name: str
     arguments: str
 
 
-class SaidToolCall(Said):
+class SaidToolCall(Part):
     """A call that the client is asked to make."""
 
     id: str
@@ -119,36 +122,46 @@ class SaidToolCall(Said):
     function: SaidFunction
 
 
-class ChatAnswer(Said):
+class ChatAnswer(Part):
     """The assistant's turn."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[SaidToolCall] | None = None
+    tool_calls: NotRequired[list[SaidToolCall]]
 
 
-class ChatChoice(Said):
+class ChatContent(Part):
+    """What an answer of a chat says."""
+
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+
+
+class ChatChoice(ChatContent):
     """One answer of a chat."""
 
     index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None
     finish_reason: ChatReason
-    mars: Forwards | None = None
+    mars: NotRequired[Forwards]
 
 
-class TextChoice(Said):
+class TextContent(Part):
+    """What a continuation says, whole or in a chunk."""
+
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class TextChoice(TextContent):
     """One continuation of a prompt."""
 
     index: int
-    text: str
-    logprobs: TextLogprobs | None
     finish_reason: Reason
-    mars: Forwards | None = None
+    mars: NotRequired[Forwards]
 
 
-class Headed(Said):
+class Headed(Part):
     """What replies and chunks have in common."""
 
     id: str
@@ -172,48 +185,51 @@ class TextReply(Headed):
     usage: Usage
 
 
-class ChunkFunction(Said):
+class ChunkFunction(Part):
     """The name of the function where its call begins, and more of its arguments."""
 
-    name: str | None = None
+    name: NotRequired[str]
     arguments: str
 
 
-class ChunkToolCall(Said):
+class ChunkToolCall(Part):
     """What a chunk adds to a call, and the call's place among those of the answer."""
 
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: ChunkFunction
 
 
-class ChatDelta(Said):
+class ChatDelta(Part, total=False):
     """What a chunk adds to the assistant's turn."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ChunkToolCall] | None = None
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ChunkToolCall]
 
 
-class ChatChunkChoice(Said):
+class ChatAddition(Part):
+    """What a chunk says of an answer of a chat."""
+
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(ChatAddition):
     """A step of one answer of a chat."""
 
     index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
     finish_reason: ChatReason | None
-    mars: ChunkForward | None = None
+    mars: NotRequired[ChunkForward]
 
 
-class TextChunkChoice(Said):
+class TextChunkChoice(TextContent):
     """A step of one continuation."""
 
     index: int
-    text: str
-    logprobs: TextLogprobs | None
     finish_reason: Reason | None
-    mars: ChunkForward | None = None
+    mars: NotRequired[ChunkForward]
 
 
 class ChatChunk(Headed):
@@ -221,7 +237,7 @@ class ChatChunk(Headed):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
 
 
 class TextChunk(Headed):
@@ -229,10 +245,10 @@ class TextChunk(Headed):
 
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
-    usage: Usage | None = None
+    usage: NotRequired[Usage | None]
 
 
-class ModelEntry(Said):
+class ModelEntry(Part):
     """A model that is served."""
 
     id: str
@@ -241,61 +257,14 @@ class ModelEntry(Said):
     owned_by: str
 
 
-class ModelsReply(Said):
-    """All of them."""
+class ModelsReply(Part):
+    """All models that are served."""
 
     object: Literal["list"]
     data: list[ModelEntry]
 
 
-class PolicyNow(Said):
-    """The autoscaling policy's last decision, in seconds of Unix time, and why."""
-
-    at_s: float
-    replicas: int
-    threshold: float
-    shed: float
-    reason: str
-
-
-class EngineNow(Said):
-    """What a replica runs as: dtype and device, form of attention, size of the KV cache."""
-
-    engine: str
-    dtype: str
-    device: str
-    attention: str
-    threads: int
-    cache_bytes: int
-    cache_tokens: int
-
-
-class ModelNow(Said):
-    """What a model is doing; null where nothing is known, as no replica or nothing lately."""
-
-    id: str
-    replicas: int
-    running: int
-    waiting: int
-    kv_cache_usage: float | None
-    tokens_per_second: float
-    tokens_per_forward: float | None
-    disagreement: float | None
-    mode: str | None
-    threshold: float | None
-    adapter: str | None
-    engine: EngineNow | None
-    policy: PolicyNow | None
-
-
-class MarsStatusReply(Said):
-    """All models at the moment."""
-
-    object: Literal["list"]
-    data: list[ModelNow]
-
-
-class TokenizeReply(Said):
+class TokenizeReply(Part):
     """A prompt's tokens, and how many a sequence may have."""
 
     count: int
@@ -303,19 +272,19 @@ class TokenizeReply(Said):
     tokens: list[int]
 
 
-class DetokenizeReply(Said):
+class DetokenizeReply(Part):
     """The text of tokens."""
 
     prompt: str
 
 
-class StatusReply(Said):
+class StatusReply(Part):
     """Whether the service lives, or would answer now."""
 
     status: Literal["ok", "ready", "not ready", "draining"]
 
 
-class VersionReply(Said):
-    """Of this package."""
+class VersionReply(Part):
+    """The version of this package."""
 
     version: str

@@ -1,15 +1,35 @@
-"""Bodies of replies, in OpenAI's shapes, for chats and for completions.
-
-A reply's `usage.mars`, and `mars` of a choice if asked for, are ours.
-"""
+"""Replies in OpenAI's shapes, for chats and for completions (`serve/openai/response_models.py`)."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, Protocol
+from itertools import accumulate, chain
+from typing import Any
 
 from mars_ray.config.modes import Mode
+from mars_ray.serve.openai.response_models import (
+    AdapterUsage,
+    ChatAddition,
+    ChatAnswer,
+    ChatContent,
+    ChatDelta,
+    ChatLogprobs,
+    ChatReply,
+    ChosenLogprob,
+    ChunkFunction,
+    ChunkToolCall,
+    ErrorReply,
+    MarsUsage,
+    ModelEntry,
+    ModelsReply,
+    SaidFunction,
+    SaidToolCall,
+    TextContent,
+    TextLogprobs,
+    TextReply,
+    TokenLogprob,
+    Usage,
+)
 from mars_ray.serve.protocol import (
     ErrorInfo,
     Finish,
@@ -26,181 +46,46 @@ def threshold_of(mode: Mode) -> float | None:
     return getattr(mode, "threshold", None)
 
 
-def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> dict[str, Any]:
+def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
     """OpenAI's usage, and under `mars` what multi-token decoding did; `finishes` by choice."""
     prompt = sum(finish.prompt_tokens for finish in finishes[:: call.n])
     completion = sum(finish.completion_tokens for finish in finishes)
     forwards = sum(finish.forwards for finish in finishes)
+    mars: MarsUsage = {
+        "forwards": forwards,
+        "tokens_per_forward": completion / forwards,
+        "mode": finishes[-1].mode or call.mode.type,
+        "threshold": _threshold(call, finishes),
+        "disagreement": sum(finish.disagreed for finish in finishes) / completion,
+        "adapter": finishes[-1].served[-1].adapter if finishes[-1].served else None,
+    }
+    if len(by_adapter := _by_adapter(finishes)) > 1:
+        mars["by_adapter"] = by_adapter
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "mars": {
-            "forwards": forwards,
-            "tokens_per_forward": completion / forwards,
-            "mode": finishes[-1].mode or call.mode.type,
-            "threshold": _threshold(call, finishes),
-            "disagreement": sum(finish.disagreed for finish in finishes) / completion,
-        }
-        | _adapters(finishes),
+        "mars": mars,
     }
 
 
-def _adapters(finishes: Sequence[Finish]) -> dict[str, Any]:
-    """The draft adapter that served; of several the last one, and what each has served."""
+def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
+    """What each draft adapter has served, in the order of their first tokens."""
     tokens: Counter[str | None] = Counter()
     forwards: Counter[str | None] = Counter()
     for served in chain.from_iterable(finish.served for finish in finishes):
         tokens[served.adapter] += served.tokens
         forwards[served.adapter] += served.forwards
-    last = finishes[-1].served[-1].adapter if finishes[-1].served else None
-    if len(tokens) < 2:
-        return {"adapter": last}
-    each = [
+    return [
         {"adapter": adapter, "completion_tokens": tokens[adapter], "forwards": forwards[adapter]}
         for adapter in tokens
     ]
-    return {"adapter": last, "by_adapter": each}
 
 
 def _threshold(call: GenerationRequest, finishes: Sequence[Finish]) -> float | None:
     """The lowest that was in force."""
     told = [finish.threshold for finish in finishes if finish.threshold is not None]
     return min(told, default=None if finishes[-1].mode else threshold_of(call.mode))
-
-
-class Shape(Protocol):
-    """How one API writes an answer."""
-
-    name: str  # the reply's `object`
-    chunk_name: str  # of a stream's chunks
-
-    def whole(
-        self, text: str, logprobs: Sequence[TokenText] | None, calls: Sequence[ToolCall]
-    ) -> dict[str, Any]:
-        """A choice's content, not streamed."""
-        ...
-
-    def delta(
-        self,
-        text: str | None,
-        logprobs: Sequence[TokenText] | None,
-        *,
-        first: bool,
-        offset: int = 0,
-    ) -> dict[str, Any]:
-        """A choice's content in a chunk; no text: nothing more to say.
-
-        `offset`: so many characters of its tokens were in earlier chunks.
-        """
-        ...
-
-
-class ChatShape:
-    """`/v1/chat/completions`."""
-
-    name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-
-    def whole(
-        self, text: str, logprobs: Sequence[TokenText] | None, calls: Sequence[ToolCall]
-    ) -> dict[str, Any]:
-        """See Shape."""
-        content = None if calls and not text else text
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message["tool_calls"] = [_tool_call(call) for call in calls]
-        return {"message": message, "logprobs": _chat_logprobs(logprobs)}
-
-    def delta(
-        self,
-        text: str | None,
-        logprobs: Sequence[TokenText] | None,
-        *,
-        first: bool,
-        offset: int = 0,
-    ) -> dict[str, Any]:
-        """See Shape."""
-        delta = {"role": "assistant"} if first else {}
-        delta |= {} if text is None else {"content": text}
-        return {"delta": delta, "logprobs": _chat_logprobs(logprobs)}
-
-
-class TextShape:
-    """`/v1/completions`."""
-
-    name = "text_completion"
-    chunk_name = "text_completion"
-
-    def whole(
-        self, text: str, logprobs: Sequence[TokenText] | None, calls: Sequence[ToolCall]
-    ) -> dict[str, Any]:
-        """See Shape."""
-        assert not calls, "there are no tools in this API"
-        return {"text": text, "logprobs": _text_logprobs(logprobs)}
-
-    def delta(
-        self,
-        text: str | None,
-        logprobs: Sequence[TokenText] | None,
-        *,
-        first: bool,
-        offset: int = 0,
-    ) -> dict[str, Any]:
-        """See Shape."""
-        return {"text": text or "", "logprobs": _text_logprobs(logprobs, offset)}
-
-
-def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> dict[str, Any] | None:
-    if logprobs is None:
-        return None
-    entries = [
-        _entry(token) | {"top_logprobs": [_entry(other) for other in token.top]}
-        for token in logprobs
-    ]
-    return {"content": entries, "refusal": None}
-
-
-def tool_call_delta(piece: ToolCallDelta) -> dict[str, Any]:
-    """What a chunk of a chat adds to a call."""
-    added: dict[str, Any] = {"index": piece.index}
-    if piece.name is not None:
-        added |= {"id": piece.id, "type": "function"}
-    name = {} if piece.name is None else {"name": piece.name}
-    added["function"] = name | {"arguments": piece.arguments}
-    return {"delta": {"tool_calls": [added]}, "logprobs": None}
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _entry(token: TokenText) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
-
-
-def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> dict[str, Any] | None:
-    if logprobs is None:
-        return None
-    offsets = []
-    for token in logprobs:
-        offsets.append(offset)
-        offset += len(token.text)
-    return {
-        "tokens": [token.text for token in logprobs],
-        "token_logprobs": [token.logprob for token in logprobs],
-        "top_logprobs": [_top_logprobs(token) for token in logprobs],
-        "text_offset": offsets,
-    }
-
-
-def _top_logprobs(token: TokenText) -> dict[str, float]:
-    """Of several that look alike, as parts of characters do, the chosen one or else the best."""
-    said: dict[str, float] = {}
-    for other in (token, *token.top):
-        said.setdefault(other.text, other.logprob)
-    return said
 
 
 @dataclass(slots=True)
@@ -231,20 +116,127 @@ class Answer:
         self.calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
 
 
+class ChatShape:
+    """How `/v1/chat/completions` writes answers."""
+
+    name = "chat.completion"  # the reply's `object`
+    chunk_name = "chat.completion.chunk"
+
+    def whole(self, answer: Answer) -> ChatContent:
+        """A choice's content, not streamed."""
+        content = None if answer.calls and not answer.text else answer.text
+        message: ChatAnswer = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            message["tool_calls"] = [_tool_call(call) for call in answer.calls]
+        return {"message": message, "logprobs": _chat_logprobs(answer.logprobs)}
+
+    def delta(
+        self,
+        text: str | None,
+        logprobs: Sequence[TokenText] | None,
+        *,
+        first: bool,
+        offset: int = 0,
+    ) -> ChatAddition:
+        """A choice's content in a chunk; no text: nothing more to say.
+
+        `offset`: so many characters of its tokens were in earlier chunks.
+        """
+        delta: ChatDelta = {"role": "assistant"} if first else {}
+        if text is not None:
+            delta["content"] = text
+        return {"delta": delta, "logprobs": _chat_logprobs(logprobs)}
+
+
+class TextShape:
+    """How `/v1/completions` writes answers."""
+
+    name = chunk_name = "text_completion"
+
+    def whole(self, answer: Answer) -> TextContent:
+        """See ChatShape."""
+        assert not answer.calls, "there are no tools in this API"
+        return {"text": answer.text, "logprobs": _text_logprobs(answer.logprobs)}
+
+    def delta(
+        self,
+        text: str | None,
+        logprobs: Sequence[TokenText] | None,
+        *,
+        first: bool,
+        offset: int = 0,
+    ) -> TextContent:
+        """See ChatShape."""
+        return {"text": text or "", "logprobs": _text_logprobs(logprobs, offset)}
+
+
+Shape = ChatShape | TextShape
+
+
+def tool_call_delta(piece: ToolCallDelta) -> ChatAddition:
+    """What a chunk of a chat adds to a call."""
+    added: ChunkToolCall = {"index": piece.index, "function": {"arguments": piece.arguments}}
+    if piece.id is not None and piece.name is not None:
+        function: ChunkFunction = {"name": piece.name, "arguments": piece.arguments}
+        added = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+    return {"delta": {"tool_calls": [added]}, "logprobs": None}
+
+
+def _tool_call(call: ToolCall) -> SaidToolCall:
+    function: SaidFunction = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> ChatLogprobs | None:
+    if logprobs is None:
+        return None
+    content: list[ChosenLogprob] = [
+        {**_logprob(token), "top_logprobs": [_logprob(other) for other in token.top]}
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(token: TokenText) -> TokenLogprob:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> TextLogprobs | None:
+    if logprobs is None:
+        return None
+    lengths = [len(token.text) for token in logprobs]
+    return {
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
+        "top_logprobs": [_top_logprobs(token) for token in logprobs],
+        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+    }
+
+
+def _top_logprobs(token: TokenText) -> dict[str, float]:
+    """By text; of several tokens that look alike, as parts of characters do, the chosen one or else
+    the best."""
+    said: dict[str, float] = {}
+    for other in (token, *token.top):
+        said.setdefault(other.text, other.logprob)
+    return said
+
+
 def reply(
     call: GenerationRequest, shape: Shape, model: str, created: int, answers: Sequence[Answer]
-) -> dict[str, Any]:
+) -> ChatReply | TextReply:
     """Body of a reply that is not streamed."""
-    choices, finishes = [], []
+    choices: list[Any] = []
+    finishes: list[Finish] = []
     for index, answer in enumerate(answers):
         assert answer.finish is not None
-        finishes.append(answer.finish)
-        choice = {"index": index} | shape.whole(answer.text, answer.logprobs, answer.calls)
-        choice["finish_reason"] = answer.finish.reason
+        choice = {"index": index, **shape.whole(answer), "finish_reason": answer.finish.reason}
         if answer.forwards is not None:
             choice["mars"] = {"forwards": answer.forwards}
         choices.append(choice)
-    return {
+        finishes.append(answer.finish)
+    # `Any`, since one literal writes both kinds of replies: the tests hold it to them.
+    made: Any = {
         "id": call.id,
         "object": shape.name,
         "created": created,
@@ -252,28 +244,26 @@ def reply(
         "choices": choices,
         "usage": usage(call, finishes),
     }
+    return made
 
 
-def model_list(models: Iterable[str], created: int) -> dict[str, Any]:
+def model_list(models: Iterable[str], created: int) -> ModelsReply:
     """Body of the list of models."""
-    entries = [
+    data: list[ModelEntry] = [
         {"id": model, "object": "model", "created": created, "owned_by": "mars-ray"}
         for model in models
     ]
-    return {"object": "list", "data": entries}
+    return {"object": "list", "data": data}
 
 
-def error_body(refusal: ErrorInfo) -> dict[str, Any]:
+def error_body(refusal: ErrorInfo) -> ErrorReply:
     """Body of an error."""
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    if refusal.status == 429:
-        kind = "rate_limit_error"
-    if refusal.status == 401:
-        kind = "authentication_error"
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    usual = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {
         "error": {
             "message": refusal.message,
-            "type": kind,
+            "type": kinds.get(refusal.status, usual),
             "param": refusal.param,
             "code": refusal.code,
         }

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ DONE_DATA = "[DONE]"
 DONE = f"data: {DONE_DATA}\n\n"
 
 
-def event(data: dict[str, Any]) -> str:
+def event(data: Mapping[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -69,7 +69,7 @@ class Chunks:
         text = None if self.call.tools and not piece.text else piece.text
         offset = self._shown[piece.choice]
         self._shown[piece.choice] += sum(len(token.text) for token in piece.logprobs)
-        choice = self.shape.delta(text, logprobs, first=first, offset=offset)
+        choice: dict[str, Any] = {**self.shape.delta(text, logprobs, first=first, offset=offset)}
         if self.forwards:
             choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
         return choice
@@ -79,8 +79,8 @@ class Chunks:
         finishes = [self._finishes[choice] for choice in range(self.call.choices)]
         return event(self._body([]) | {"usage": usage(self.call, finishes)})
 
-    def _chunk(self, index: int, choice: dict[str, Any], reason: str | None = None) -> str:
-        chunk = self._body([{"index": index} | choice | {"finish_reason": reason}])
+    def _chunk(self, index: int, choice: Mapping[str, Any], reason: str | None = None) -> str:
+        chunk = self._body([{"index": index, **choice, "finish_reason": reason}])
         # With usage asked for, every chunk has the field: clients of OpenAI's API expect that.
         return event(chunk | {"usage": None} if self.include_usage else chunk)
 

@@ -1,7 +1,7 @@
-"""From a checked body to a call: limits, defaults, and settings that contradict each other."""
+"""From a checked body to a generation request: limits, defaults, and contradictory settings."""
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import (
@@ -16,7 +16,6 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.thresholds import Budget, Elastic, Quality
 from mars_ray.serve.openai.request_models import (
     AnswerBody,
-    ApiError,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -24,15 +23,13 @@ from mars_ray.serve.openai.request_models import (
     NamedTool,
     SchemaFormat,
     ToolMessage,
+    refuse,
 )
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Prompt, Tools, Turn
+from mars_ray.serve.protocol import GenerationRequest, Prompt, Tools, Turn
 
 _MODES: dict[str, Mode] = {
-    "exact": ExactMode(),
-    "verified": VerifiedMode(),
-    "confidence": ConfidenceMode(),
-    "jacobi": JacobiMode(),
-    "speculative": SpeculativeMode(),
+    mode.type: mode
+    for mode in (ExactMode(), VerifiedMode(), ConfidenceMode(), JacobiMode(), SpeculativeMode())
 }
 # OpenAI's default for completions; a chat's answer takes the room there is.
 _COMPLETION_TOKENS = 16
@@ -50,12 +47,12 @@ _SAME_NAME = (
 def to_generation_request(
     body: ChatBody | CompletionBody, request_id: str, seed: int, job: ServeJob
 ) -> GenerationRequest:
-    """What the replica is asked for; `seed` is used if the request has none.
+    """The request to a replica; `seed` is used if the body has none.
 
     Raises ApiError for settings that contradict each other or exceed a limit.
     """
     if body.stream_options is not None and not body.stream:
-        _refuse("stream_options", "'stream_options' has no effect without 'stream'")
+        refuse("stream_options", "'stream_options' has no effect without 'stream'")
     call = GenerationRequest(
         id=request_id,
         prompts=_prompts(body),
@@ -75,21 +72,17 @@ def to_generation_request(
         is_streamed=bool(body.stream),
         timeout_s=_timeout_s(body, job.limits),
     )
-    # More than the places there are would be too many for an idle engine, however often asked for.
+    # More answers than the engine has places would be refused even if it were idle.
     most = min(job.limits.choices, job.engine.max_batch + job.limits.waiting_requests)
     if call.choices > most:
-        _refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
+        refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
     return call
 
 
 def _timeout_s(body: AnswerBody, limits: Limits) -> float:
     if body.timeout_s is not None and body.timeout_s > limits.request_s:
-        _refuse("timeout_s", f"'timeout_s' is more than this server's {limits.request_s:g} s")
+        refuse("timeout_s", f"'timeout_s' is more than this server's {limits.request_s:g} s")
     return body.timeout_s or limits.request_s
-
-
-def _refuse(param: str, message: str) -> NoReturn:
-    raise ApiError(ErrorInfo(400, message, param=param, code="invalid_value"))
 
 
 def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
@@ -104,19 +97,19 @@ def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
 
 
 def turns_of(messages: Iterable[ChatMessage]) -> tuple[Turn, ...]:
-    """Of a conversation: chat templates know a result by its place, so results of several calls
-    come in the order of the calls, whatever order they were given in.
+    """The turns of a conversation. Chat templates know a tool's result by its place, so results of
+    several calls come in the order of the calls, whatever order they were given in.
 
     Raises ApiError for a result of a call that the message before it does not make.
     """
     turns: list[Turn] = []
-    order: dict[str, int] = {}  # of the calls whose results are due, by their ids
+    order: dict[str, int] = {}  # places of the calls whose results are due, by their ids
     results: list[tuple[int, Turn]] = []
     for number, message in enumerate(messages):
         if isinstance(message, ToolMessage):
             if message.tool_call_id not in order:
                 place = f"messages.{number}.tool_call_id"
-                _refuse(place, f"'{place}': no call of the message before it has this id")
+                refuse(place, f"'{place}': no call of the message before it has this id")
             results.append((order[message.tool_call_id], message.turn()))
             continue
         turns += _in_order(results)
@@ -141,29 +134,29 @@ def _sampling(body: AnswerBody, seed: int) -> Sampling:
 
 
 def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
-    """What the client asks for, if anything."""
+    """The length that the client asks for, if any."""
     if (body.min_tokens or 0) > limits.new_tokens:
-        _refuse("min_tokens", f"'min_tokens' is more than this server's {limits.new_tokens}")
+        refuse("min_tokens", f"'min_tokens' is more than this server's {limits.new_tokens}")
     asked = {"max_tokens": body.max_tokens}
     if isinstance(body, ChatBody):
         asked["max_completion_tokens"] = body.max_completion_tokens
     given = {param: tokens for param, tokens in asked.items() if tokens is not None}
     if len(set(given.values())) > 1:
-        _refuse("max_completion_tokens", "'max_tokens' and 'max_completion_tokens' differ")
+        refuse("max_completion_tokens", "'max_tokens' and 'max_completion_tokens' differ")
     for param, tokens in given.items():
         if tokens > limits.new_tokens:
-            _refuse(
+            refuse(
                 param,
                 f"'{param}' is {tokens}, but this server writes at most {limits.new_tokens} tokens",
             )
         if (body.min_tokens or 0) > tokens:
-            _refuse("min_tokens", f"'min_tokens' is more than '{param}', {tokens}")
+            refuse("min_tokens", f"'min_tokens' is more than '{param}', {tokens}")
         return tokens
     return None
 
 
 def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
-    """Of an answer whose length the client leaves open."""
+    """The most tokens of an answer whose length the client leaves open."""
     if isinstance(body, ChatBody):
         return limits.new_tokens
     return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
@@ -173,7 +166,7 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
     if isinstance(body, CompletionBody):
         return body.logprobs
     if body.top_logprobs is not None and not body.logprobs:
-        _refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
+        refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
@@ -186,14 +179,14 @@ def _mode(body: AnswerBody, default: Mode) -> Mode:
     given = {name: value for name, value in asked.items() if value is not None}
     for name in given:
         if name not in type(base).model_fields:
-            _refuse(name, f"'{name}' has no effect in mode '{base.type}'")
+            refuse(name, f"'{name}' has no effect in mode '{base.type}'")
     if body.window is not None and body.window < base.least_window:
-        _refuse("window", f"'window' must be at least {base.least_window} in mode '{base.type}'")
+        refuse("window", f"'window' must be at least {base.least_window} in mode '{base.type}'")
     return base.model_copy(update=given)
 
 
 def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
-    """None if the mode's own threshold is in force, or none can be."""
+    """What stands in for the mode's threshold; None: nothing does."""
     given = {
         name: value
         for name in ("threshold", "quality", "quality_budget")
@@ -201,12 +194,12 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
     }
     if len(given) > 1:
         first, second, *_ = given
-        _refuse(second, f"'{first}' and '{second}' say the same thing twice; leave one of them out")
+        refuse(second, f"'{first}' and '{second}' say the same thing twice; leave one of them out")
     if body.quality_budget is not None:
         return Budget(body.quality_budget)
     if body.quality is not None:
         if body.quality not in job.qualities:
-            _refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
+            refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
         return Elastic(job.qualities[body.quality])
     is_open = _quality_class(body, job) is not None
     if is_open and job.mode.verifies:
@@ -215,7 +208,7 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
 
 
 def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
-    """None for a request that says itself how it wants to be decoded."""
+    """The class of quality; None for a request that says itself how it is to be decoded."""
     if body.quality is not None:
         return body.quality
     pins = (body.mode, body.threshold, body.quality_budget)
@@ -234,12 +227,12 @@ def _schema(body: AnswerBody) -> dict[str, Any] | None:
 
 
 def _check_options(schema: dict[str, Any]) -> None:
-    """Raises ApiError for options of llguidance, but for the one that only shapes white space:
-    others have parts of the schema ignored, or what is no JSON written."""
+    """Raises ApiError for options of llguidance, except the one that only shapes white space: with
+    others parts of the schema are ignored, or something is written that is not JSON."""
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict) or not options.keys() <= {"whitespace_flexible"}:
         message = "'x-guidance' of a schema may hold 'whitespace_flexible' and nothing else"
-        _refuse("response_format", message)
+        refuse("response_format", message)
 
 
 def _tools(body: AnswerBody) -> Tools | None:
@@ -249,13 +242,13 @@ def _tools(body: AnswerBody) -> Tools | None:
     if not body.tools:
         for name in ("tool_choice", "parallel_tool_calls"):
             if getattr(body, name) not in (None, "none"):
-                _refuse(name, f"'{name}' has no effect without 'tools'")
+                refuse(name, f"'{name}' has no effect without 'tools'")
         return None
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
-        _refuse("tools", "two of the tools have the same name")
+        refuse("tools", "two of the tools have the same name")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        _refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
+        refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
     if choice == "none":
         return None
     named = choice.function.name if isinstance(choice, NamedTool) else None

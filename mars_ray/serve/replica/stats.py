@@ -8,7 +8,7 @@ to_metrics        with the sums of a `Tally` to the autoscaling policy (`autosca
 """
 
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mars_ray.autoscale.sample import PINNED, ReplicaCounts
@@ -102,7 +102,7 @@ class Live:
             tokens=sum(bucket.tokens for bucket in self._buckets),
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
-            engine=asdict(seen.info),
+            engine=seen.info,
         )
 
     def _forget(self, now: float) -> None:
