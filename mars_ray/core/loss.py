@@ -20,7 +20,7 @@ from mars_ray.core.layout import Layout
 
 
 def loss_counts(layout: Layout) -> Tensor:
-    """Clean rows with a target and summed weight of noisy rows, float64 (2,). Additive."""
+    """Number of clean rows with a target, summed weight of noisy rows, float64 (2,); additive."""
     weight_BR = layout.weight_BR.double()
     noisy = (weight_BR * layout.is_noisy_BR).sum()
     return torch.stack([weight_BR.sum() - noisy, noisy])

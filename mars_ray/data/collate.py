@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch
 from mars_ray.data.chat import Encoded
 
 Row = Sequence[tuple[int, Encoded]]

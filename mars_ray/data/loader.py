@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch
 from mars_ray.data.chat import Encoded
 from mars_ray.data.collate import collate
 from mars_ray.data.packing import one_each, pack

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from mars_ray.core.acceptance_counts import acceptance_counts, expected_tokens_per_forward, survival
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.acceptance import acceptance_counts, expected_tokens_per_forward, survival
+from mars_ray.core.layout import TokenBatch
 from mars_ray.core.loss import loss_counts
 from mars_ray.train.engine import Engine
 from mars_ray.train.objective import StageObjective

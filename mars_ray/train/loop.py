@@ -10,8 +10,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.layout import Layout
+from mars_ray.core.layout import Layout, TokenBatch
 from mars_ray.core.loss import row_coefficients
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import NonFiniteLossError

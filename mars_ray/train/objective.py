@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from mars_ray.config.train import ArObjective, DraftObjective, MarsObjective, StageConfig
-from mars_ray.core.batch import TokenBatch
 from mars_ray.core.draft_layout import draft_layout
 from mars_ray.core.layout import (
     Layout,
+    TokenBatch,
     clean_layout,
     compact_layout,
     paper_layout,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch
 from mars_ray.data.loader import Loader, eval_batches
 from mars_ray.errors import (
     CheckpointError,

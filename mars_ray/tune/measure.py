@@ -13,8 +13,13 @@ from rich.console import Console
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
-from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, read_frontier
-from mars_ray.core.pareto import undominated
+from mars_ray.core.frontier import (
+    FRONTIER_FILE,
+    Frontier,
+    FrontierPoint,
+    read_frontier,
+    undominated,
+)
 from mars_ray.errors import ConfigError, MarsError, TrainingError
 from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
 from mars_ray.evaluate.tasks.base import Problem
