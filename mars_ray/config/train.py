@@ -281,7 +281,7 @@ class CheckpointConfig(Config):
 
 
 def evaluated_metrics(objective: Objective) -> list[str]:
-    """The metrics of a stage's evaluation (train/evaluation.py)."""
+    """The metrics of a stage's evaluation (`evaluate` of train/loop.py)."""
     losses = ["eval_loss", "eval_clean_ce"]
     if isinstance(objective, ArObjective):
         return losses

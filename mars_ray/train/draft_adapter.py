@@ -14,6 +14,7 @@ that share an input, I inputs, O outputs.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from torch import Tensor
 from mars_ray.config.train import DraftAdapterConfig
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
+from mars_ray.model.card import read_card
 from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
+from mars_ray.model.fingerprint import fingerprint
+from mars_ray.model.load import load_model
 from mars_ray.train.frozen import GROUPS, FrozenModel
 from mars_ray.train.lora import LoraGroup
 
@@ -85,6 +89,20 @@ def fresh_weights(
                 place.stop - place.start, card.rank
             )
     return weights
+
+
+def untrained_adapter(
+    directory: Path, config: DraftAdapterConfig, depths: int, seed: int = 0
+) -> DraftAdapter:
+    """What the training of a draft adapter starts from, for the model in `directory`.
+
+    Raises ModelError.
+    """
+    base = FrozenModel(load_model(directory, dtype=torch.float32))
+    hidden = base.embedding_VH.shape[1]
+    card = draft_card(config, depths, hidden, directory.name, fingerprint(directory))
+    mask_token_id = read_card(directory).trained_mask_id
+    return adapter_of(fresh_weights(card, base, seed, mask_token_id), card, base)
 
 
 def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dict[str, Tensor]:

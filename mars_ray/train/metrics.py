@@ -1,20 +1,32 @@
-"""Metrics on their way out: running means, `metrics.jsonl`, TensorBoard."""
+"""Metrics on their way out: running means, `metrics.jsonl`, TensorBoard.
+
+Scalars for TensorBoard are written where they are logged: tensorboardX's own writer has a thread
+and a queue of ten places. A full disk ends the thread, and the training loop would then wait for a
+place for ever.
+"""
 
 import json
 import os
+import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import RecordWriter
 from torch import Tensor
 
 from mars_ray.train.model_step import COUNTS
 from mars_ray.train.objective import Stream
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.tensorboard import Board
 from mars_ray.train.throughput import Flops
 
 
@@ -154,3 +166,29 @@ def _drop_after(path: Path, step: int) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text("".join(kept), encoding="utf-8")
     os.replace(draft, path)
+
+
+class Board:
+    """An event file of its own; `write` and `close` raise OSError if the storage does."""
+
+    def __init__(self, directory: Path, purge_step: int) -> None:
+        """TensorBoard then drops what files before this one have of `purge_step` and later."""
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(str(directory / name))
+        self._append(Event(file_version="brain.Event:2"))
+        self._append(Event(session_log=SessionLog(status=SessionLog.START), step=purge_step))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Points of several curves."""
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._append(Event(summary=Summary(value=values), step=step))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
+
+    def _append(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()

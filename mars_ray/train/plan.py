@@ -1,19 +1,31 @@
-"""What a stage is told: plain data that travels from the driver to every worker."""
+"""What a stage starts from and is told: plain data that travels from the driver to every worker."""
 
 import hashlib
 import json
 import logging
 import math
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mars_ray.config.data import FilesSource, Source
 from mars_ray.config.model import PretrainedModel
-from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
+from mars_ray.config.train import (
+    DraftObjective,
+    MarsObjective,
+    StageConfig,
+    TrainJob,
+)
 from mars_ray.data.rows import Conversations, Joined, tokenize
+from mars_ray.data.sources import BadRows, read
+from mars_ray.model.card import CARD_FILE
+from mars_ray.model.create import create_model
 from mars_ray.model.load import load_tokenizer, read_config
 from mars_ray.model.shape import most_positions
+from mars_ray.model.source import Source as ModelSource
+from mars_ray.model.source import local_copy
 
 log = logging.getLogger(__name__)
 
@@ -204,3 +216,35 @@ def _absolute_source(source: Source) -> Source:
     if not isinstance(source, FilesSource):
         return source
     return source.model_copy(update={"paths": tuple(absolute_path(path) for path in source.paths)})
+
+
+def initial_model(job: TrainJob) -> Path:
+    """The model directory that the first stage starts from, made if it is not there yet.
+
+    A draft adapter's base is used as it is, wherever it lies; a hub name's is its snapshot. Raises
+    ModelError.
+    """
+    first = next(iter(job.stages.values()))
+    if isinstance(first.objective, DraftObjective):
+        assert isinstance(job.model, PretrainedModel), "the config demands a pretrained model"
+        source = ModelSource(job.model.path, job.model.revision)
+        directory = local_copy(source, cache="")
+        read_config(directory, called=job.model.path)
+        return directory
+    model = Path(job.output_dir) / "initial"
+    if not (model / CARD_FILE).exists():
+        # What a killed attempt left of it.
+        for draft in model.parent.glob(f".{model.name}-*"):
+            shutil.rmtree(draft, ignore_errors=True)
+        create_model(job.model, lambda: _texts(job), model, job.seed)
+    return model
+
+
+def _texts(job: TrainJob) -> Iterator[str]:
+    """Every message of the training data. Raises DataError if too many rows are bad: a tokenizer
+    made of the rest would stay when the data are mended."""
+    report = BadRows()
+    for record in read(job.data.train, report):
+        for message in record.messages:
+            yield message.content
+    report.check(job.data.max_bad_share)

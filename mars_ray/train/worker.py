@@ -23,7 +23,6 @@ from mars_ray.model.shape import shape_of
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState, newest
 from mars_ray.train.deepspeed import DeepSpeedEngine
-from mars_ray.train.draft_trainee import draft_trainee, with_base_here
 from mars_ray.train.engine import Engine, PlainEngine, Step
 from mars_ray.train.loop import (
     Report,
@@ -37,7 +36,7 @@ from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.retention import Keeper
 from mars_ray.train.throughput import OwnTime, peak_flops
-from mars_ray.train.trainee import model_trainee, stage_zero_settings
+from mars_ray.train.trainee import draft_trainee, model_trainee, stage_zero_settings, with_base_here
 from mars_ray.train.watchdog import Watchdog
 
 # What torch says where the CPU's memory ends; CUDA's has a class of its own.
