@@ -11,14 +11,11 @@
 Shape suffixes: N rows, V vocabulary, K drafts, B batch, R rows of a layout, M noisy rows, D depths.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from mars_ray.config.modes import Measure
 from mars_ray.core.layout import NO_TARGET, Layout
-
-Measure = Literal["probability", "margin", "entropy"]
 
 
 def confidence(logits_NV: Tensor, measure: Measure) -> Tensor:

@@ -32,7 +32,7 @@ _CHUNK_PARTS = 8
 
 
 class DraftTargets(NamedTuple):
-    """What mask rows are trained to predict."""
+    """The targets of mask rows."""
 
     teacher_TH: Tensor  # last hidden states of clean rows
     twin_N: Tensor  # each mask row's among them, not falling
@@ -90,7 +90,7 @@ class DraftLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the forward has computed, times the gradient of the loss."""
+        """The gradients that the forward has computed, times the gradient of the loss."""
         grads = [None if g is None else g.mul_(grad) for g in ctx.saved_tensors]
         return *grads, *(None,) * 5
 
@@ -265,7 +265,7 @@ def _dots(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
 
 
 def _minus(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
-    """From each row of x one of y, in place."""
+    """Subtract a row of y from each row of x, in place."""
     if x_PV.device.type != "cpu":
         return x_PV.sub_(y_UV[index_P])
     for x_V, i in zip(x_PV, index_P.tolist(), strict=True):

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from mars_ray.errors import CheckpointError
 
 FRONTIER_FILE = "frontier.json"
-# Settings of modes that a label has where they are set.
+# How a label shows a mode's settings, where they are set.
 _SHOWN = {
     "threshold": " {:g}",
     "measure": " {}",
@@ -28,7 +28,7 @@ _SHOWN = {
 
 
 def mode_label(mode: Mapping[str, Any]) -> str:
-    """For example `confidence 0.95`; other settings than a mode's own defaults have another one."""
+    """A mode's label, for example `confidence 0.95`; settings other than the defaults change it."""
     shown = [
         form.format(mode[key])
         for key, form in _SHOWN.items()
@@ -94,7 +94,7 @@ class FrontierPoint:
 
     @property
     def label(self) -> str:
-        """For example `confidence 0.95`."""
+        """The mode's label, for example `confidence 0.95`."""
         return mode_label(self.mode)
 
 

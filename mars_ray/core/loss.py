@@ -81,7 +81,7 @@ class WeightedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the forward has computed, times the gradient of the loss."""
+        """The gradients that the forward has computed, times the gradient of the loss."""
         grad_NH, grad_VH = ctx.saved_tensors
         # In place: the weight's gradient may have half a gigabyte.
         for gradient in (grad_NH, grad_VH):
