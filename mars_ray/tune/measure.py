@@ -79,7 +79,7 @@ def measure(
 
 
 def _raise_failure(done: list[ray.ObjectRef]) -> None:
-    """What failed in a task; Ray's own error says it behind the whole traceback over there."""
+    """Raise what failed in a task; Ray's own error hides it behind a traceback of the worker."""
     try:
         ray.get(done)
     except RayTaskError as error:
@@ -89,7 +89,7 @@ def _raise_failure(done: list[ray.ObjectRef]) -> None:
 
 
 def _gpus(job: TuneJob) -> float:
-    """Of one that generates: none where the trials have none either."""
+    """GPUs of a task that generates: none where the trials have none either."""
     on_cpu = job.objectives.engine.device == "cpu"
     return 0 if on_cpu else min(1, job.train.cluster.gpus_per_worker)
 

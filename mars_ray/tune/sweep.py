@@ -48,7 +48,7 @@ from mars_ray.tune.trial import MarsTrial, SweepPlan
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"
 _NAME = "tune"
-# What a trial's own process holds; it has no share of a CPU, since it only waits.
+# Memory of a trial's own process, which has no share of a CPU, since it only waits.
 _DRIVER_MEMORY_BYTES = 500 << 20
 _SETTINGS = {
     # Our ledger and table take their place.
@@ -269,7 +269,7 @@ class _Watch(tune.Callback):
         self._end(trial, "failed")
 
     def _begin(self, trial: Trial) -> None:
-        """Settings are known before the first step, and change under population based training."""
+        """Note a trial's settings before its first step; population based training changes them."""
         values = values_at(self._job, trial.config)
         known = self.ledger.trials.get(trial.trial_id)
         if known is None or known.status != "running" or known.values != values:
@@ -303,7 +303,7 @@ def start_model(job: TuneJob) -> Path:
 
 
 def _close_lost(ledger: Ledger, known: set[str]) -> None:
-    """Trials that began within the seconds before a driver was killed, of which Tune kept nothing:
+    """End the trials that began seconds before a driver was killed: Tune kept nothing of them, and
     others have taken their places."""
     for trial in ledger.trials.values():
         if trial.status == "running" and trial.trial not in known:
@@ -329,8 +329,8 @@ def _claim(job: TuneJob) -> None:
 
 
 def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trials depend on, by key. Of the objectives that is the score; how survivors
-    generate may change, and is measured anew then."""
+    """What the trials depend on, by key: of the objectives the score alone. How survivors generate
+    may change, and is measured anew then."""
     weight = job["objectives"]["clean_ce_weight"]
     others = {key: value for key, value in job.items() if key != "objectives"}
     return others | {"objectives.clean_ce_weight": weight}
