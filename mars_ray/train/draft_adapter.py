@@ -54,7 +54,7 @@ def draft_card(
 def fresh_weights(
     card: DraftCard, base: FrozenModel, seed: int, mask_token_id: int | None = None
 ) -> dict[str, Tensor]:
-    """An adapter that adds nothing yet: up-projections and the head's output are zero.
+    """Weights of an adapter that adds nothing yet: up-projections and head output are zero.
 
     Mask embeddings start as that of the model's own mask token, if it was trained to have one, and
     else at the mean of the vocabulary's.
@@ -62,7 +62,7 @@ def fresh_weights(
     random = torch.Generator().manual_seed(seed)
 
     def uniform(outputs: int, inputs: int) -> Tensor:
-        """As torch's linear layers and peft's down-projections start."""
+        """Random weights as torch's linear layers and peft's down-projections start with."""
         return (torch.rand(outputs, inputs, generator=random) * 2 - 1) / math.sqrt(inputs)
 
     if mask_token_id is None:
@@ -94,7 +94,7 @@ def fresh_weights(
 def untrained_adapter(
     directory: Path, config: DraftAdapterConfig, depths: int, seed: int = 0
 ) -> DraftAdapter:
-    """What the training of a draft adapter starts from, for the model in `directory`.
+    """The draft adapter that training starts from, for the model in `directory`.
 
     Raises ModelError.
     """
@@ -168,7 +168,7 @@ def lora_groups(
 
 
 def _groups(card: DraftCard, base: FrozenModel) -> Iterator[tuple[int, str, list[str]]]:
-    """Layer, group, and the names of its linear layers that have a LoRA."""
+    """Each layer and group, with the names of its linear layers that have a LoRA."""
     for layer in range(len(base.layers)):
         for group, members in GROUPS.items():
             names = [name for name in members if name in card.targets]

@@ -33,10 +33,10 @@ from mars_ray.train.throughput import Flops, OwnTime
 from mars_ray.train.watchdog import Watchdog
 
 _MASKS = COUNTS.index("masks")
-# Of a stage that is told how many minutes it has, the steps after which its length is set. The
-# first is not counted: whatever is used for the first time makes it longer.
+# Number of steps by which a stage of so many minutes measures its own length. The first is not
+# counted: whatever is used for the first time makes it longer.
 _TIMED_STEPS = 10
-# Of the stage, at which evaluations mask.
+# Share of the stage that is done, as evaluations tell the mask schedule.
 _EVAL_PROGRESS = 1.0
 
 # Called on every rank after a checkpoint is complete.
@@ -44,7 +44,7 @@ Report = Callable[[Path, dict[str, float]], None]
 
 
 class Batches(Protocol):
-    """What the loop asks of the data loader: an item is this rank's share of one step."""
+    """The data loader, to the loop: an item is this rank's share of one step."""
 
     def __iter__(self) -> Iterator[list[TokenBatch]]: ...
 
@@ -69,7 +69,7 @@ class StageOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What the loop works with."""
+    """Everything that the loop works with."""
 
     plan: StagePlan
     ranks: Ranks
@@ -175,7 +175,7 @@ class TrainLoop:
         return self._parts.plan.config.minutes is not None
 
     def _set_length(self, elapsed_s: float) -> None:
-        """As many steps as the minutes have room for, by what the first ones took on rank 0."""
+        """Set as many steps as the minutes have room for, by the time of the first on rank 0."""
         if self._step == 1:
             self._first_step_s = elapsed_s
             return
@@ -198,7 +198,7 @@ class TrainLoop:
         return local
 
     def _agree(self, counts: Tensor) -> Tensor:
-        """Global counts; the wish to stop rides along, so that all ranks stop after one step."""
+        """Global counts; the wish to stop travels along, so that all ranks stop after one step."""
         ranks = self._parts.ranks
         asked = ranks.is_main and self._parts.plan.stop_file.exists()
         stop = asked or self._cannot_write

@@ -40,7 +40,7 @@ class Meter:
         peak_flops: float,
         streams: tuple[Stream, ...],
     ) -> None:
-        """`peak_flops` is a second's, of all ranks."""
+        """`peak_flops` are FLOP/s of all ranks together."""
         self._flops, self._peak_flops = flops, peak_flops
         self._streams = streams
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -49,7 +49,7 @@ class Meter:
         self._started = time.monotonic()
 
     def add(self, local: Tensor, counts: Tensor) -> None:
-        """A step: this rank's (loss, its two sums) and the global `step_counts`."""
+        """Add a step: this rank's (loss, its two sums) and the global `step_counts`."""
         divisor = torch.ones(3, dtype=torch.float64)
         for stream in self._streams:
             divisor[1 + stream.sum] = counts[stream.count].clamp_min(1e-9)
@@ -108,12 +108,12 @@ class MetricsWriter:
         self._board = Board(path.parent / "tensorboard", purge_step=step + 1)
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        """One line; `kind` is "train" or "eval"."""
+        """Write one line; `kind` is "train" or "eval"."""
         self._append({"kind": kind, "step": step, **metrics})
         self._board.write(step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
     def set_length(self, step: int, total_steps: int) -> None:
-        """A line of kind "length": the stage will have so many steps."""
+        """Write a line of kind "length": the stage will have `total_steps` steps."""
         self._append({"kind": "length", "step": step, "total_steps": total_steps})
 
     def close(self) -> None:
@@ -169,10 +169,10 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 class Board:
-    """An event file of its own; `write` and `close` raise OSError if the storage does."""
+    """Writes an event file; `write` and `close` raise OSError if the storage does."""
 
     def __init__(self, directory: Path, purge_step: int) -> None:
-        """TensorBoard then drops what files before this one have of `purge_step` and later."""
+        """TensorBoard drops steps from `purge_step` on of the event files before this one."""
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter(str(directory / name))
@@ -180,7 +180,7 @@ class Board:
         self._append(Event(session_log=SessionLog(status=SessionLog.START), step=purge_step))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Points of several curves."""
+        """Add a point to each of several curves."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._append(Event(summary=Summary(value=values), step=step))
 

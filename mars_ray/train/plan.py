@@ -71,7 +71,7 @@ class StagePlan:
 
     @property
     def data(self) -> str:
-        """What tells the conversations from others at the same places."""
+        """Fingerprints of the conversations, to notice others at the same places."""
         return "-".join(rows.fingerprint for rows in (self.train, self.eval) if rows is not None)
 
     @property
@@ -86,7 +86,7 @@ class StagePlan:
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object a line."""
+        """The file of metrics, one JSON object a line."""
         return self.run_dir / "metrics.jsonl"
 
     def micro_batch_size(self, world_size: int) -> int:
@@ -99,7 +99,7 @@ class StagePlan:
         if self.config.steps is not None:
             return self.config.steps
         if self.config.epochs is None:
-            # Of a stage that has so many minutes; until it is known how many steps that are.
+            # A stage of so many minutes does not know yet how many steps it will have.
             return steps_per_epoch
         return max(1, round(self.config.epochs * steps_per_epoch))
 
@@ -135,7 +135,7 @@ def stage_plan(
 
 
 def _check_positions(train: Conversations, start_model: Path) -> None:
-    """Rotary embeddings take any position, so nothing else would say it."""
+    """Warn of conversations that are too long: rotary embeddings take any position."""
     positions = most_positions(read_config(start_model))
     longer = int((train.lengths > positions).sum())
     if longer:
@@ -233,7 +233,7 @@ def initial_model(job: TrainJob) -> Path:
         return directory
     model = Path(job.output_dir) / "initial"
     if not (model / CARD_FILE).exists():
-        # What a killed attempt left of it.
+        # Drafts of killed attempts.
         for draft in model.parent.glob(f".{model.name}-*"):
             shutil.rmtree(draft, ignore_errors=True)
         create_model(job.model, lambda: _texts(job), model, job.seed)

@@ -35,7 +35,7 @@ _SUMMARY = "training.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a job left behind, by stage."""
+    """The results of a job, by stage."""
 
     models: dict[str, Path]
     steps: dict[str, int]
@@ -128,7 +128,7 @@ def _recorded(path: Path) -> TrainJob:
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
-    """A checkpoint's model under its final name; appears whole, with its summary."""
+    """Copy a checkpoint's model to its final name; it appears whole, with its summary."""
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     config = plan.job.checkpoint

@@ -51,7 +51,7 @@ from mars_ray.train.throughput import DraftFlops, Flops, ModelFlops
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """What an engine wraps, and what surrounds it."""
+    """The step that an engine wraps, and what belongs to it."""
 
     step: Step
     objective: StageObjective
@@ -61,7 +61,7 @@ class Trainee:
 
 
 def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
-    """The model itself, all of it or by adapters that are merged. Raises ModelError."""
+    """A model as what is trained: all of it, or LoRA that is merged. Raises ModelError."""
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
     model, tokenizer = _load_model(plan, resume_from, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
@@ -122,7 +122,7 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
 def _loaded_by_all(
     load: Callable[[], PreTrainedModel], directory: Path, ranks: Ranks
 ) -> PreTrainedModel:
-    """What rank 0 finds wrong with the weights, when all have come, is every rank's error."""
+    """Load in parts; what rank 0 finds wrong with the weights is every rank's error."""
     problem, model = None, None
     try:
         model = load()
@@ -141,7 +141,7 @@ def _loaded_by_all(
 
 
 def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
-    """The starting model, which stays as it is."""
+    """The starting model, frozen."""
     dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
     model = load_model(
         plan.start_model, dtype=dtype, device=ranks.device, attention=_attention(ranks)
@@ -223,7 +223,7 @@ def _start(
 
 
 def _base_name(plan: StagePlan) -> str:
-    """For people: a hub name, or the last part of a path."""
+    """Name of the base model for people: a hub name, or the last part of a path."""
     model = plan.job.model
     if isinstance(model, PretrainedModel) and not Path(model.path).is_absolute():
         return model.path
@@ -231,7 +231,7 @@ def _base_name(plan: StagePlan) -> str:
 
 
 def _training(plan: StagePlan, state: TrainState) -> dict[str, Any]:
-    """How it came about, for the card."""
+    """How the adapter was trained, for its card."""
     before: dict[str, Any] = {}
     if plan.start_adapter is not None:
         before = read_draft_card(plan.start_adapter).training

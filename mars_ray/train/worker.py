@@ -1,10 +1,11 @@
-"""What one worker does for a stage: put the parts together, restore, train. No Ray in here."""
+"""A stage on one worker: put its parts together, restore, train. No Ray in here."""
 
 import os
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,12 +40,12 @@ from mars_ray.train.throughput import OwnTime, peak_flops
 from mars_ray.train.trainee import draft_trainee, model_trainee, stage_zero_settings, with_base_here
 from mars_ray.train.watchdog import Watchdog
 
-# What torch says where the CPU's memory ends; CUDA's has a class of its own.
+# torch's message when the CPU's memory is full; for CUDA's it has an exception of its own.
 _CPU_SHORT = "can't allocate memory"
 
 
 def unpacked(pickled: bytes, ranks: Ranks) -> StagePlan:
-    """A plan that was pickled on another machine; collective.
+    """Read a plan that was pickled on another machine; collective.
 
     Raises TrainingError on every rank if one of them does not see the files that it names.
     """
@@ -196,20 +197,16 @@ def _loader(plan: StagePlan, ranks: Ranks) -> Loader:
 
 
 def _evaluation(plan: StagePlan, ranks: Ranks) -> Callable[[], Iterable[TokenBatch]] | None:
-    conversations = plan.eval
-    if conversations is None:
+    if plan.eval is None:
         return None
-
-    def batches() -> Iterable[TokenBatch]:
-        return eval_batches(
-            conversations,
-            micro_batch_size=plan.micro_batch_size(ranks.world_size),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            limit=plan.config.eval_rows,
-        )
-
-    return batches
+    return partial(
+        eval_batches,
+        plan.eval,
+        micro_batch_size=plan.micro_batch_size(ranks.world_size),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        limit=plan.config.eval_rows,
+    )
 
 
 def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainState:
@@ -232,7 +229,7 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
 def _restore_rank(
     parts: StageParts, loop: TrainLoop, directory: Path, restored: TrainState
 ) -> None:
-    """Optimizer, random state and running means of this rank."""
+    """Restore optimizer, random state and running means of this rank."""
     ranks = parts.ranks
     parts.engine.load_optimizer_state(
         checkpoint.read_rank_state(directory, rank)["optimizer"]
