@@ -30,9 +30,8 @@ from mars_ray.core.frontier import Frontier
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MODEL
-from mars_ray.train.initial import initial_model
 from mars_ray.train.loop import StageOutcome
-from mars_ray.train.plan import stage_plan, with_absolute_paths
+from mars_ray.train.plan import initial_model, stage_plan, with_absolute_paths
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 

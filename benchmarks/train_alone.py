@@ -17,8 +17,7 @@ from mars_ray.config.load import load_job
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import MarsError
 from mars_ray.train.checkpoint import MODEL
-from mars_ray.train.initial import initial_model
-from mars_ray.train.plan import stage_plan, with_absolute_paths
+from mars_ray.train.plan import initial_model, stage_plan, with_absolute_paths
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 

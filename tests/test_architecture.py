@@ -49,7 +49,7 @@ ONLY_IN = {
         "serve/shutdown.py",
         "serve/swap.py",
         "tune/measure.py",
-        "tune/run.py",
+        "tune/sweep.py",
         "tune/search.py",
         "tune/trial.py",
         "cli.py",

@@ -1,4 +1,4 @@
-"""What the cluster at hand has for training and for answers."""
+"""Workers and engines that the connected cluster has room for."""
 
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ def devices() -> Devices:
 
 
 def _precision(nodes: list[dict[str, Any]]) -> Literal["float32", "bfloat16"]:
-    """As the CPUs of these nodes have it, which need not be those of the machine that asks."""
+    """The faster precision of these nodes' CPUs, which may differ from this machine's."""
     asked = ray.remote(num_cpus=0)(multiplies_bfloat16)
     places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     said = ray.get([asked.options(scheduling_strategy=place).remote() for place in places])

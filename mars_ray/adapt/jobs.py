@@ -14,13 +14,13 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 
 STAGE = "draft"
-# Of the time that a job has, what prompts and answers take at most; the rest is training's.
+# Share of a job's minutes that prompts and answers take at most; the rest is training's.
 _ANSWERS_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """How many workers, and what each gets."""
+    """Number of workers and of engines, and what each gets."""
 
     workers: int
     cpus_per_worker: float
@@ -30,50 +30,22 @@ class Devices:
     precision: Literal["float32", "bfloat16"]  # the faster one, for all workers
 
 
-@dataclass(frozen=True, slots=True)
 class Places:
     """Where everything of an adaptation lies."""
 
-    root: Path
-
-    @property
-    def base(self) -> Path:
-        """The model, if it had to be brought into another form."""
-        return self.root / "base"
-
-    @property
-    def answers(self) -> Path:
-        """What the model said."""
-        return self.root / "answers.jsonl"
-
-    @property
-    def training(self) -> Path:
-        """The training job's own directory."""
-        return self.root / "training"
-
-    @property
-    def adapter(self) -> Path:
-        """The draft adapter, with its frontier."""
-        return self.root / "adapter"
-
-    @property
-    def measured(self) -> Path:
-        """Speeds, there once all is measured."""
-        return self.root / "speeds.json"
-
-    @property
-    def service(self) -> Path:
-        """The serve job."""
-        return self.root / "serve.toml"
-
-    @property
-    def report(self) -> Path:
-        """The page."""
-        return self.root / "report.html"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.base = root / "base"  # the model, if it had to be brought into another form
+        self.answers = root / "answers.jsonl"
+        self.training = root / "training"  # the training job's own directory
+        self.adapter = root / "adapter"  # the draft adapter, with its frontier
+        self.measured = root / "speeds.json"  # there once all is measured
+        self.service = root / "serve.toml"
+        self.report = root / "report.html"
 
 
 def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) -> GenerateJob:
-    """Prompts and answers, none of which is measured later."""
+    """The job that writes prompts and answers; none of the prompts to measure is among them."""
     answers = job.answers
     measured = [path for source in job.measure.kinds.values() for path in source.paths]
     return GenerateJob(
@@ -96,7 +68,7 @@ def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) ->
 def train_job(
     job: AdaptJob, base: Path, places: Places, split: Split, devices: Devices, minutes: float | None
 ) -> TrainJob:
-    """The adapter's training, for so many minutes, or for the recipe's epochs."""
+    """The job that trains the adapter, for `minutes` or for the recipe's epochs."""
     recipe = job.recipe
     epochs = recipe.epochs or (None if minutes else 1.0)
     workers = recipe.workers or devices.workers
@@ -133,7 +105,7 @@ def train_job(
 
 
 def evaluate_job(job: AdaptJob, base: Path, places: Places, split: Split) -> EvaluateJob:
-    """All modes on the prompts to measure: those of the job, or those held out."""
+    """The job that measures all modes, on the job's own prompts or on those held out."""
     measure = job.measure
     kinds = measure.kinds or {"held_out": FilesSource(paths=(str(split.held_out),))}
     return EvaluateJob(
@@ -147,7 +119,7 @@ def evaluate_job(job: AdaptJob, base: Path, places: Places, split: Split) -> Eva
 
 
 def service_table(job: AdaptJob, base: Path, places: Places) -> dict[str, Any]:
-    """The serve job, as its file has it: what is the default stays unsaid."""
+    """The serve job as a table for its file, without defaults."""
     service = job.service
     engine = service.engine.model_dump(exclude_defaults=True)
     return {

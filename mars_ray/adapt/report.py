@@ -1,4 +1,4 @@
-"""What an adaptation brought, as one page that needs nothing else."""
+"""The report of an adaptation: one HTML page that needs no other file."""
 
 import io
 import json
@@ -12,6 +12,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from mars_ray.core.frontier import FrontierPoint
 
 _BLUE, _GREY = "#0072B2", "#888888"
 _STYLE = """
@@ -31,25 +33,13 @@ pre { background: #8882; padding: .6rem .8rem; overflow-x: auto; font-size: 13px
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """One mode on the held-out prompts."""
-
-    label: str
-    tokens_per_forward: float
-    without_loops: float | None  # the same over answers that end in no loop
-    identical: float  # share of answers with the tokens of `exact`
-    agreement: float  # share of tokens that the model itself would have chosen
-    by_kind: dict[str, float | None]  # tokens per forward, without loops
-
-
-@dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second at one batch size, `exact` and with drafts in turn."""
+    """Tokens a second at one batch size, measured in turn."""
 
     batch: int
     exact: float
-    drafts: float
-    ratio: float  # median of the rounds'
+    drafts: float  # in mode `verified`
+    ratio: float  # drafts over exact, median of the rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +53,19 @@ class Adaptation:
     prompts: int  # held out
     trained_on: dict[str, Any]
     curve: Sequence[tuple[float, float]]  # mask tokens, teacher-forced tokens per forward
-    modes: Sequence[Mode]
+    modes: Sequence[FrontierPoint]
     speeds: Sequence[Speed]
     next_commands: Sequence[str]
     provenance: dict[str, Any]
 
 
 def write_report(result: Adaptation, path: Path) -> None:
-    """The page as a file."""
+    """Write the page to a file."""
     path.write_text(page(result), encoding="utf-8")
 
 
 def page(result: Adaptation) -> str:
-    """The whole page."""
+    """The page's HTML."""
     title = escape(f"{result.name}: a draft adapter for {result.base}")
     parts = [f"<h1>{title}</h1>", _head(result), _numbers(result)]
     parts += ["<h2>Tokens per forward, by kind of prompt</h2>", _modes(result.modes)]
@@ -120,18 +110,25 @@ def _numbers(result: Adaptation) -> str:
     return f"<div class=numbers>{cells}</div>"
 
 
-def _modes(modes: Sequence[Mode]) -> str:
-    kinds = list(modes[0].by_kind) if modes else []
+def _modes(modes: Sequence[FrontierPoint]) -> str:
+    kinds = list(modes[0].by_kind or ()) if modes else []
     head = "".join(f"<th>{escape(kind)}" for kind in kinds)
-    rows = "".join(
-        f"<tr><td>{escape(mode.label)}<td>{mode.tokens_per_forward:.2f}"
-        f"<td>{_number(mode.without_loops)}<td>{mode.identical:.1%}<td>{mode.agreement:.2%}"
-        + "".join(f"<td>{_number(mode.by_kind[kind])}" for kind in kinds)
-        for mode in modes
-    )
+    rows = "".join(_mode(mode, kinds) for mode in modes)
     return (
         "<div class=wide><table><tr><th>mode<th>all<th>without loops<th>answers identical"
         f"<th>tokens the model's own{head}{rows}</table></div>"
+    )
+
+
+def _mode(point: FrontierPoint, kinds: Sequence[str]) -> str:
+    """A row of the table; speeds by kind leave out answers that end in a loop."""
+    assert point.agreement is not None
+    assert point.by_kind is not None
+    parts = [point.by_kind[kind].tokens_per_forward for kind in kinds]
+    return (
+        f"<tr><td>{escape(point.label)}<td>{point.tokens_per_forward:.2f}"
+        f"<td>{_number(point.without_loops)}<td>{point.identical:.1%}<td>{point.agreement:.2%}"
+        + "".join(f"<td>{_number(part)}" for part in parts)
     )
 
 

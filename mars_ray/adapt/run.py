@@ -29,11 +29,11 @@ from mars_ray.adapt.jobs import (
     service_table,
     train_job,
 )
-from mars_ray.adapt.report import Adaptation, Mode, Speed, write_report
+from mars_ray.adapt.report import Adaptation, Speed, write_report
 from mars_ray.adapt.speed import measure_speeds
 from mars_ray.adapt.split import Split, split
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.core.frontier import Frontier, FrontierPoint, read_frontier
+from mars_ray.core.frontier import Frontier, read_frontier
 from mars_ray.errors import CheckpointError, ConfigError
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
@@ -50,12 +50,12 @@ from mars_ray.train.plan import absolute_path
 from mars_ray.train.run import run_training
 
 _JOB_FILE = "adapt.json"
-# Of a job's minutes, for training, whatever the answers took on a busy machine.
+# Share of a job's minutes left to training, however long the answers took.
 _LEAST_SHARE = 0.25
 
 
 def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
-    """Everything that is not done yet, on the cluster that `ray.init` has connected to.
+    """Do what is not done yet, on the cluster that `ray.init` has connected to.
 
     Returns the line that the command prints last. Raises MarsError.
     """
@@ -119,7 +119,7 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
 
 
 def base_model(job: AdaptJob, places: Places) -> Path:
-    """The model directory: the job's own, or one that is made of what the job names."""
+    """The model directory that the job names, or one made from the file or package it names."""
     given = Path(job.model).expanduser()
     if (given / CONFIG_FILE).is_file():
         read_config(given)
@@ -130,7 +130,7 @@ def base_model(job: AdaptJob, places: Places) -> Path:
 def _train(
     job: AdaptJob, base: Path, places: Places, parts: Split, found: Devices, answers_s: float
 ) -> dict[str, float]:
-    """The adapter in its place; the last metrics of its training."""
+    """Train the adapter and put it in its place; returns the last metrics of its training."""
     minutes = job.minutes
     if minutes is not None:
         minutes = max(minutes - answers_s / 60, _LEAST_SHARE * minutes)
@@ -185,28 +185,15 @@ def adaptation(
         prompts=frontier.points[0].problems,
         trained_on=read_draft_card(adapter).training,
         curve=curve,
-        modes=[_mode(point) for point in frontier.points],
+        modes=frontier.points,
         speeds=speeds,
         next_commands=commands,
         provenance=provenance(),
     )
 
 
-def _mode(point: FrontierPoint) -> Mode:
-    assert point.agreement is not None
-    assert point.by_kind is not None
-    return Mode(
-        label=point.label,
-        tokens_per_forward=point.tokens_per_forward,
-        without_loops=point.without_loops,
-        identical=point.identical,
-        agreement=point.agreement,
-        by_kind={kind: part.tokens_per_forward for kind, part in point.by_kind.items()},
-    )
-
-
 def _curve(metrics_file: Path) -> list[tuple[float, float]]:
-    """Mask tokens seen and teacher-forced T/F of each evaluation."""
+    """Mask tokens trained on and teacher-forced T/F at each evaluation."""
     curve, seen = [], 0.0
     for line in metrics_file.read_text("utf-8").splitlines():
         row = json.loads(line)

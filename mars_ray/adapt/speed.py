@@ -1,9 +1,9 @@
-"""Tokens a second with drafts beside `exact`: one engine, the same prompts, in turn."""
+"""Tokens a second with drafts and of `exact`: one engine, the same prompts, in turn."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 from mars_ray.adapt.report import Speed
 from mars_ray.config.adapt import MeasureConfig
@@ -26,11 +26,11 @@ def measure_speeds(
     config: MeasureConfig,
     say: Callable[[str], None],
 ) -> list[Speed]:
-    """At every batch size; the first round is to warm up."""
+    """Speeds at every batch size; a first round warms up."""
     changes = {"draft_adapter": str(adapter), "prefix_cache": False}
     changes |= {"max_batch": max(config.batch_sizes)}
     engine, tokenizer = load_engine(base, config.engine.model_copy(update=changes))
-    # Of all kinds alike.
+    # Prompts of all kinds alike.
     step = max(1, len(problems) // config.speed_prompts)
     prompts = prompts_of(problems[::step][: config.speed_prompts], tokenizer)
     speeds = []
@@ -41,14 +41,7 @@ def measure_speeds(
         ]
         exact, drafts = (list(column) for column in zip(*rounds[1:], strict=True))
         ratios = [ours / plain for plain, ours in zip(exact, drafts, strict=True)]
-        speeds.append(
-            Speed(
-                batch,
-                statistics.median(exact),
-                statistics.median(drafts),
-                statistics.median(ratios),
-            )
-        )
+        speeds.append(Speed(batch, median(exact), median(drafts), median(ratios)))
         say(f"batch {batch}: {speeds[-1].ratio:.2f} times the tokens/s of exact")
     return speeds
 
@@ -60,7 +53,7 @@ def _tokens_per_s(
     batch: int,
     config: MeasureConfig,
 ) -> float:
-    """Over batches that are answered one after the other."""
+    """Tokens a second over batches that are answered one after the other."""
     stops = stop_ids(engine.model)
     tokens, seconds = 0, 0.0
     for start in range(0, max(1, len(prompts) - batch + 1), batch):

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the two parts are, and what they hold."""
+    """The files of the two parts, and what they hold."""
 
     train: Path
     held_out: Path
@@ -36,7 +36,7 @@ class Split:
 
 
 def split(answers: Path, directory: Path, held_out: int) -> Split:
-    """Divides the rows; `held_out` of them at most, and a tenth at most.
+    """Divide the rows: `held_out` of them, but at most a tenth, are held out.
 
     Raises DataError if there are too few to divide.
     """

@@ -6,11 +6,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import Config, JobName, Precision
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import OwnPrompts, PromptSource
-from mars_ray.config.modes import Mode, VerifiedMode
+from mars_ray.config.modes import Modes, VerifiedMode
 from mars_ray.config.train import (
     CheckpointConfig,
     DraftAdapterConfig,
@@ -47,8 +47,8 @@ class RecipeConfig(Config):
     adapter: DraftAdapterConfig = DraftAdapterConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-3, betas=(0.9, 0.99))
     epochs: float | None = Field(default=None, gt=0, description="default: 1, or `minutes`")
-    conversations_per_worker: int = Field(default=1, ge=1, description="in an optimizer step")
-    precision: Literal["float32", "bfloat16"] | None = Field(
+    conversations_per_worker: int = Field(default=1, ge=1, description="per optimizer step")
+    precision: Precision | None = Field(
         default=None, description="default: bfloat16 where all workers' devices multiply it"
     )
     max_length: int = Field(default=512, ge=8, description="tokens of prompt and answer")
@@ -59,23 +59,23 @@ class RecipeConfig(Config):
 
 
 class MeasureConfig(Config):
-    """What is measured when the adapter is there."""
+    """The measurements of the finished adapter."""
 
     kinds: dict[str, FilesSource] = Field(
         default={}, description="prompts by kind; default: those held out from training"
     )
-    modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
+    modes: Modes = Field(
         default=(VerifiedMode(groups=1), VerifiedMode(), VerifiedMode(threshold=0.3)), min_length=1
     )
     max_new_tokens: int = Field(default=128, ge=1)
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
-    speed_prompts: int = Field(default=16, ge=1, description="a round of the speeds")
+    speed_prompts: int = Field(default=16, ge=1, description="prompts per round of speeds")
     rounds: int = Field(default=3, ge=1)
     engine: EngineConfig = EngineConfig(max_batch=16, max_context=1024)
 
 
 class ServiceConfig(Config):
-    """Of the serve job that is written at the end."""
+    """Settings of the serve job that is written at the end."""
 
     model_name: str | None = None
     port: int = Field(default=8000, ge=0, le=65535)
@@ -90,15 +90,15 @@ class AdaptJob(Config):
     """
 
     kind: Literal["adapt"] = "adapt"
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    name: JobName
     model: str = Field(
         min_length=1,
         description="Hugging Face directory or hub name, GGUF file, or package:NAME==VERSION",
     )
-    revision: str | None = Field(default=None, description="of a hub name")
+    revision: str | None = Field(default=None, description="commit, tag or branch of a hub name")
     output_dir: str | None = Field(default=None, description="default: runs/adapt-NAME")
     minutes: float | None = Field(
-        default=None, gt=0, description="of prompts, answers and training together"
+        default=None, gt=0, description="time for prompts, answers and training together"
     )
     answers: AnswersConfig = AnswersConfig()
     recipe: RecipeConfig = RecipeConfig()

@@ -1,8 +1,8 @@
-"""The base of everything a user writes: frozen, unknown keys refused."""
+"""The base of everything a user writes, and the types that several sections share."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Config(BaseModel):
@@ -24,5 +24,17 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-# Of a tuple whose values are told apart by themselves.
+# For a tuple that may not hold a value twice.
 DISTINCT = AfterValidator(_distinct)
+JobName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+Precision = Literal["float32", "bfloat16"]
+Checkpoint = Annotated[
+    str,
+    Field(
+        description="directory, Hugging Face hub name (org/name), or URI (s3://, gs://, file://)"
+    ),
+]
+Revision = Annotated[str | None, Field(description="revision of a hub name; default: its newest")]
+BadShare = Annotated[float, Field(ge=0, le=1, description="bad rows above this share are fatal")]
+MAX_BAD_SHARE = 0.01
+MODEL_CACHE = "~/.cache/mars-ray/models"

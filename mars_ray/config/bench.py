@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import DISTINCT, Config, Precision
 from mars_ray.config.evaluate import PromptsTask
 from mars_ray.config.model import PresetName
-from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
 
 Peer = Literal["vllm", "transformers", "transformers-continuous"]
 
@@ -20,7 +20,7 @@ class LockstepDecoder(Config):
 
 
 class BenchDecodeJob(Config):
-    """Our modes and other decoders on one checkpoint, in turn."""
+    """Our modes and other decoders on one checkpoint, measured in turn."""
 
     kind: Literal["bench-decode"] = "bench-decode"
     checkpoint: str | None = None
@@ -28,11 +28,9 @@ class BenchDecodeJob(Config):
         default=None, description="instead of a checkpoint: a shape, for the cost of a step"
     )
     draft_adapter: str | None = Field(
-        default=None, description="of our modes, as `engine.draft_adapter` of a service"
+        default=None, description="adapter of our modes, as a service's `engine.draft_adapter`"
     )
-    modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
-        default=(ExactMode(), VerifiedMode()), min_length=1
-    )
+    modes: Modes = Field(default=(ExactMode(), VerifiedMode()), min_length=1)
     peers: Annotated[tuple[Peer, ...], DISTINCT] = ()
     lockstep: Annotated[tuple[LockstepDecoder, ...], DISTINCT] = ()
     peer_pythons: dict[Peer, str] = Field(
@@ -54,7 +52,7 @@ class BenchDecodeJob(Config):
     max_new_tokens: int = Field(default=128, ge=1)
     max_context: int = Field(default=512, ge=8, description="tokens")
     repeats: int = Field(default=5, ge=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Precision = "float32"
     threads: int = Field(default=2, ge=1)
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config
 
 
 class CorpusSource(Config):
@@ -68,9 +68,7 @@ class DataConfig(Config):
     max_length: int = Field(default=512, ge=8, description="tokens of one row")
     overlong: Literal["truncate", "drop"] = "truncate"
     packing: bool = Field(False, description="put several conversations into one row")
-    max_bad_share: float = Field(
-        default=0.01, ge=0, le=1, description="bad rows above this share are fatal"
-    )
+    max_bad_share: BadShare = MAX_BAD_SHARE
     cache_dir: str | None = Field(
         default=None, description="tokenised sources; default: below the run"
     )

@@ -1,4 +1,4 @@
-"""Sampling and the size of an engine."""
+"""How tokens are sampled, and how large an engine is."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -68,7 +68,7 @@ class EngineConfig(Config):
         description="measure what steps cost, and give lossless requests the masks that pay",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="of several GPUs CUDA_VISIBLE_DEVICES chooses one"
+        default="auto", description="CUDA_VISIBLE_DEVICES chooses one of several GPUs"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

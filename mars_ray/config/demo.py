@@ -1,17 +1,17 @@
 """The demos: from a model to an answer over HTTP, in one file."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import Config
 from mars_ray.config.evaluate import EvaluateJob
-from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, Modes, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 
-# What the last line of the tiny demo tells of.
+# Modes whose results the last line of the tiny demo shows.
 SUMMED_UP = (VerifiedMode(), ConfidenceMode(threshold=0.95))
 
 
@@ -30,12 +30,12 @@ class DemoJob(Config):
         description="directory of a draft adapter for the same model; without it, the one that is "
         "trained here is measured and served",
     )
-    modes: Annotated[tuple[Mode, ...], DISTINCT] = Field(
+    modes: Modes = Field(
         default=(VerifiedMode(), VerifiedMode(threshold=0.3), VerifiedMode(threshold=0.1)),
-        description="of the frontier",
+        description="modes of the frontier",
     )
-    question: str = Field(min_length=1, description="that is asked over HTTP")
-    answer_tokens: int = Field(default=128, ge=1, description="of its answer, at most")
+    question: str = Field(min_length=1, description="asked over HTTP")
+    answer_tokens: int = Field(default=128, ge=1, description="most tokens of its answer")
 
     @model_validator(mode="after")
     def _measures_its_prompts(self) -> Self:

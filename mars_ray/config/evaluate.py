@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import Config
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, check_generation
-from mars_ray.config.modes import ExactMode, Mode
+from mars_ray.config.modes import ExactMode, Modes
 
 
 class CorpusTask(Config):
@@ -46,7 +46,7 @@ class EvaluateJob(Config):
     )
     task: Task
     # Every other mode is compared, problem by problem, with `exact`, so `exact` is always run.
-    modes: Annotated[tuple[Mode, ...], DISTINCT] = (ExactMode(),)
+    modes: Modes = (ExactMode(),)
     max_new_tokens: int = Field(default=256, ge=1)
     engine: EngineConfig = EngineConfig()
 

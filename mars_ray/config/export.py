@@ -5,22 +5,20 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Revision
 
 
 class ExportJob(Config):
     """Copies a checkpoint with its card; a place that holds something already is refused."""
 
     kind: Literal["export"] = "export"
-    checkpoint: str = Field(
-        description="directory, Hugging Face hub name (org/name), or URI (s3://, gs://, file://)"
-    )
-    revision: str | None = Field(default=None, description="of a hub name; default: its newest")
+    checkpoint: Checkpoint
+    revision: Revision = None
     destination: str = Field(
         description="directory or URI, another one for every version of a model"
     )
     model_cache: str = Field(
-        default="~/.cache/mars-ray/models",
+        default=MODEL_CACHE,
         description="for a copy of a checkpoint that comes from an object store",
     )
 

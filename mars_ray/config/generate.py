@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config
 from mars_ray.config.data import CorpusSource, FilesSource, HubSource
 from mars_ray.config.decode import EngineConfig, Sampling, check_generation
 from mars_ray.config.modes import ExactMode, Mode
@@ -52,9 +52,7 @@ class GenerateJob(Config):
     exclude: tuple[str, ...] = Field(
         default=(), description="files whose texts must not be among the prompts: an evaluation's"
     )
-    max_bad_share: float = Field(
-        default=0.01, ge=0, le=1, description="bad rows above this share are fatal"
-    )
+    max_bad_share: BadShare = MAX_BAD_SHARE
     output: str = Field(pattern=r"\.jsonl$")
     keep_cut: bool = Field(True, description="answers that max_new_tokens has cut off, too")
     # `verified` writes the same text faster, where the checkpoint has been trained with MARS.
@@ -64,7 +62,7 @@ class GenerateJob(Config):
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="for all of it, half for prompts of its own; what has no answer then gets none",
+        description="time for all of it, half for own prompts; prompts left then get no answer",
     )
     workers: int | None = Field(
         default=None, ge=1, description="engines; default: as many as the cluster has room for"

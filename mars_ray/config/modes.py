@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import DISTINCT, Config
 
 Threshold = Annotated[float, Field(ge=0, le=1)]
+Measure = Literal["probability", "margin", "entropy"]  # of a proposal's confidence
 Window = Annotated[
     int | None, Field(ge=1, le=64, description="masks per step; default: trained depth")
 ]
-# Drafts of a step, where they are no chain: what a row sees of them are bits of a number.
+# Most drafts of a step that are no chain: what a row sees of them are bits of a number.
 MOST_DRAFTS = 63
-# What window control may choose: more would take longer to choose from than it brings.
+# Limits of window control: choosing among more takes longer than it brings.
 _MOST_BRANCHES, _CONTROLLED_DRAFTS = 4, 16
 
 
 class BaseMode(Config):
-    """The facts of a mode; those here are of one without masks, which commits what it has seen."""
+    """Facts about a mode, by default of one without masks that commits only what it has seen."""
 
-    # A model must have masks of its own, or a draft adapter's.
+    # Needs a model with masks of its own, or a draft adapter.
     needs_masks: ClassVar[bool] = False
-    # Its steps may hold masks, those of the draft adapter in force if there is one.
+    # Its steps may hold masks, which are the draft adapter's if one is loaded.
     has_masks: ClassVar[bool] = False
-    # A step checks what was guessed before it.
+    # A step verifies drafts of the step before it.
     has_drafts: ClassVar[bool] = False
-    # The tokens of a step may be others than the model's own choice, and the last step's are never
-    # looked at again.
+    # A step commits tokens that the model may not choose itself, and does not look at them again.
     commits_unseen: ClassVar[bool] = False
     needs_draft_model: ClassVar[bool] = False
     # For comparison with the paper only: no service offers it.
@@ -49,40 +49,38 @@ class BaseMode(Config):
 
     @property
     def asked_window(self) -> int:
-        """Masks of a group that the mode itself names; 0: none."""
+        """Number of masks of a group that the mode itself names; 0: none."""
         return 0
 
     def widest(self, depth: int) -> int:
-        """Masks of a group at most where so many depths were trained."""
+        """Most masks of a group, for a model whose masks were trained to this depth."""
         return 0
 
     def branches_of(self, window: int) -> int:
-        """Alternatives for the first draft of a step, each with a chain of as many drafts as masks,
+        """Number of alternatives for a step's first draft, each with a chain of `window` drafts,
         unless window control decides."""
         return 1
 
     def groups_of(self, window: int) -> int:
-        """Outcomes of a step that get masks, unless window control decides."""
+        """Number of outcomes of a step that get masks, unless window control decides."""
         return 1
 
     def most_rows(self, window: int) -> int:
-        """Rows of a decoding step at most, the last committed token's included."""
+        """Most rows of a decoding step, the last committed token's included."""
         return 1
 
 
 class _Windowed:
-    """Of modes whose window may be named. No Config: the field stays where each mode has it."""
+    """Modes whose window may be named. No Config: each mode declares the field in its own place."""
 
     if TYPE_CHECKING:
         window: int | None
 
     @property
     def asked_window(self) -> int:
-        """See BaseMode."""
         return self.window or 0
 
     def widest(self, depth: int) -> int:
-        """See BaseMode."""
         return depth if self.window is None else min(self.window, depth)
 
 
@@ -118,19 +116,15 @@ class VerifiedMode(_Windowed, BaseMode):
 
     @property
     def verified_at(self) -> float | None:
-        """See BaseMode."""
         return self.threshold
 
     def branches_of(self, window: int) -> int:
-        """See BaseMode."""
         return max(1, min(self.branches or 1, MOST_DRAFTS // window)) if window else 1
 
     def groups_of(self, window: int) -> int:
-        """See BaseMode."""
         return min(self.groups or 1, self.branches_of(window) * window + 1)
 
     def most_rows(self, window: int) -> int:
-        """See BaseMode."""
         return 1 + (self.branches_of(window) + self.groups_of(window)) * window
 
 
@@ -143,11 +137,11 @@ class ConfidenceMode(_Windowed, BaseMode):
 
     type: Literal["confidence"] = "confidence"
     threshold: Threshold = 0.95
-    measure: Literal["probability", "margin", "entropy"] = "probability"
+    measure: Measure = "probability"
     window: Window = None
 
     def most_rows(self, window: int) -> int:
-        """What the masks gave was committed unseen, and is pending."""
+        """Masks, and the tokens that the last masks gave, which were committed unseen."""
         return 1 + 2 * window
 
 
@@ -161,11 +155,10 @@ class BlockCachedMode(BaseMode):
 
     type: Literal["block_cached"] = "block_cached"
     threshold: Threshold = 0.95
-    measure: Literal["probability", "margin", "entropy"] = "probability"
+    measure: Measure = "probability"
     cache_block: int = Field(default=4, ge=1, le=64, description="tokens per cache block")
 
     def widest(self, depth: int) -> int:
-        """See BaseMode."""
         return depth
 
     def most_rows(self, window: int) -> int:
@@ -182,7 +175,6 @@ class JacobiMode(BaseMode):
     guesses: int = Field(default=4, ge=1, le=64, description="tokens guessed ahead")
 
     def most_rows(self, window: int) -> int:
-        """See BaseMode."""
         return 1 + self.guesses
 
 
@@ -199,7 +191,9 @@ class SpeculativeMode(_Windowed, BaseMode):
 
     type: Literal["speculative"] = "speculative"
     threshold: Threshold = 1.0
-    draft_tokens: int = Field(default=4, ge=1, le=64, description="of the draft model, per step")
+    draft_tokens: int = Field(
+        default=4, ge=1, le=64, description="the draft model's tokens per step"
+    )
     window: int | None = Field(
         default=None, ge=0, le=64, description="masks of a group; default: trained depth"
     )
@@ -209,16 +203,13 @@ class SpeculativeMode(_Windowed, BaseMode):
 
     @property
     def verified_at(self) -> float | None:
-        """See BaseMode."""
         return self.threshold
 
     def groups_of(self, window: int) -> int:
-        """See BaseMode."""
         outcomes = window + self.draft_tokens + 1
         return min(self.groups or outcomes, outcomes)
 
     def most_rows(self, window: int) -> int:
-        """See BaseMode."""
         return 1 + window + self.draft_tokens + self.groups_of(window) * window
 
 
@@ -226,13 +217,14 @@ Mode = Annotated[
     ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
     Field(discriminator="type"),
 ]
+Modes = Annotated[tuple[Mode, ...], DISTINCT]
 
 
 def controlled_branches(depth: int) -> int:
-    """Alternatives for the first draft at most where window control decides."""
+    """Most alternatives for the first draft where window control decides."""
     return max(1, min(_MOST_BRANCHES, _CONTROLLED_DRAFTS // max(1, depth)))
 
 
 def widest_rows(depth: int) -> int:
-    """Rows of a step that has masks behind every draft that window control may choose."""
+    """Number of rows of a step with masks behind every draft that window control may choose."""
     return VerifiedMode(groups=65, branches=controlled_branches(depth)).most_rows(depth)

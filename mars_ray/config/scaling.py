@@ -9,7 +9,7 @@ from mars_ray.config.modes import Threshold
 
 
 class Slo(Config):
-    """What a request is owed. One that misses either time counts as missed."""
+    """The times promised to a request; one that misses either counts as missed."""
 
     ttft_s: float = Field(default=2.0, gt=0, description="until the first token")
     time_per_token_s: float = Field(default=0.1, gt=0, description="mean over the rest")
@@ -17,8 +17,11 @@ class Slo(Config):
 
 
 class ThresholdBounds(Config):
-    """Of `verified`: 1 is lossless. Rest is at the set-point, and nothing goes above it, but for
-    requests that say so, or below the floor."""
+    """Bounds of the threshold of `verified`, where 1 is lossless.
+
+    At rest it is the set-point. Nothing goes above that but requests that say so, or below the
+    floor.
+    """
 
     set_point: Threshold = 1.0
     floor: Threshold = 0.3
@@ -31,7 +34,7 @@ class ThresholdBounds(Config):
 
 
 class Prices(Config):
-    """In any currency: only their ratio counts.
+    """Prices in any currency: only their ratio counts.
 
     A point is one percentage point of accuracy, lost by all answers of one replica. With a point at
     a quarter of a replica the operator would pay for a quarter more replicas to win a point.

@@ -32,7 +32,7 @@ class MixedBlockSize(Config):
 
 
 class CurriculumStep(Config):
-    """From this share of training on, use this block size."""
+    """A block size, from this share of training on."""
 
     progress: float = Field(ge=0, lt=1)
     size: BlockSizeTokens

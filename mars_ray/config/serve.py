@@ -6,17 +6,17 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Revision
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode, Threshold, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig
 
 
 class Limits(Config):
-    """What one request may ask for; more is refused with a 400, 408, 413 or 429."""
+    """Limits of one request; more is refused with a 400, 408, 413 or 429."""
 
     body_bytes: int = Field(default=1_000_000, ge=1_000)
-    body_s: float = Field(default=30.0, gt=0, description="for the whole body to arrive; then 408")
+    body_s: float = Field(default=30.0, gt=0, description="time to send the whole body; then 408")
     new_tokens: int = Field(default=1024, ge=1)
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
@@ -31,18 +31,18 @@ class Limits(Config):
 class ServedModel(Config):
     """A model of a service and the replicas that run it."""
 
-    checkpoint: str = Field(
-        description="directory, Hugging Face hub name (org/name), or URI (s3://, gs://, file://)"
-    )
-    revision: str | None = Field(default=None, description="of a hub name; default: its newest")
+    checkpoint: Checkpoint
+    revision: Revision = None
     model_name: str | None = Field(
-        default=None, description="in requests; default: the last part of the checkpoint's name"
+        default=None,
+        description="name in requests; default: last part of the checkpoint's name",
     )
     replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="auto: as `scaling` says"
     )
     scaling: ScalingConfig = Field(
-        default=ScalingConfig(), description="of replicas and threshold (docs/autoscaling.md)"
+        default=ScalingConfig(),
+        description="how replicas and threshold scale (docs/autoscaling.md)",
     )
     service_model: str | None = Field(
         default=None, description="for `scaling`; default: the checkpoint's frontier, and live"
@@ -64,7 +64,7 @@ class ServedModel(Config):
     )
     default_mode: Mode | None = Field(
         default=None,
-        description="of requests that name none; default: `verified` where the model makes drafts, "
+        description="mode of requests that name none; default: `verified` if the model drafts, "
         "else `exact`. The threshold of `verified` and `speculative` is "
         "then that of default_quality and of the set-point, and the one here for those who name it",
     )
@@ -73,7 +73,7 @@ class ServedModel(Config):
         description="the classes that requests may name, and the lowest threshold each tolerates",
     )
     default_quality: str = Field(
-        default="lossless", description="of requests that pin no mode, threshold or quality"
+        default="lossless", description="class of requests that pin no mode, threshold or quality"
     )
     engine: EngineConfig = EngineConfig()
 
@@ -100,7 +100,7 @@ class ServedModel(Config):
 
     @property
     def mode(self) -> Mode:
-        """Of requests that name none, where there are drafts."""
+        """Mode of requests that name none, where there are drafts."""
         return self.default_mode or VerifiedMode()
 
     @property
@@ -110,7 +110,7 @@ class ServedModel(Config):
 
     @property
     def most_replicas(self) -> int:
-        """That the service may have."""
+        """Most replicas that the model may have."""
         return self.scaling.max_replicas if self.replicas == "auto" else self.replicas
 
     @property
@@ -134,7 +134,7 @@ class ServeJob(ServedModel):
 
     kind: Literal["serve"] = "serve"
     more_models: tuple[ServedModel, ...] = Field(
-        default=(), description="in the same service; nothing is taken over from the first"
+        default=(), description="further models; nothing is taken over from the first"
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
@@ -149,7 +149,7 @@ class ServeJob(ServedModel):
     )
     log_prompts: bool = Field(default=False, description="have the prompts in these lines")
     drain_s: float = Field(
-        default=60, ge=0, description="for accepted requests to finish when a process is to end"
+        default=60, ge=0, description="time for accepted requests to finish when a process ends"
     )
     update_surge_percent: int = Field(
         default=100,
@@ -159,7 +159,7 @@ class ServeJob(ServedModel):
         "cluster without room for more",
     )
     model_cache: str = Field(
-        default="~/.cache/mars-ray/models",
+        default=MODEL_CACHE,
         description="where each node keeps its copies of checkpoints from object stores",
     )
     limits: Limits = Limits()
@@ -174,7 +174,7 @@ class ServeJob(ServedModel):
         return self
 
     def each(self) -> dict[str, Self]:
-        """By the models' names: the job as it would be if that model were the only one."""
+        """The job as it would be with one model alone, by the models' names."""
         only = {
             model.name: self.model_copy(update=dict(model) | {"more_models": ()})
             for model in self.more_models

@@ -1,4 +1,4 @@
-"""What lies in `jobs/` and `adapters/`, and comes with the package."""
+"""The files of `jobs/` and `adapters/`, which come with the package."""
 
 from pathlib import Path
 

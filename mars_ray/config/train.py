@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import Config, JobName, Precision
 from mars_ray.config.data import DataConfig
 from mars_ray.config.model import ModelConfig, PretrainedModel
 from mars_ray.config.schedule import BlockSchedule, MaskSchedule
@@ -38,10 +38,12 @@ class DraftObjective(BlockSchedule):
         "cross-entropy on the data's token",
     )
     row_loss_weight: float = Field(
-        default=0.5, ge=0, description="of the mask rows' own predictions, over the vocabulary"
+        default=0.5,
+        ge=0,
+        description="weight of mask rows' own predictions, over the vocabulary",
     )
     head_loss_weight: float = Field(
-        default=1.0, ge=0, description="of the sequential head's choices among candidates"
+        default=1.0, ge=0, description="weight of the sequential head's choices among candidates"
     )
 
     @model_validator(mode="after")
@@ -86,16 +88,16 @@ LINEAR_NAMES: tuple[LinearName, ...] = get_args(LinearName)
 
 
 class DraftAdapterConfig(Config):
-    """What is trained beside a frozen model: mask embeddings, LoRA on mask rows, a head."""
+    """The weights trained beside a frozen model: mask embeddings, LoRA on mask rows, a head."""
 
     train_mask_embeddings: bool = Field(
         default=True,
         description="otherwise they stay where they start: the mask token's of a model that MARS "
         "has fine-tuned, and else the vocabulary's mean",
     )
-    rank: int = Field(default=32, ge=0, description="of the LoRA; 0: none")
+    rank: int = Field(default=32, ge=0, description="rank of the LoRA; 0: none")
     alpha: float | None = Field(
-        default=None, gt=0, description="it is added with alpha / rank; default: 2 * rank"
+        default=None, gt=0, description="the LoRA is added with alpha / rank; default: 2 * rank"
     )
     targets: tuple[LinearName, ...] = Field(
         default=LINEAR_NAMES, min_length=1, description="the layers' matrices that get a LoRA"
@@ -131,7 +133,7 @@ class StageConfig(Config):
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="in the place of both: as many steps as fit, by the time of the first ten",
+        description="instead of both: as many steps as fit, by the time of the first ten",
     )
     global_batch_size: int = Field(ge=1, description="rows per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
@@ -141,7 +143,7 @@ class StageConfig(Config):
     )
     lora: LoraConfig | None = None
     adapter: DraftAdapterConfig | None = Field(
-        default=None, description="with objective draft, which needs it"
+        default=None, description="the draft adapter; needed by objective draft, and only there"
     )
     eval_every_steps: int | None = Field(default=None, ge=1, description="besides once at the end")
     eval_rows: int = Field(default=256, ge=1)
@@ -200,7 +202,7 @@ Engine = Annotated[TorchEngine | DeepSpeedEngine, Field(discriminator="type")]
 
 
 class ClusterConfig(Config):
-    """What Ray Train asks of the cluster."""
+    """Workers that Ray Train asks the cluster for, and what each gets."""
 
     workers: int = Field(default=1, ge=1)
     min_workers: int | None = Field(
@@ -235,7 +237,7 @@ class ClusterConfig(Config):
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
-        description="of a worker's device, for the utilisation that is logged; default: measured",
+        description="peak of a worker's device, for the logged utilisation; default: measured",
     )
 
     @model_validator(mode="after")
@@ -281,7 +283,7 @@ class CheckpointConfig(Config):
 
 
 def evaluated_metrics(objective: Objective) -> list[str]:
-    """The metrics of a stage's evaluation (train/evaluation.py)."""
+    """The metrics of a stage's evaluation (`evaluate` of train/loop.py)."""
     losses = ["eval_loss", "eval_clean_ce"]
     if isinstance(objective, ArObjective):
         return losses
@@ -297,7 +299,7 @@ class TrainJob(Config):
     """Stages run in order; each starts from the model the one before it left."""
 
     kind: Literal["train"] = "train"
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    name: JobName
     output_dir: str = Field(min_length=1, description="run directory, shared by all nodes")
     # Those of later stages are a little larger, and must fit 64 bits too.
     seed: int = Field(default=0, ge=0, lt=2**62)
@@ -307,7 +309,7 @@ class TrainJob(Config):
         min_length=1
     )
     engine: Engine = TorchEngine()
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    precision: Precision = "bfloat16"
     gradient_checkpointing: bool = False
     compile: bool = Field(
         default=False, description="torch.compile of the layers; minutes at the start"

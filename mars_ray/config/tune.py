@@ -14,6 +14,13 @@ from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
 TUNABLE = ("objective.", "optimizer.")
 
 
+def ordered(parameter: Any) -> Any:
+    """Raises ValueError unless a range's `low` is below its `high`."""
+    if parameter.low >= parameter.high:
+        raise ValueError(f"low {parameter.low} is not below high {parameter.high}")
+    return parameter
+
+
 class Uniform(Config):
     """Any number between `low` and `high`."""
 
@@ -21,9 +28,7 @@ class Uniform(Config):
     low: float
     high: float
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        return _ordered(self)
+    _ordered = model_validator(mode="after")(ordered)
 
 
 class LogUniform(Config):
@@ -33,9 +38,7 @@ class LogUniform(Config):
     low: float = Field(gt=0)
     high: float
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        return _ordered(self)
+    _ordered = model_validator(mode="after")(ordered)
 
 
 class IntRange(Config):
@@ -45,9 +48,7 @@ class IntRange(Config):
     low: int
     high: int
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        return _ordered(self)
+    _ordered = model_validator(mode="after")(ordered)
 
 
 class Choice(Config):
@@ -102,7 +103,7 @@ Scheduler = Annotated[
 
 
 class Objectives(Config):
-    """What a trial is judged by.
+    """The measures by which trials are judged.
 
     While it trains: its score, expected T/F minus `clean_ce_weight` times the clean stream's loss,
     both held out and teacher-forced. Afterwards the trials that nothing beats in both generate:
@@ -116,7 +117,7 @@ class Objectives(Config):
     task: Task
     max_new_tokens: int = Field(default=256, ge=1)
     thresholds: Annotated[tuple[Threshold, ...], DISTINCT] = Field(
-        default=(1.0, 0.5, 0.1), min_length=1, description="of mode verified"
+        default=(1.0, 0.5, 0.1), min_length=1, description="thresholds of mode verified"
     )
     groups: int = Field(
         default=65,
@@ -126,7 +127,7 @@ class Objectives(Config):
         "is what the expected T/F assumes, and right where rows are free",
     )
     max_accuracy_loss: float = Field(
-        default=0.01, ge=0, le=1, description="that a threshold may cost, as a share"
+        default=0.01, ge=0, le=1, description="accuracy that a threshold may cost, as a share"
     )
     max_survivors: int = Field(
         default=8, ge=1, description="trials that generate, best score first"
@@ -156,7 +157,9 @@ class TuneJob(Config):
     )
     searcher: Literal["random", "optuna"] = "random"
     scheduler: Scheduler = NoScheduler()
-    retries: int = Field(default=2, ge=0, description="of a trial whose process or node died")
+    retries: int = Field(
+        default=2, ge=0, description="restarts of a trial that died with its process"
+    )
     seed: int = Field(default=0, ge=0, lt=2**32)
     objectives: Objectives
 
@@ -223,9 +226,3 @@ class TuneJob(Config):
                 f"scheduler.min_trials {scheduler.min_trials} others are never there with "
                 f"{self.trials} trials: lower it, or use scheduler none"
             )
-
-
-def _ordered(parameter: Any) -> Any:
-    if parameter.low >= parameter.high:
-        raise ValueError(f"low {parameter.low} is not below high {parameter.high}")
-    return parameter

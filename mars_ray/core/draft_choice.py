@@ -1,4 +1,4 @@
-"""Which drafts and masks of a sequence are worth their rows, at a price of a row.
+"""Which drafts, masks and outcomes of a sequence are worth their rows, at a price of a row.
 
 A step checks some drafts of a sequence, a tree (`core.tree`), and its outcome is the node where it
 ends. Masks behind an outcome become the next step's drafts if that is the outcome, and nothing
@@ -17,7 +17,7 @@ from mars_ray.core.tree import chain, reaches_of
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a sequence's step has: some of its drafts, and masks behind each outcome."""
+    """What a sequence has in a step: some of its drafts, and masks behind each outcome."""
 
     drafts: int
     masks: tuple[int, ...]  # behind the last committed token, and behind each of these drafts
@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def rows(self) -> int:
-        """Added to those of committed tokens."""
+        """Number of rows beside those of committed tokens."""
         return self.drafts + sum(self.masks)
 
 
@@ -55,7 +55,8 @@ class Prospects:
         self._onward = self.gain * (lasting - 1) / 2
 
     def masks(self, likelihood: float, most: int) -> tuple[int, float]:
-        """How many behind an outcome, and what they bring beyond their price."""
+        """Number of masks that pay behind an outcome, at `most`, and what they bring beyond their
+        price."""
         price = self.price
         if likelihood <= price:
             return 0, 0.0
@@ -71,7 +72,7 @@ def best_choice(
     groups: int | None = None,
     parents: Sequence[int] | None = None,
 ) -> Choice:
-    """That which brings most beyond its price, of those with the drafts that are reached likeliest.
+    """The choice that brings most beyond its price; it checks the drafts likeliest to be reached.
 
     `accept` are the probabilities that each draft is accepted if its parent is; without `parents`
     the drafts are a chain. `rooms` are the most masks behind each node (`core.tree`). At most
@@ -104,7 +105,32 @@ def best_choice(
 def _fewer(
     masks: dict[int, tuple[int, float]], last: int, groups: int
 ) -> dict[int, tuple[int, float]]:
-    """Those of so many outcomes, the last one and what brings most beside it."""
+    """The masks of at most `groups` outcomes: the last one, and those that bring most beside it."""
     others = [node for node, (own, _) in masks.items() if own and node != last]
     others.sort(key=lambda node: masks[node][1])
     return masks | dict.fromkeys(others[: max(0, len(others) + 1 - groups)], (0, 0.0))
+
+
+# What is left where probabilities that sum to 1 are subtracted from it is nothing.
+_ROUNDING = 1e-6
+
+
+def likeliest_outcomes(
+    probabilities: Sequence[float], count: int, parents: Sequence[int] | None = None
+) -> list[int]:
+    """At most `count` of the nodes where the step may end, the likeliest first.
+
+    `probabilities` are those with which each of the K drafts is accepted if its parent is; without
+    `parents` they are a chain, and a node is the number of drafts accepted. Ties go to the larger
+    node.
+    """
+    parents = chain(len(probabilities)) if parents is None else parents
+    ending = [1.0] * (len(parents) + 1)  # how likely no child of a node is accepted
+    for parent, probability in zip(parents, probabilities, strict=True):
+        ending[parent] -= probability
+    reached = reaches_of(parents, probabilities)
+    likelihoods = [
+        (reach * own if own > _ROUNDING else 0.0, node)
+        for node, (reach, own) in enumerate(zip(reached, ending, strict=True))
+    ]
+    return [node for _, node in sorted(likelihoods, reverse=True)[:count]]

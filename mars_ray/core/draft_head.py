@@ -1,16 +1,17 @@
-"""The sequential head: a mask row's hidden state, corrected by the token before its target.
+"""A mask row's candidates, and the sequential head that chooses among them.
 
 Masks of one step do not know each other's tokens. When drafts are chosen, one depth after the
 other, the token before is known: the row above committed it, or it is the draft just chosen. The
-head brings it in (Hydra, arXiv 2402.05109, has such heads on real rows, without masks).
+head corrects the mask row's hidden state by it (Hydra, arXiv 2402.05109, has such heads on real
+rows, without masks).
 
     corrected = h + out(silu(hidden(norm(h)) + token(norm(e)) + depth))
 
 `h` is the last hidden state of the mask row, after the model's final norm, and `e` the embedding of
 the token before; `norm` divides by the root mean square, so that no model's scale matters.
 
-Shape suffixes: N rows, H hidden size of the model, K hidden size of the head, D depths, C
-candidates, V vocabulary.
+Shape suffixes: N or P rows, H hidden size of the model, K hidden size of the head, D depths, C
+candidates, V vocabulary, J groups of the vocabulary, S groups that are looked into.
 """
 
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ class DraftHead:
     out_HK: Tensor
 
     def correct(self, hidden_NH: Tensor, previous_NH: Tensor, depth_N: Tensor) -> Tensor:
-        """Corrected hidden states, (N, H). `previous_NH` are embeddings of the tokens before the
-        targets, and depths count from 1."""
+        """Corrected hidden states, (N, H).
+
+        `previous_NH` are embeddings of the tokens before the targets; depths count from 1.
+        """
         inner_NK = (
             linear(root_mean_square_norm(hidden_NH), self.hidden_KH)
             + linear(root_mean_square_norm(previous_NH), self.token_KH)
@@ -50,3 +53,26 @@ def root_mean_square_norm(x_NH: Tensor) -> Tensor:
 def candidate_logits(hidden_NH: Tensor, weight_VH: Tensor, candidate_NC: Tensor) -> Tensor:
     """Logits of each row's candidates alone, float32 (N, C)."""
     return torch.einsum("nh,nch->nc", hidden_NH, weight_VH[candidate_NC]).float()
+
+
+_GROUP = 64
+
+
+def likeliest(logits_PV: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest logits of each row, int64 (P, count), largest first.
+
+    A row's largest are among its groups with the largest maxima, so only those are sorted: on a CPU
+    topk over a whole vocabulary costs more than the product that made the logits.
+    """
+    rows, size = logits_PV.shape
+    groups = size // _GROUP
+    if groups <= count:
+        return logits_PV.topk(min(count, size), dim=-1).indices
+    even = groups * _GROUP
+    best_PJ = logits_PV[:, :even].unflatten(1, (groups, _GROUP)).amax(dim=-1)
+    group_PS = best_PJ.topk(count, dim=-1, sorted=False).indices
+    place = torch.arange(_GROUP, device=group_PS.device)
+    index = (group_PS[:, :, None] * _GROUP + place).flatten(1)
+    rest = torch.arange(even, size, device=index.device).expand(rows, -1)
+    index = torch.cat([index, rest], dim=1)
+    return index.gather(1, logits_PV.gather(1, index).topk(count, dim=-1).indices)

@@ -20,19 +20,28 @@ Shape suffixes: B rows of a batch, L clean tokens, K blocks of a row, W slots of
 mask rows, R = L + M.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.layout import NO_TARGET, Layout, clean_targets, same_turn_as_next
-from mars_ray.core.mask_schedule import turn_starts
+from mars_ray.core.layout import (
+    NO_TARGET,
+    Layout,
+    TokenBatch,
+    clean_layout,
+    clean_targets,
+    same_turn_as_next,
+    side_by_side,
+    turn_starts,
+)
 
 
 def draft_layout(batch: TokenBatch, size_BL: Tensor, depth_weight: Tensor) -> Layout:
-    """`[clean L | masks M]`; `size_BL` is what `schedule.draft_blocks` gives, `depth_weight` is
-    indexed by depth - 1. There is at least one block, if need be of padding."""
+    """`[clean L | masks M]`; `size_BL` is what `mask_schedule.draft_blocks` gives.
+
+    `depth_weight` is indexed by depth - 1. There is always a block, of padding if need be.
+    """
     has_target_BL = same_turn_as_next(batch) & batch.response_BL
     size_BL = torch.where(has_target_BL, size_BL, 0)
     count = max(1, int((size_BL > 0).sum(dim=1).max()))
@@ -61,11 +70,14 @@ def draft_layout(batch: TokenBatch, size_BL: Tensor, depth_weight: Tensor) -> La
             kept_BM, depth_weight.to(depth_BM.device)[(depth_BM - 1).clamp_min(0)], 0.0
         ),
     )
-    return _beside_clean(batch, masks)
+    no_target_BL = torch.full_like(batch.input_ids_BL, NO_TARGET)
+    no_weight_BL = torch.zeros_like(no_target_BL, dtype=torch.float32)
+    clean = replace(clean_layout(batch), target_BR=no_target_BL, weight_BR=no_weight_BL)
+    return side_by_side(clean, masks)
 
 
 def _depths(batch: TokenBatch, start_BK: Tensor, size_BL: Tensor, has_target_BL: Tensor) -> Tensor:
-    """Of every slot of every block, (B, K, W): 0 where it holds no mask."""
+    """Depth of every slot of every block, (B, K, W); 0 where it holds no mask."""
     slot_W = torch.arange(max(1, int(size_BL.max())), device=size_BL.device)
     column_BKW = start_BK[:, :, None] + slot_W
     index_BM = column_BKW.flatten(1).clamp_max(size_BL.shape[1] - 1)
@@ -80,21 +92,6 @@ def _depths(batch: TokenBatch, start_BK: Tensor, size_BL: Tensor, has_target_BL:
     kept_BKW &= has_target_BL.gather(1, index_BM).view_as(column_BKW)
     kept_BKW &= same(turn_starts(batch)) & same(batch.document_BL)
     return torch.where(kept_BKW, slot_W + 1, 0)
-
-
-def _beside_clean(batch: TokenBatch, masks: Layout) -> Layout:
-    none_BL = torch.full_like(batch.input_ids_BL, -1)
-    clean = Layout(
-        input_ids_BR=batch.input_ids_BL,
-        position_BR=batch.position_BL,
-        document_BR=batch.document_BL,
-        block_BR=none_BL,
-        target_BR=torch.full_like(none_BL, NO_TARGET),
-        depth_BR=torch.zeros_like(none_BL),
-        weight_BR=torch.zeros_like(none_BL, dtype=torch.float32),
-    )
-    names = Layout.__slots__
-    return Layout(**{n: torch.cat([getattr(clean, n), getattr(masks, n)], dim=1) for n in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ class DraftRows:
 
     @classmethod
     def of(cls, layout: Layout, length: int, width: int) -> "DraftRows":
-        """From a layout of so many clean columns, with blocks of so many slots."""
+        """Take apart a layout of `length` clean columns and blocks of `width` slots."""
         clean, masks = slice(None, length), slice(length, None)
         document_BL, position_BL = layout.document_BR[:, clean], layout.position_BR[:, clean]
         document_BM, position_BM = layout.document_BR[:, masks], layout.position_BR[:, masks]
@@ -138,7 +135,7 @@ class DraftRows:
 
 
 def draft_sizes(layout: Layout) -> tuple[int, int]:
-    """Clean columns of a draft layout, and slots of its blocks."""
+    """Number of clean columns of a draft layout, and of slots in each of its blocks."""
     depth_BR = layout.depth_BR.cpu()
     rows = depth_BR.shape[1]
     width = max(1, int(depth_BR.max()))

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from mars_ray.core.draft_head import candidate_logits
-from mars_ray.core.likeliest import likeliest
+from mars_ray.core.draft_head import candidate_logits, likeliest
 
 LossKind = Literal["kl", "ce", "tv"]
 
@@ -33,7 +32,7 @@ _CHUNK_PARTS = 8
 
 
 class DraftTargets(NamedTuple):
-    """What mask rows are held to."""
+    """The targets of mask rows."""
 
     teacher_TH: Tensor  # last hidden states of clean rows
     twin_N: Tensor  # each mask row's among them, not falling
@@ -41,7 +40,7 @@ class DraftTargets(NamedTuple):
 
 
 class DraftChoices(NamedTuple):
-    """What was found of each mask row, without a gradient."""
+    """Losses and choices of each mask row, without a gradient."""
 
     row_N: Tensor
     head_N: Tensor  # 0 without a head
@@ -91,7 +90,7 @@ class DraftLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the forward has computed, times the gradient of the loss."""
+        """The gradients that the forward has computed, times the gradient of the loss."""
         grads = [None if g is None else g.mul_(grad) for g in ctx.saved_tensors]
         return *grads, *(None,) * 5
 
@@ -105,7 +104,7 @@ def draft_choices(
     kind: LossKind,
     candidates: int,
 ) -> DraftChoices:
-    """For evaluation: losses, and what mask rows, the head and the twins choose."""
+    """Losses for evaluation, and what mask rows, the head and the twins choose."""
     loss_N = torch.zeros(len(hidden_NH), device=hidden_NH.device)
     token_N = torch.zeros_like(targets.twin_N)
     found = DraftChoices(loss_N, loss_N.clone(), token_N, token_N.clone(), token_N.clone())
@@ -167,7 +166,7 @@ class _Chunk:
         self._teacher_UV = linear(targets.teacher_TH[twins], weight_VH)
 
     def parts(self) -> Iterator["_Part"]:
-        """Its rows, so many at a time that their float32 logits are few."""
+        """Its rows, few enough at a time that their float32 logits fit into a CPU's cache."""
         size = _part_rows(self.logits_CV)
         for start in range(0, len(self.logits_CV), size):
             here = slice(start, min(start + size, len(self.logits_CV)))
@@ -183,7 +182,7 @@ class _Chunk:
             )
 
     def put(self, part: "_Part", slope_PV: Tensor) -> None:
-        """In the place of the part's logits."""
+        """Put the loss's gradient where the part's logits were."""
         rows = part.rows
         self.logits_CV[rows.start - self._start : rows.stop - self._start] = slope_PV
 
@@ -266,7 +265,7 @@ def _dots(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
 
 
 def _minus(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
-    """From each row of x one of y, in place."""
+    """Subtract a row of y from each row of x, in place."""
     if x_PV.device.type != "cpu":
         return x_PV.sub_(y_UV[index_P])
     for x_V, i in zip(x_PV, index_P.tolist(), strict=True):

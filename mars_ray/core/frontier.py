@@ -4,16 +4,17 @@ Stored as `frontier.json` beside the checkpoint. No torch: policies and simulato
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mars_ray.core.pareto import undominated
+from pydantic import TypeAdapter, ValidationError
+
 from mars_ray.errors import CheckpointError
 
 FRONTIER_FILE = "frontier.json"
-# Settings of modes that a label has where they are set.
+# How a label shows a mode's settings, where they are set.
 _SHOWN = {
     "threshold": " {:g}",
     "measure": " {}",
@@ -27,7 +28,7 @@ _SHOWN = {
 
 
 def mode_label(mode: Mapping[str, Any]) -> str:
-    """For example `confidence 0.95`; other settings than a mode's own defaults have another one."""
+    """A mode's label, for example `confidence 0.95`; settings other than the defaults change it."""
     shown = [
         form.format(mode[key])
         for key, form in _SHOWN.items()
@@ -38,7 +39,7 @@ def mode_label(mode: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PointPart:
-    """Some of a point's answers."""
+    """Counts over some of a point's answers."""
 
     answers: int
     tokens: int
@@ -71,8 +72,8 @@ class FrontierPoint:
     # Of prompts without reference answers.
     agreement: float | None = None  # share of tokens that the model itself would have chosen
     nll: float | None = None  # mean negative log-probability of a token, by the model itself
-    looping: "PointPart | None" = None  # answers that end in a loop
-    by_kind: "dict[str, PointPart] | None" = None  # without those
+    looping: PointPart | None = None  # answers that end in a loop
+    by_kind: dict[str, PointPart] | None = None  # without those
 
     @property
     def tokens_per_forward(self) -> float:
@@ -93,7 +94,7 @@ class FrontierPoint:
 
     @property
     def label(self) -> str:
-        """For example `confidence 0.95`."""
+        """The mode's label, for example `confidence 0.95`."""
         return mode_label(self.mode)
 
 
@@ -119,7 +120,7 @@ class Frontier:
         return sorted(kept, key=lambda point: point.tokens_per_forward)
 
     def to_json(self) -> str:
-        """Fields as they are, and each point's label and T/F for readers without this class."""
+        """The fields, and each point's label and T/F for readers without this class."""
         table = asdict(self)
         for point, row in zip(self.points, table["points"], strict=True):
             row |= {"label": point.label, "tokens_per_forward": point.tokens_per_forward}
@@ -129,25 +130,15 @@ class Frontier:
     def from_json(cls, text: str, source: str = FRONTIER_FILE) -> "Frontier":
         """Raises CheckpointError when the text is not a frontier."""
         try:
-            table = json.loads(text)
-            for row in table["points"]:
-                del row["label"], row["tokens_per_forward"]
-            table["points"] = tuple(_point(row) for row in table["points"])
-            frontier = cls(**table)
-        except (KeyError, TypeError, ValueError) as error:
+            frontier = _FRONTIER.validate_json(text)
+        except ValidationError as error:
             raise CheckpointError(f"{source} is no frontier: {error}") from None
         if not frontier.points or min(point.forwards for point in frontier.points) < 1:
             raise CheckpointError(f"{source} is no frontier: it has a point without forwards")
         return frontier
 
 
-def _point(row: dict[str, Any]) -> FrontierPoint:
-    """Raises KeyError or TypeError. Results of versions before have no parts."""
-    if row.get("looping"):
-        row["looping"] = PointPart(**row["looping"])
-    if row.get("by_kind"):
-        row["by_kind"] = {kind: PointPart(**part) for kind, part in row["by_kind"].items()}
-    return FrontierPoint(**row)
+_FRONTIER = TypeAdapter(Frontier)
 
 
 def read_frontier(directory: str | Path) -> Frontier:
@@ -157,3 +148,22 @@ def read_frontier(directory: str | Path) -> Frontier:
         return Frontier.from_json(path.read_text(), str(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: run mars-ray evaluate first") from None
+
+
+Item = TypeVar("Item")
+
+
+def undominated(items: Sequence[Item], gains: Callable[[Item], tuple[float, ...]]) -> list[Item]:
+    """The items that no other is at least as good as in every gain and better in one.
+
+    `gains` gives an item's coordinates, more is better. The order stays; equals all stay.
+    """
+    points = [gains(item) for item in items]
+
+    def beaten(mine: tuple[float, ...]) -> bool:
+        return any(
+            other != mine and all(o >= m for o, m in zip(other, mine, strict=True))
+            for other in points
+        )
+
+    return [item for item, point in zip(items, points, strict=True) if not beaten(point)]

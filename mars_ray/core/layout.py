@@ -1,4 +1,4 @@
-"""The two-stream layouts of a training forward.
+"""Rows of tokens as the data loader hands them over, and the layouts of a training forward.
 
 Both predict with the right shift: the row at position t predicts token t+1. A mask stands for the
 token at its position, so a mask at offset j of a block that starts at s has position s+j, predicts
@@ -22,10 +22,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.mask_schedule import turn_starts
-
 NO_TARGET = -100
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """B right-padded rows of L tokens; a row holds one conversation, or several when packed.
+
+    `document_BL` is the conversation's index in its data set, -1 on padding: it keeps packed
+    conversations apart and is the key of every random draw made for them.
+    """
+
+    input_ids_BL: Tensor  # int64
+    document_BL: Tensor  # int64
+    position_BL: Tensor  # int64, position inside the conversation; 0 on padding
+    response_BL: Tensor  # bool, the token belongs to an assistant turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,8 @@ def compact_layout(
 ) -> Layout:
     """`[clean L | noisy M]`, M the most noisy rows of any row of the batch.
 
-    `block_start_BL` is what `schedule.block_starts` gives; `depth_weight` is indexed by depth - 1.
+    `block_start_BL` is what `mask_schedule.block_starts` gives; `depth_weight` is indexed by
+    depth - 1.
     """
     clean = clean_layout(batch)
     noisy = _noisy_stream(batch, block_start_BL, depth_weight, mask_token_id)
@@ -94,7 +106,7 @@ def compact_layout(
         depth_BR=take(noisy.depth_BR, 0),
         weight_BR=take(noisy.weight_BR, 0),
     )
-    return _side_by_side(clean, noisy)
+    return side_by_side(clean, noisy)
 
 
 def paper_layout(
@@ -107,7 +119,7 @@ def paper_layout(
     """
     clean = clean_layout(batch)
     noisy = _noisy_stream(batch, block_start_BL, depth_weight, mask_token_id)
-    return _side_by_side(noisy, clean)
+    return side_by_side(noisy, clean)
 
 
 def with_own_answers(layout: Layout, own_from: int, anchor_weight: float) -> Layout:
@@ -134,8 +146,21 @@ def clean_targets(batch: TokenBatch) -> Tensor:
     return target_BL
 
 
+def turn_starts(batch: TokenBatch) -> Tensor:
+    """Position of the first token of each response token's assistant turn, int64 (B, L).
+
+    Meaningless on tokens that are no response.
+    """
+    response_BL, position_BL = batch.response_BL, batch.position_BL
+    same_BL = torch.zeros_like(response_BL)
+    same_BL[:, 1:] = response_BL[:, :-1] & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
+    index_BL = torch.arange(response_BL.shape[1], device=response_BL.device).expand_as(position_BL)
+    first_BL = torch.where(response_BL & ~same_BL, index_BL, 0).cummax(dim=1).values
+    return position_BL.gather(1, first_BL)
+
+
 def same_turn_as_next(batch: TokenBatch) -> Tensor:
-    """Whether a response token's next one is in the same turn, bool (B, L); others may say so."""
+    """Whether a response token's next one is in its turn, bool (B, L); meaningless on others."""
     turn_BL = turn_starts(batch)
     same_BL = torch.zeros_like(batch.response_BL)
     same_BL[:, :-1] = (
@@ -167,7 +192,9 @@ def _noisy_stream(
     )
 
 
-def _side_by_side(left: Layout, right: Layout) -> Layout:
+def side_by_side(left: Layout, right: Layout) -> Layout:
+    """The rows of one layout, then those of the other."""
+
     def both(name: str) -> Tensor:
         return torch.cat([getattr(left, name), getattr(right, name)], dim=1)
 

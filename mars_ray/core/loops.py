@@ -26,7 +26,7 @@ def before_loop(tokens: Sequence[int]) -> list[int]:
 
 
 def _period(tokens: Sequence[int]) -> int | None:
-    """The shortest one of the tail."""
+    """Shortest period with which the last tokens repeat; None if they do not."""
     tail = list(tokens[-_TAIL_TOKENS:])
     if len(tail) < _TAIL_TOKENS:
         return None

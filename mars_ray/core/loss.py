@@ -20,7 +20,7 @@ from mars_ray.core.layout import Layout
 
 
 def loss_counts(layout: Layout) -> Tensor:
-    """Clean rows with a target and summed weight of noisy rows, float64 (2,). Additive."""
+    """Number of clean rows with a target, summed weight of noisy rows, float64 (2,); additive."""
     weight_BR = layout.weight_BR.double()
     noisy = (weight_BR * layout.is_noisy_BR).sum()
     return torch.stack([weight_BR.sum() - noisy, noisy])
@@ -81,7 +81,7 @@ class WeightedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the forward has computed, times the gradient of the loss."""
+        """The gradients that the forward has computed, times the gradient of the loss."""
         grad_NH, grad_VH = ctx.saved_tensors
         # In place: the weight's gradient may have half a gigabyte.
         for gradient in (grad_NH, grad_VH):

@@ -17,7 +17,7 @@ from mars_ray.config.schedule import (
     MaskSchedule,
     MixedBlockSize,
 )
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch, turn_starts
 from mars_ray.core.randomness import uniform
 
 # One stream of draws per purpose, so that no two decisions share a random number.
@@ -78,19 +78,6 @@ def draft_blocks(
         draw_BL = uniform(seed, _NOISY_SHARE, now, document_BL, position_BL)
         chosen_BL &= draw_BL < schedule.noisy_share
     return torch.where(chosen_BL & batch.response_BL, size_BL, 0)
-
-
-def turn_starts(batch: TokenBatch) -> Tensor:
-    """Position of the first token of each response token's assistant turn, int64 (B, L).
-
-    Meaningless on tokens that are no response.
-    """
-    response_BL, position_BL = batch.response_BL, batch.position_BL
-    same_BL = torch.zeros_like(response_BL)
-    same_BL[:, 1:] = response_BL[:, :-1] & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
-    index_BL = torch.arange(response_BL.shape[1], device=response_BL.device).expand_as(position_BL)
-    first_BL = torch.where(response_BL & ~same_BL, index_BL, 0).cummax(dim=1).values
-    return position_BL.gather(1, first_BL)
 
 
 def ar_weight(schedule: MaskSchedule, progress: float) -> float:

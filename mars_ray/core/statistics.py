@@ -7,7 +7,7 @@ Z_95 = 1.959963984540054
 
 
 def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
-    """Interval of a share (Wilson, 1927); it stays in [0, 1] and is honest near its ends."""
+    """Confidence interval of a share (Wilson, 1927); it stays in [0, 1]."""
     assert 0 <= successes <= trials
     assert trials > 0
     share, square = successes / trials, z * z / trials

@@ -1,4 +1,4 @@
-"""What a step costs, by how many rows it has: measured on the device at hand, never guessed.
+"""Seconds that a step takes by its number of rows: measured on this device, never guessed.
 
 Other work on the machine makes a measurement longer and never shorter. So a number of rows costs no
 more than a larger one was seen to take: one step that was disturbed does not make all rows up to it
@@ -38,7 +38,7 @@ class StepCost:
         self._seconds = _monotone(self._measured)
 
     def seconds(self, rows: float, sequences: float = 0) -> float:
-        """Of a step of so many rows; a mean of several steps may have a fraction."""
+        """Seconds of a step; `rows` may be the mean of several steps, with a fraction."""
         return self._of_rows(rows) + self._sequence_s * sequences
 
     def _of_rows(self, rows: float) -> float:
@@ -51,10 +51,10 @@ class StepCost:
         return max(self._seconds[0], from_s * (1 - share) + to_s * share)
 
     def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
-        """A step has taken so long: what was measured beside it moves towards that, slowly.
+        """Move the measurements on both sides of `rows` a little towards what this step took.
 
-        In proportion, so that no cost becomes zero. Steps beyond what was measured say nothing:
-        there the line is a guess, and what is wrong with it is not the points'.
+        They move in proportion, so no cost becomes zero. Steps beyond the measurements change
+        nothing: the line there is a guess, and its error is not theirs.
         """
         if not self._rows[0] <= rows <= self._rows[-1]:
             return
@@ -67,13 +67,13 @@ class StepCost:
         self._seconds = _monotone(self._measured)
 
     def _place(self, rows: float) -> tuple[int, float]:
-        """The measured point to the right, and how far it is there from the one to the left."""
+        """Index of the measured point to the right, and how far `rows` is on the way to it."""
         right = min(max(1, bisect_left(self._rows, rows)), len(self._rows) - 1)
         low, high = self._rows[right - 1], self._rows[right]
         return right, (rows - low) / (high - low)
 
     def table(self, most_sequences: int = 0) -> dict[int, float]:
-        """What was measured, made monotone; each row of a sequence of its own, up to so many."""
+        """Seconds at each measured number of rows, with a sequence for each of the first rows."""
         return {rows: self.seconds(rows, min(rows, most_sequences)) for rows in self._rows}
 
 
@@ -82,7 +82,7 @@ def _monotone(seconds: Sequence[float]) -> list[float]:
 
 
 def row_counts(most: int) -> list[int]:
-    """Where to measure: powers of two and the steps half way between, and `most`."""
+    """Numbers of rows to measure: powers of two, the steps half way between, and `most`."""
     powers = [1]
     while powers[-1] < most:
         powers.append(2 * powers[-1])

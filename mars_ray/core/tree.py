@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 
 def chain(drafts: int) -> list[int]:
-    """The parents of so many drafts that follow one another."""
+    """Parents of drafts that follow one another."""
     return list(range(drafts))
 
 
 def fan(branches: int, depth: int) -> list[int]:
-    """The parents of so many chains, numbered one after the other, that all begin at node 0."""
+    """Parents of chains of `depth` drafts that begin at node 0, numbered one after the other."""
     return [
         0 if level == 0 else branch * depth + level
         for branch in range(branches)
@@ -22,7 +22,7 @@ def fan(branches: int, depth: int) -> list[int]:
 
 
 def first_chain(parents: Sequence[int]) -> int:
-    """How many of the first drafts are a chain."""
+    """Number of leading drafts that form a chain."""
     return next((i for i, parent in enumerate(parents) if parent != i), len(parents))
 
 
@@ -36,7 +36,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def children_of(parents: Sequence[int]) -> list[list[int]]:
-    """Of every node, the drafts that follow it."""
+    """The drafts that follow each node."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(parents, start=1):
         children[parent].append(node)
@@ -44,7 +44,7 @@ def children_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """Of every node, the drafts on the path to it."""
+    """Number of drafts on the path to each node."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -52,8 +52,8 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def reaches_of(parents: Sequence[int], accept: Sequence[float]) -> list[float]:
-    """Of every node, how likely it is reached: `accept` are the probabilities that each draft is
-    accepted if its parent is."""
+    """How likely each node is reached; `accept` are the probabilities that each draft is accepted
+    if its parent is."""
     reaches = [1.0]
     for parent, probability in zip(parents, accept, strict=True):
         reaches.append(reaches[parent] * probability)
@@ -61,6 +61,6 @@ def reaches_of(parents: Sequence[int], accept: Sequence[float]) -> list[float]:
 
 
 def renumbered(parents: Sequence[int], nodes: Sequence[int]) -> list[int]:
-    """The parents in the tree of some nodes, in increasing order and none without its parent."""
+    """Parents in the subtree of some nodes, in rising order and none without its parent."""
     number = {0: 0} | {node: place for place, node in enumerate(nodes, start=1)}
     return [number[parents[node - 1]] for node in nodes]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch
 from mars_ray.data.chat import Encoded
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import DataError

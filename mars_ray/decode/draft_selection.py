@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars_ray.core.acceptance_rules import Measure, confidence
-from mars_ray.core.draft_head import DraftHead, candidate_logits
-from mars_ray.core.likeliest import likeliest
+from mars_ray.core.acceptance import Measure, confidence
+from mars_ray.core.draft_head import DraftHead, candidate_logits, likeliest
 from mars_ray.core.penalties import adjust
 from mars_ray.core.tree import fan
 from mars_ray.decode.adapter import FusedAdapter

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
-from mars_ray.core.likeliest import likeliest
+from mars_ray.core.draft_head import likeliest
 from mars_ray.decode.adapter import FusedAdapter, LayerLora, MaskRows
 from mars_ray.decode.linear import Linear, ReorderedLinear, linear_of
 from mars_ray.errors import ModelError

@@ -27,12 +27,11 @@ from mars_ray.config.modes import (
     SpeculativeMode,
     VerifiedMode,
 )
-from mars_ray.core.acceptance_rules import Measure, accepted_prefix, confidence, passes
-from mars_ray.core.outcomes import likeliest_outcomes
+from mars_ray.core.acceptance import Measure, accepted_prefix, accepts, confidence, passes
+from mars_ray.core.draft_choice import likeliest_outcomes
 from mars_ray.core.penalties import adjust
 from mars_ray.core.sampling import scores
 from mars_ray.core.tree import chain, first_chain, path_to
-from mars_ray.core.verification import accepts
 from mars_ray.decode.request import Completion, Request, check_request, window_of
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter

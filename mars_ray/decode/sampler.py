@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars_ray.core.acceptance_rules import confidence
+from mars_ray.core.acceptance import confidence
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.draft_selection import Masks, choose_drafts
 from mars_ray.decode.fused_model import FusedModel

@@ -41,7 +41,7 @@ from mars_ray.files import write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
 from mars_ray.serve.deploy import check_port, start
-from mars_ray.train.initial import untrained_adapter
+from mars_ray.train.draft_adapter import untrained_adapter
 from mars_ray.train.plan import absolute_path
 
 _EXACT, _VERIFIED = ExactMode(), VerifiedMode()

@@ -39,8 +39,7 @@ from mars_ray.config.train import (
     Objective,
     OptimizerConfig,
 )
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.layout import NO_TARGET, Layout, TokenBatch
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.data.corpus import problems
 from mars_ray.data.loader import Loader

@@ -31,7 +31,7 @@ class BlockAttention(torch.autograd.Function):
         sees_BKL: Tensor,
         scale: float,
     ) -> Tensor:
-        """What every slot's heads read, (B, K, W, Q * D)."""
+        """Output of the heads at every slot, (B, K, W, Q * D)."""
         shape = query_BKWQD.shape
         heads, length = clean_key_BELD.shape[1:3]
         query = _by_key_head(query_BKWQD, heads)
@@ -77,7 +77,7 @@ class BlockAttention(torch.autograd.Function):
 def _weights(
     query: Tensor, key: Tensor, clean_key: Tensor, sees_BKL: Tensor, shape: Any, scale: float
 ) -> Tensor:
-    """After the softmax, (B * E, X, L + W), in the queries' type."""
+    """Attention weights, (B * E, X, L + W), in the queries' type."""
     rows, blocks, width = shape[:3]
     length = clean_key.shape[1]
     scores = torch.empty(

@@ -164,7 +164,7 @@ class DeepSpeedEngine:
         return self._engine.optimizer.optimizer.state
 
     def _start_states(self, step: Tensor) -> None:
-        """What AdamW would create in its first step; parameters then point into it."""
+        """Create the moments as AdamW would in its first step; parameters then point into them."""
         states = self._flat_states()
         for flat in self._flat_partitions():
             states[flat] = {key: torch.zeros_like(flat) for key in _MOMENTS}
@@ -172,7 +172,7 @@ class DeepSpeedEngine:
         self._link_states()
 
     def _link_states(self) -> None:
-        """Have parameters point into the flat moments.
+        """Make parameters point into the flat moments.
 
         Stages 1 and 2 do it once, after the first step of the first group of parameters, when
         the others have no moments yet.
@@ -186,7 +186,7 @@ class DeepSpeedEngine:
 def zero_settings(
     zero: ZeroConfig, optimizer: OptimizerConfig, *, bfloat16: bool, micro_batch_size: int
 ) -> dict[str, Any]:
-    """What DeepSpeed calls its config."""
+    """DeepSpeed's config."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         # Micro-batches are marked one by one (`last`), whatever their number.
@@ -202,9 +202,10 @@ def zero_settings(
 
 @contextmanager
 def loading_in_parts(settings: dict[str, Any], ranks: Ranks) -> Iterator[None]:
-    """What transformers loads meanwhile is split among the ranks matrix by matrix; collective.
+    """A context in which transformers splits what it loads among the ranks; collective.
 
-    Otherwise every worker had a whole model before stage 3 split it. Rank 0 reads the weights.
+    Otherwise every worker would hold a whole model before stage 3 splits it. Rank 0 reads the
+    weights.
     """
     _import_deepspeed(ranks.device)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -227,7 +228,7 @@ def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:
-    """Late, because it takes three seconds; without the extension that wants a C++ compiler."""
+    """Import late, because it takes three seconds, without the extension that needs a compiler."""
     # Found out by trial, with a warning, otherwise.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # It calls collectives by names that torch 2.13 replaces; one line per call else.

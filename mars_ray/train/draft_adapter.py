@@ -14,6 +14,7 @@ that share an input, I inputs, O outputs.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from torch import Tensor
 from mars_ray.config.train import DraftAdapterConfig
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
+from mars_ray.model.card import read_card
+from mars_ray.model.directory import fingerprint
 from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
+from mars_ray.model.load import load_model
 from mars_ray.train.frozen import GROUPS, FrozenModel
 from mars_ray.train.lora import LoraGroup
 
@@ -50,7 +54,7 @@ def draft_card(
 def fresh_weights(
     card: DraftCard, base: FrozenModel, seed: int, mask_token_id: int | None = None
 ) -> dict[str, Tensor]:
-    """An adapter that adds nothing yet: up-projections and the head's output are zero.
+    """Weights of an adapter that adds nothing yet: up-projections and head output are zero.
 
     Mask embeddings start as that of the model's own mask token, if it was trained to have one, and
     else at the mean of the vocabulary's.
@@ -58,7 +62,7 @@ def fresh_weights(
     random = torch.Generator().manual_seed(seed)
 
     def uniform(outputs: int, inputs: int) -> Tensor:
-        """As torch's linear layers and peft's down-projections start."""
+        """Random weights as torch's linear layers and peft's down-projections start with."""
         return (torch.rand(outputs, inputs, generator=random) * 2 - 1) / math.sqrt(inputs)
 
     if mask_token_id is None:
@@ -85,6 +89,20 @@ def fresh_weights(
                 place.stop - place.start, card.rank
             )
     return weights
+
+
+def untrained_adapter(
+    directory: Path, config: DraftAdapterConfig, depths: int, seed: int = 0
+) -> DraftAdapter:
+    """The draft adapter that training starts from, for the model in `directory`.
+
+    Raises ModelError.
+    """
+    base = FrozenModel(load_model(directory, dtype=torch.float32))
+    hidden = base.embedding_VH.shape[1]
+    card = draft_card(config, depths, hidden, directory.name, fingerprint(directory))
+    mask_token_id = read_card(directory).trained_mask_id
+    return adapter_of(fresh_weights(card, base, seed, mask_token_id), card, base)
 
 
 def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dict[str, Tensor]:
@@ -150,7 +168,7 @@ def lora_groups(
 
 
 def _groups(card: DraftCard, base: FrozenModel) -> Iterator[tuple[int, str, list[str]]]:
-    """Layer, group, and the names of its linear layers that have a LoRA."""
+    """Each layer and group, with the names of its linear layers that have a LoRA."""
     for layer in range(len(base.layers)):
         for group, members in GROUPS.items():
             names = [name for name in members if name in card.targets]

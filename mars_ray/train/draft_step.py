@@ -48,7 +48,7 @@ class DraftStep(nn.Module):
 
     @property
     def stored(self) -> nn.Module:
-        """What of it a checkpoint holds."""
+        """The module whose weights a checkpoint holds."""
         return self
 
     def forward(self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor) -> Any:
@@ -132,7 +132,7 @@ def _causal(rows: DraftRows) -> Tensor | None:
 
 
 def _targets(rows: DraftRows, teacher_TH: Tensor) -> tuple[Tensor, DraftTargets]:
-    """Which mask rows have a target, by their twins, and what they are held to."""
+    """Indices of mask rows with a target, in the order of their twins, and these targets."""
     length = rows.ids_BL.shape[1]
     first_B1 = torch.arange(len(rows.ids_BL), device=teacher_TH.device)[:, None] * length
     index_N = (rows.target_BM != NO_TARGET).flatten().nonzero().squeeze(1)
@@ -144,7 +144,7 @@ def _targets(rows: DraftRows, teacher_TH: Tensor) -> tuple[Tensor, DraftTargets]
 def _predictions(
     rows: DraftRows, index_N: Tensor, targets: DraftTargets, found: DraftChoices
 ) -> Tensor:
-    """Int64 (2, B, R): -1 where nothing was asked for."""
+    """Predictions, int64 (2, B, R): -1 on rows without a target."""
     shape_BL, shape_BM = rows.ids_BL.shape, rows.token_BM.shape
     clean_T = index_N.new_full((shape_BL.numel(),), -1)
     clean_T[targets.twin_N] = found.twin_choice_N

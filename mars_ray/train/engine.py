@@ -47,8 +47,7 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor] | None:
-        """What is stored of the step, whole, as a state dict on rank 0, None elsewhere;
-        collective."""
+        """The weights that a checkpoint stores, whole, on rank 0; None elsewhere. Collective."""
         ...
 
     def optimizer_state(self) -> OptimizerShare:
@@ -59,7 +58,7 @@ class Engine(Protocol):
         ...
 
     def load_optimizer_state(self, shares: Iterable[OptimizerShare]) -> None:
-        """Take up all the shares that some run's ranks have written."""
+        """Load the shares of all ranks of the run that has written them."""
         ...
 
 

@@ -43,7 +43,7 @@ Turn = tuple[Tensor, Tensor]  # cosines and sines, (N, 1, D)
 
 @dataclass(frozen=True, slots=True)
 class CleanPass:
-    """What clean rows leave for mask rows."""
+    """Results of the clean rows that mask rows need."""
 
     keys: list[Tensor]  # of each layer, (B, E, L, D)
     values: list[Tensor]
@@ -135,7 +135,7 @@ class FrozenModel:
         return self.layers[0].places(group)
 
     def inputs(self, group: str) -> int:
-        """How many inputs the linear layers of a group have."""
+        """Number of inputs of the linear layers of a group."""
         return self.layers[0].weight(group).shape[1]
 
     def layer_name(self, layer: int, name: str) -> str:
@@ -144,7 +144,7 @@ class FrozenModel:
         return f"{self._prefix}.{layer}.{_MODULES[group]}.{name}"
 
     def turn(self, position_N: Tensor) -> Turn:
-        """Rotary position embedding; the sign that turning a pair needs is in the sines."""
+        """Cosines and sines of the rotary embedding; the sines have the sign of each half."""
         cos_1ND, sin_1ND = self._rotary(self.embedding_VH[:1].float(), position_N[None])
         sin_ND = sin_1ND[0].clone()
         sin_ND[:, : sin_ND.shape[1] // 2].neg_()
@@ -205,7 +205,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _HeadNorm:
-    """Qwen3's, of every query and key head by itself."""
+    """Qwen3's norm of every query and key head by itself."""
 
     weight_TD: Tensor
     epsilon: float
@@ -310,7 +310,7 @@ class _Layer:
         return query, key, value
 
     def _turned(self, qkv_NTD: Tensor, turn: Turn) -> Tensor:
-        """Queries and keys normed where the model does so, and turned."""
+        """Queries and keys, normed where the model does so and rotated; values as they are."""
         cos_N1D, sin_N1D = turn
         qk_NTD, v_NED = qkv_NTD.split([self.query_heads + self.key_heads, self.key_heads], dim=1)
         if self.head_norm:

@@ -1,24 +1,27 @@
-"""The training loop, without Ray: steps, evaluations, checkpoints, and how it ends."""
+"""The training loop, without Ray: steps, evaluations, checkpoints, and how it ends.
+
+An evaluation measures held-out losses and teacher-forced acceptance. The same blocks are masked
+each time, those of the schedule's end, so evaluations can be compared.
+"""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.layout import Layout
-from mars_ray.core.loss import row_coefficients
+from mars_ray.core.acceptance import acceptance_counts, expected_tokens_per_forward, survival
+from mars_ray.core.layout import Layout, TokenBatch
+from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.engine import Engine
-from mars_ray.train.evaluation import evaluate
 from mars_ray.train.metrics import Meter, MetricsWriter
 from mars_ray.train.model_step import COUNTS, step_counts
 from mars_ray.train.objective import StageObjective
@@ -30,16 +33,18 @@ from mars_ray.train.throughput import Flops, OwnTime
 from mars_ray.train.watchdog import Watchdog
 
 _MASKS = COUNTS.index("masks")
-# Of a stage that is told how many minutes it has, the steps after which its length is set. The
-# first is not counted: whatever is used for the first time makes it longer.
+# Number of steps by which a stage of so many minutes measures its own length. The first is not
+# counted: whatever is used for the first time makes it longer.
 _TIMED_STEPS = 10
+# Share of the stage that is done, as evaluations tell the mask schedule.
+_EVAL_PROGRESS = 1.0
 
 # Called on every rank after a checkpoint is complete.
 Report = Callable[[Path, dict[str, float]], None]
 
 
 class Batches(Protocol):
-    """What the loop asks of the data loader: an item is this rank's share of one step."""
+    """The data loader, to the loop: an item is this rank's share of one step."""
 
     def __iter__(self) -> Iterator[list[TokenBatch]]: ...
 
@@ -64,7 +69,7 @@ class StageOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What the loop works with."""
+    """Everything that the loop works with."""
 
     plan: StagePlan
     ranks: Ranks
@@ -170,7 +175,7 @@ class TrainLoop:
         return self._parts.plan.config.minutes is not None
 
     def _set_length(self, elapsed_s: float) -> None:
-        """As many steps as the minutes have room for, by what the first ones took on rank 0."""
+        """Set as many steps as the minutes have room for, by the time of the first on rank 0."""
         if self._step == 1:
             self._first_step_s = elapsed_s
             return
@@ -193,7 +198,7 @@ class TrainLoop:
         return local
 
     def _agree(self, counts: Tensor) -> Tensor:
-        """Global counts; the wish to stop rides along, so that all ranks stop after one step."""
+        """Global counts; the wish to stop travels along, so that all ranks stop after one step."""
         ranks = self._parts.ranks
         asked = ranks.is_main and self._parts.plan.stop_file.exists()
         stop = asked or self._cannot_write
@@ -301,3 +306,43 @@ def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def evaluate(
+    engine: Engine, objective: StageObjective, batches: Iterable[TokenBatch], ranks: Ranks
+) -> dict[str, float]:
+    """Metrics over all ranks' batches, the same on every rank; collective.
+
+    Every rank must bring as many batches: under ZeRO-3 each forward is a collective too.
+    """
+    # All held-out conversations are data, whatever their index.
+    objective = replace(objective, own_from=None)
+    depths, predictors = objective.depths, objective.predictors
+    totals = torch.zeros(4, dtype=torch.float64)  # two sums, then what they are divided by
+    # By predictor: blocks reached and agreed by depth.
+    counts = torch.zeros(len(predictors), 2, depths, dtype=torch.float64)
+    for batch in batches:
+        layout = objective.layout(batch, _EVAL_PROGRESS)
+        sums, predicted = engine.predict(layout)
+        totals[:2] += sums.cpu()
+        totals[2:] += loss_counts(layout)
+        if depths:
+            by_predictor = predicted.cpu().view(-1, *layout.target_BR.shape)
+            for index, predicted_BR in enumerate(by_predictor[: len(predictors)]):
+                counts[index] += acceptance_counts(layout, predicted_BR, depths)
+    totals, counts = ranks.sum(totals), ranks.sum(counts)
+    means = {
+        stream.name: (totals[stream.sum] / totals[2 + stream.count].clamp_min(1e-9)).item()
+        for stream in objective.streams
+    }
+    metrics = {"loss": objective.loss(means, _EVAL_PROGRESS)} | means
+    if depths:
+        for prefix, count in zip(predictors, counts, strict=True):
+            metrics |= _acceptance(prefix, count)
+    return metrics
+
+
+def _acceptance(prefix: str, counts: torch.Tensor) -> dict[str, float]:
+    shares = survival(counts)
+    metrics = {f"{prefix}acceptance_{depth}": share for depth, share in enumerate(shares, start=1)}
+    return metrics | {f"{prefix}tokens_per_forward": expected_tokens_per_forward(counts)}

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 
 class LoraGroup(NamedTuple):
-    """Of the layers of a group that have one; `places` are their rows of the joined weight."""
+    """LoRA weights of a group's layers; `places` are their rows of the joined weight."""
 
     down_SI: Tensor
     ups_PR: tuple[Tensor, ...]
@@ -29,7 +29,7 @@ def with_lora(
 
 
 class _LoraProduct(torch.autograd.Function):
-    """By hand: the frozen weight gets no gradient, and parts are added in place."""
+    """Product with a backward by hand: no gradient of the frozen weight, sums in place."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What a stage needs of memory, before it starts: stated arithmetic, in bytes a worker.
+"""The memory that a stage will need, estimated before it starts, in bytes a worker.
 
 P parameters, T of them trained (all but with LoRA), W workers, e bytes of a number in the forward
 (4 in float32, 2 in bfloat16).
@@ -62,14 +62,9 @@ class MemoryEstimate:
     offloaded: float
 
     @property
-    def device(self) -> float:
-        """All that is on the device at the peak."""
-        training = self.weights + self.gradients + self.optimizer + self.activations
-        return training + self.head + self.anchor
-
-    def text(self) -> str:
-        """For people."""
-        parts = {
+    def parts(self) -> dict[str, float]:
+        """Bytes on the device, by what they are for."""
+        return {
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
@@ -77,20 +72,28 @@ class MemoryEstimate:
             "output head": self.head,
             "starting model": self.anchor,
         }
-        listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items() if size)
+
+    @property
+    def device(self) -> float:
+        """Bytes on the device at the peak."""
+        return sum(self.parts.values())
+
+    def text(self) -> str:
+        """A line for people."""
+        listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in self.parts.items() if size)
         return f"{self.device / _GIB:.2f} GiB a worker ({listed})"
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """The longest row that training sees: its tokens, and those of them that may get a mask."""
+    """The longest row of the training data: its tokens, and those that may get a mask."""
 
     tokens: int
     responses: int
 
     @classmethod
     def of(cls, conversations: Conversations, data: DataConfig) -> "RowSize":
-        """From a sample of the conversations."""
+        """Estimate it from a sample of the conversations."""
         step = max(1, len(conversations) // _SAMPLED)
         sample = [conversations[index].response for index in range(0, len(conversations), step)]
         if data.packing:
@@ -109,7 +112,7 @@ def estimate(
     *,
     on_cuda: bool,
 ) -> MemoryEstimate:
-    """What one of so many workers needs for a stage."""
+    """Memory that one of `world_size` workers needs for a stage."""
     share = math.ceil(stage.global_batch_size / world_size)
     batch = min(stage.micro_batch_size or share, share)
     if isinstance(stage.objective, DraftObjective):
@@ -156,7 +159,7 @@ def check_memory(
 
 
 def advice(job: TrainJob, stage: StageConfig) -> str:
-    """What to change so that a stage needs less, the cheapest first."""
+    """Changes by which a stage needs less memory, the cheapest first."""
     ways = ["lower micro_batch_size" if stage.micro_batch_size != 1 else "lower data.max_length"]
     if not job.gradient_checkpointing:
         ways.append("set gradient_checkpointing=true")
@@ -179,7 +182,7 @@ def _draft_estimate(
 ) -> MemoryEstimate:
     objective = stage.objective
     assert isinstance(objective, DraftObjective), "a draft stage"
-    size = 2 if job.precision == "bfloat16" else 4
+    size = _number_bytes(job)
     trained = _adapter_weights(shape, stage, objective)
     states = _states(trained, trained, job, workers)
     states["weights"] += size * shape.parameters
@@ -193,10 +196,7 @@ def _draft_estimate(
         kept += 4 * shape.hidden * masks * shape.layers + 2 * layer
     else:
         kept += shape.layers * layer
-    logits = 4 * shape.vocabulary * min(masks, chunk_rows(shape.vocabulary))
-    return MemoryEstimate(
-        **states, activations=kept, head=_LOGITS_COPIES * float(logits), anchor=0.0
-    )
+    return MemoryEstimate(**states, activations=kept, head=_logits(shape, masks), anchor=0.0)
 
 
 def _adapter_weights(shape: ModelShape, stage: StageConfig, objective: DraftObjective) -> int:
@@ -207,14 +207,22 @@ def _adapter_weights(shape: ModelShape, stage: StageConfig, objective: DraftObje
     return embeddings + 3 * shape.hidden * head + shape.adapter_parameters(config.rank)
 
 
+def _number_bytes(job: TrainJob) -> int:
+    """Bytes of a number in the forward."""
+    return 2 if job.precision == "bfloat16" else 4
+
+
+def _logits(shape: ModelShape, rows: int) -> float:
+    """Bytes of a chunk's float32 logits, with their copies."""
+    return _LOGITS_COPIES * 4.0 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))
+
+
 def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, float]:
-    """`held` parameters are the engine's, `trained` ones of them get a gradient."""
-    size = 2 if job.precision == "bfloat16" else 4
+    """Bytes of an engine's weights, of which `trained` get a gradient, and of its optimizer."""
+    size = _number_bytes(job)
     if not isinstance(job.engine, ZeroConfig):
-        copies = 2 * held if size == 2 else 0
-        weights = 4.0 * held + copies
         return {
-            "weights": weights,
+            "weights": (6.0 if size == 2 else 4.0) * held,  # with autocast's copy
             "gradients": 4.0 * trained,
             "optimizer": 8.0 * trained,
             "offloaded": 0.0,
@@ -241,7 +249,7 @@ def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, f
 
 
 def _noisy(stage: StageConfig, row: RowSize) -> tuple[int, int]:
-    """Rows beside the clean ones, and rows with a target, of one row of a batch."""
+    """Number of noisy rows, and of rows with a target, for one row of a batch."""
     objective = stage.objective
     if not isinstance(objective, MarsObjective):
         return 0, row.responses
@@ -253,7 +261,7 @@ def _noisy(stage: StageConfig, row: RowSize) -> tuple[int, int]:
 def _activations(
     shape: ModelShape, job: TrainJob, batch: int, length: int, *, on_cuda: bool
 ) -> float:
-    size = 2 if job.precision == "bfloat16" else 4
+    size = _number_bytes(job)
     rows = batch * length
     kept = _HIDDENS_KEPT * shape.hidden + _KEYS_KEPT * shape.key_size
     layer = (4 * kept + size * _INTERMEDIATES_KEPT * shape.intermediate) * rows
@@ -265,15 +273,11 @@ def _activations(
 
 
 def _head(shape: ModelShape, job: TrainJob, targets: int, *, frozen: bool) -> float:
-    size = 2 if job.precision == "bfloat16" else 4
-    logits = 4 * shape.vocabulary * min(targets, chunk_rows(shape.vocabulary))
-    gradient = 0 if frozen else size * shape.vocabulary * shape.hidden
-    return _LOGITS_COPIES * logits + gradient
+    gradient = 0 if frozen else _number_bytes(job) * shape.vocabulary * shape.hidden
+    return _logits(shape, targets) + gradient
 
 
 def _anchor(shape: ModelShape, job: TrainJob, stage: StageConfig, rows: int) -> float:
     if not isinstance(stage.objective, MarsObjective) or not stage.objective.anchor_weight:
         return 0.0
-    size = 2 if job.precision == "bfloat16" else 4
-    logits = 4 * shape.vocabulary * min(rows, chunk_rows(shape.vocabulary))
-    return size * shape.parameters + _LOGITS_COPIES * logits
+    return _number_bytes(job) * shape.parameters + _logits(shape, rows)

@@ -1,21 +1,33 @@
-"""Metrics on their way out: running means, `metrics.jsonl`, TensorBoard."""
+"""Metrics on their way out: running means, `metrics.jsonl`, TensorBoard.
+
+Scalars for TensorBoard are written where they are logged: tensorboardX's own writer has a thread
+and a queue of ten places. A full disk ends the thread, and the training loop would then wait for a
+place for ever.
+"""
 
 import json
 import os
+import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.record_writer import RecordWriter
 from torch import Tensor
 
 from mars_ray.files import write_whole
 from mars_ray.train.model_step import COUNTS
 from mars_ray.train.objective import Stream
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.tensorboard import Board
 from mars_ray.train.throughput import Flops
 
 
@@ -29,7 +41,7 @@ class Meter:
         peak_flops: float,
         streams: tuple[Stream, ...],
     ) -> None:
-        """`peak_flops` is a second's, of all ranks."""
+        """`peak_flops` are FLOP/s of all ranks together."""
         self._flops, self._peak_flops = flops, peak_flops
         self._streams = streams
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -38,7 +50,7 @@ class Meter:
         self._started = time.monotonic()
 
     def add(self, local: Tensor, counts: Tensor) -> None:
-        """A step: this rank's (loss, its two sums) and the global `step_counts`."""
+        """Add a step: this rank's (loss, its two sums) and the global `step_counts`."""
         divisor = torch.ones(3, dtype=torch.float64)
         for stream in self._streams:
             divisor[1 + stream.sum] = counts[stream.count].clamp_min(1e-9)
@@ -97,12 +109,12 @@ class MetricsWriter:
         self._board = Board(path.parent / "tensorboard", purge_step=step + 1)
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        """One line; `kind` is "train" or "eval"."""
+        """Write one line; `kind` is "train" or "eval"."""
         self._append({"kind": kind, "step": step, **metrics})
         self._board.write(step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
     def set_length(self, step: int, total_steps: int) -> None:
-        """A line of kind "length": the stage will have so many steps."""
+        """Write a line of kind "length": the stage will have `total_steps` steps."""
         self._append({"kind": "length", "step": step, "total_steps": total_steps})
 
     def close(self) -> None:
@@ -153,3 +165,29 @@ def _drop_after(path: Path, step: int) -> None:
     # A line without its end was being written when the process died.
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     write_whole(path, "".join(kept))
+
+
+class Board:
+    """Writes an event file; `write` and `close` raise OSError if the storage does."""
+
+    def __init__(self, directory: Path, purge_step: int) -> None:
+        """TensorBoard drops steps from `purge_step` on of the event files before this one."""
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(str(directory / name))
+        self._append(Event(file_version="brain.Event:2"))
+        self._append(Event(session_log=SessionLog(status=SessionLog.START), step=purge_step))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a point to each of several curves."""
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._append(Event(summary=Summary(value=values), step=step))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
+
+    def _append(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()

@@ -31,7 +31,7 @@ _LOGITS_BYTES = 1 << 28
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """How many rows go through the head at once."""
+    """Number of rows that go through the head at once."""
     return max(64, _LOGITS_BYTES // (4 * vocabulary))
 
 
@@ -68,7 +68,7 @@ class TrainStep(nn.Module):
 
     @property
     def stored(self) -> nn.Module:
-        """What of it a checkpoint holds."""
+        """The module whose weights a checkpoint holds."""
         return self.model
 
     def forward(
@@ -106,7 +106,7 @@ class TrainStep(nn.Module):
 
     @torch.no_grad()
     def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
-        """Of each row's coefficient, float32 (N,): noisy rows by what they add to expected T/F."""
+        """Factors of the rows' coefficients, float32 (N,): noisy rows by what they add to T/F."""
         factor_N = torch.ones_like(target_N, dtype=torch.float32)
         noisy_N = depth_N > 0
         # Also without any: every rank calls the head as often.
@@ -172,7 +172,7 @@ def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def step_counts(layouts: list[Layout]) -> Tensor:
-    """What is counted before a step's forwards, float64 (9,); additive over ranks.
+    """Counts of a step, known before its forwards, float64 (9,); additive over ranks.
 
     Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
     rows, rows with a target, keys seen by rows that are no padding, mask rows with a target, and

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from mars_ray.config.train import ArObjective, DraftObjective, MarsObjective, StageConfig
-from mars_ray.core.batch import TokenBatch
 from mars_ray.core.draft_layout import draft_layout
 from mars_ray.core.layout import (
     Layout,
+    TokenBatch,
     clean_layout,
     compact_layout,
     paper_layout,
@@ -20,7 +20,7 @@ _CLEAN, _NOISY = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A mean that is logged: which of a step's two sums, over which of `loss_counts`."""
+    """A mean that is logged: one of a step's two sums over one of the `loss_counts`."""
 
     name: str
     sum: int
@@ -36,7 +36,7 @@ class StageObjective:
 
     config: ArObjective | MarsObjective | DraftObjective
     seed: int
-    mask_token_id: int | None  # None: of a plain model, whose masks are an adapter's
+    mask_token_id: int | None  # None for a plain model, whose masks are an adapter's
     own_from: int | None = None  # the first conversation whose answer is the model's own
     has_head: bool = False  # a draft adapter's sequential head
 
@@ -92,8 +92,7 @@ class StageObjective:
 
     @property
     def predictors(self) -> tuple[str, ...]:
-        """Prefixes of what is said of each prediction that a mask row gets; the main one has
-        none."""
+        """Prefixes of the metrics of each prediction of a mask row; the main one has none."""
         return ("row_", "") if self.has_head else ("",)
 
     @property
@@ -105,10 +104,10 @@ class StageObjective:
 
     @property
     def acceptance_weight(self) -> float:
-        """How much noisy rows are weighted by what they add to the expected T/F."""
+        """How far noisy rows are weighted by what they add to the expected T/F, from 0 to 1."""
         return self.config.acceptance_weight if isinstance(self.config, MarsObjective) else 0.0
 
     @property
     def depths(self) -> int:
-        """How many tokens ahead the stage trains for; 0 for the AR objective."""
+        """Number of tokens ahead that the stage trains for; 0 for the AR objective."""
         return 0 if isinstance(self.config, ArObjective) else self.config.max_block_size

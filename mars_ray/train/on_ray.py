@@ -204,7 +204,7 @@ class _SayFailures(UserCallback):
 
 
 def _checked(plan: StagePlan, fit: _Fit) -> StageOutcome:
-    """The outcome of a finished stage; anything else as an error that says what to do."""
+    """The outcome of a finished stage. Raises anything else as an error that says what to do."""
     if fit.error is not None:
         raise _explained(plan, fit.error) from fit.error
     outcome = fit.outcome
@@ -231,7 +231,7 @@ def _explained(plan: StagePlan, error: Exception) -> MarsError:
 
 
 def _say_if_too_small(cluster: ClusterConfig, progress: StageProgress) -> None:
-    """Ray waits for resources without a word; an autoscaler may bring them, so only say it."""
+    """Say what Ray waits for; it is no error, since an autoscaler may bring it."""
     have = ray.cluster_resources()
     for name, each in _resources(cluster).items():
         wanted = each * (cluster.min_workers or cluster.workers)
@@ -266,7 +266,7 @@ def _stop_on_signal(plan: StagePlan, progress: StageProgress) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Environment variables for a while, where the user has not set them: Ray has no argument."""
+    """Set environment variables for a while, unless the user has: Ray has no argument for them."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

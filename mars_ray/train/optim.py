@@ -29,7 +29,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Its own, also of one that ZeRO stage 3 has split, whose tensor is empty."""
+    """Shape of a parameter, even if ZeRO stage 3 has split it and its tensor is empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

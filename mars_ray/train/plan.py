@@ -1,19 +1,31 @@
-"""What a stage is told: plain data that travels from the driver to every worker."""
+"""What a stage starts from and is told: plain data that travels from the driver to every worker."""
 
 import hashlib
 import json
 import logging
 import math
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mars_ray.config.data import FilesSource, Source
 from mars_ray.config.model import PretrainedModel
-from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
+from mars_ray.config.train import (
+    DraftObjective,
+    MarsObjective,
+    StageConfig,
+    TrainJob,
+)
 from mars_ray.data.rows import Conversations, Joined, tokenize
+from mars_ray.data.sources import BadRows, read
+from mars_ray.model.card import CARD_FILE
+from mars_ray.model.create import create_model
 from mars_ray.model.load import load_tokenizer, read_config
+from mars_ray.model.places import local_copy
 from mars_ray.model.shape import most_positions
+from mars_ray.storage.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +71,7 @@ class StagePlan:
 
     @property
     def data(self) -> str:
-        """What tells the conversations from others at the same places."""
+        """Fingerprints of the conversations, to notice others at the same places."""
         return "-".join(rows.fingerprint for rows in (self.train, self.eval) if rows is not None)
 
     @property
@@ -74,7 +86,7 @@ class StagePlan:
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object a line."""
+        """The file of metrics, one JSON object a line."""
         return self.run_dir / "metrics.jsonl"
 
     def micro_batch_size(self, world_size: int) -> int:
@@ -87,7 +99,7 @@ class StagePlan:
         if self.config.steps is not None:
             return self.config.steps
         if self.config.epochs is None:
-            # Of a stage that has so many minutes; until it is known how many steps that are.
+            # A stage of so many minutes does not know yet how many steps it will have.
             return steps_per_epoch
         return max(1, round(self.config.epochs * steps_per_epoch))
 
@@ -123,7 +135,7 @@ def stage_plan(
 
 
 def _check_positions(train: Conversations, start_model: Path) -> None:
-    """Rotary embeddings take any position, so nothing else would say it."""
+    """Warn of conversations that are too long: rotary embeddings take any position."""
     positions = most_positions(read_config(start_model))
     longer = int((train.lengths > positions).sum())
     if longer:
@@ -204,3 +216,35 @@ def _absolute_source(source: Source) -> Source:
     if not isinstance(source, FilesSource):
         return source
     return source.model_copy(update={"paths": tuple(absolute_path(path) for path in source.paths)})
+
+
+def initial_model(job: TrainJob) -> Path:
+    """The model directory that the first stage starts from, made if it is not there yet.
+
+    A draft adapter's base is used as it is, wherever it lies; a hub name's is its snapshot. Raises
+    ModelError.
+    """
+    first = next(iter(job.stages.values()))
+    if isinstance(first.objective, DraftObjective):
+        assert isinstance(job.model, PretrainedModel), "the config demands a pretrained model"
+        source = Place(job.model.path, job.model.revision)
+        directory = local_copy(source, cache="")
+        read_config(directory, called=job.model.path)
+        return directory
+    model = Path(job.output_dir) / "initial"
+    if not (model / CARD_FILE).exists():
+        # Drafts of killed attempts.
+        for draft in model.parent.glob(f".{model.name}-*"):
+            shutil.rmtree(draft, ignore_errors=True)
+        create_model(job.model, lambda: _texts(job), model, job.seed)
+    return model
+
+
+def _texts(job: TrainJob) -> Iterator[str]:
+    """Every message of the training data. Raises DataError if too many rows are bad: a tokenizer
+    made of the rest would stay when the data are mended."""
+    report = BadRows()
+    for record in read(job.data.train, report):
+        for message in record.messages:
+            yield message.content
+    report.check(job.data.max_bad_share)

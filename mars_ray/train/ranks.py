@@ -24,7 +24,7 @@ class Ranks:
 
     @classmethod
     def current(cls, device: torch.device) -> "Ranks":
-        """From the default process group, or a single rank if there is none."""
+        """This process in the default process group, or a single rank if there is none."""
         if not dist.is_initialized():
             return cls(0, 1, device)
         return cls(dist.get_rank(), dist.get_world_size(), device)

@@ -63,13 +63,13 @@ class Keeper:
             self._uploader.want(self._kept())
 
     def saved(self) -> None:
-        """A checkpoint is complete."""
+        """Copy and delete as the newest checkpoint, which is complete, demands."""
         if self._uploader is not None:
             self._uploader.want(self._kept())
         self._delete_the_rest()
 
     def close(self) -> None:
-        """Wait for copies. Raises CheckpointError if the last one failed."""
+        """Wait for the copies. Raises CheckpointError if the last one failed."""
         if self._uploader is None:
             return
         self._uploader.close()
@@ -90,7 +90,7 @@ class Keeper:
 
 
 class _Uploader:
-    """Brings the store to what stays here, on a thread."""
+    """A thread that makes the store hold the checkpoints that stay here."""
 
     def __init__(self, run_dir: Path, store: CheckpointStore, config: CheckpointConfig) -> None:
         self.step: int | None = None  # whose copy is under way
@@ -105,13 +105,13 @@ class _Uploader:
         self._thread.start()
 
     def want(self, steps: set[int]) -> None:
-        """From now on copies of no others are begun."""
+        """Copy these checkpoints; no copy of another is begun any more."""
         with self._choosing:
             self._wanted = steps
         self._changes.put(True)
 
     def close(self) -> None:
-        """Wait until the store has what is wanted, or has failed to take it."""
+        """Wait until the store holds what is wanted, or has failed to take it."""
         self._changes.put(False)
         self._thread.join()
 

@@ -25,10 +25,9 @@ from mars_ray.errors import TrainingError
 from mars_ray.files import changed_keys, sole_writer, write_whole
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MANIFEST, MODEL, read_state
-from mars_ray.train.initial import initial_model
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
-from mars_ray.train.plan import StagePlan, identity, stage_plan, with_absolute_paths
+from mars_ray.train.plan import StagePlan, identity, initial_model, stage_plan, with_absolute_paths
 from mars_ray.train.retention import best_checkpoint
 
 _SUMMARY = "training.json"
@@ -36,7 +35,7 @@ _SUMMARY = "training.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a job left behind, by stage."""
+    """The results of a job, by stage."""
 
     models: dict[str, Path]
     steps: dict[str, int]
@@ -127,7 +126,7 @@ def _recorded(path: Path) -> TrainJob:
 
 
 def _export(plan: StagePlan, outcome: StageOutcome, directory: Path) -> None:
-    """A checkpoint's model under its final name; appears whole, with its summary."""
+    """Copy a checkpoint's model to its final name; it appears whole, with its summary."""
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     config = plan.job.checkpoint

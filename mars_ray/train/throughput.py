@@ -26,7 +26,7 @@ _PROBE_REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What of a model decides the FLOPs of a step."""
+    """The sizes of a model that decide the FLOPs of a step."""
 
     body_weights: int  # of matrices that every row passes
     head_weights: int  # of the output projection, for rows with a target
@@ -34,7 +34,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFlops":
-        """Of a model, whole or split."""
+        """The sizes of a model, whole or split among ranks."""
         linear = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -45,18 +45,18 @@ class ModelFlops:
         )
 
     def counted(self, counts: Mapping[Any, float]) -> float:
-        """Of a step with these `step_counts`."""
+        """FLOPs of a step with these `step_counts`."""
         return self.step(counts["filled"], counts["targets"], counts["pairs"])
 
     def step(self, rows: float, target_rows: float, pairs: float) -> float:
-        """Of rows that are no padding, of them those with a target, and query-key pairs."""
+        """FLOPs by rows that are no padding, rows with a target, and query-key pairs."""
         per_weight = self.body_weights * rows + self.head_weights * target_rows
         return 6 * per_weight + 12 * self.attention_width * pairs
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFlops:
-    """What decides the FLOPs of a draft adapter's step: the model is frozen.
+    """The sizes that decide the FLOPs of a draft adapter's step, whose model is frozen.
 
     Clean rows pass it forward (2 for each weight), mask rows forward and back (4); the adapter's
     own weights are trained (6). Keys and values of clean rows get no gradient: 8 for each pair of a
@@ -68,7 +68,7 @@ class DraftFlops:
     grids: int
 
     def counted(self, counts: Mapping[Any, float]) -> float:
-        """Of a step with these `step_counts`."""
+        """FLOPs of a step with these `step_counts`."""
         clean, masks = counts["tokens"], counts["masks"]
         mask_pairs = counts["pairs"] - counts["clean_pairs"]
         return (
@@ -83,16 +83,15 @@ Flops = ModelFlops | DraftFlops
 
 
 def peak_flops(ranks: Ranks, stated_tflops: float | None, *, bfloat16: bool) -> float:
-    """Of all ranks' devices together, per second: as stated, or by a matrix product; collective."""
+    """FLOP/s of all ranks' devices, as stated or measured by a matrix product; collective."""
     mine = stated_tflops * 1e12 if stated_tflops else _measured(ranks.device, bfloat16)
     return ranks.sum(torch.tensor([mine], dtype=torch.float64)).item()
 
 
 class OwnTime:
-    """What a rank spends on its own part of steps, before anything in which it waits for others.
+    """Time that a rank spends on its own part of steps: loading data, and forward passes.
 
-    That is loading data and the forward passes. Under ZeRO-3 these gather weights, so ranks wait in
-    them, and a slow one shows less.
+    Under ZeRO-3 forward passes gather weights, so ranks wait in them, and a slow one shows less.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -103,7 +102,7 @@ class OwnTime:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """A part of it."""
+        """Add the time of this context."""
         if self._on_cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -116,7 +115,7 @@ class OwnTime:
             self._seconds += time.perf_counter() - started
 
     def slowest(self) -> dict[str, float]:
-        """Since the last call: the slowest rank, and its time over the median; collective."""
+        """The slowest rank since the last call, and its time over the median; collective."""
         if self._events:
             self._events[-1][1].synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3

@@ -1,4 +1,4 @@
-"""What a stage trains: its step and objective, and how a checkpoint holds it; here of a model."""
+"""What a stage trains, a model or a draft adapter, and its form in checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,27 +11,47 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
+from mars_ray.config.train import DraftObjective
 from mars_ray.errors import ModelError
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
 from mars_ray.model.card import read_card
-from mars_ray.model.directory import check_names
+from mars_ray.model.directory import check_names, fingerprint
+from mars_ray.model.draft_adapter import (
+    DraftCard,
+    read_draft_adapter,
+    read_draft_card,
+    write_draft_adapter,
+)
 from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.places import local_copy
 from mars_ray.model.save import save_model
+from mars_ray.provenance import provenance
+from mars_ray.storage.place import Place
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.deepspeed import loading_in_parts, zero_settings
+from mars_ray.train.draft_adapter import (
+    EMBEDDING,
+    adapter_of,
+    draft_card,
+    fresh_weights,
+    weights_of,
+)
+from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.engine import Step
+from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.model_step import TrainStep
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import Flops, ModelFlops
+from mars_ray.train.throughput import DraftFlops, Flops, ModelFlops
 
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """What an engine wraps, and what surrounds it."""
+    """The step that an engine wraps, and what belongs to it."""
 
     step: Step
     objective: StageObjective
@@ -41,7 +61,7 @@ class Trainee:
 
 
 def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
-    """The model itself, all of it or by adapters that are merged. Raises ModelError."""
+    """A model as what is trained: all of it, or LoRA that is merged. Raises ModelError."""
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
     model, tokenizer = _load_model(plan, resume_from, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
@@ -102,7 +122,7 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
 def _loaded_by_all(
     load: Callable[[], PreTrainedModel], directory: Path, ranks: Ranks
 ) -> PreTrainedModel:
-    """What rank 0 finds wrong with the weights, when all have come, is every rank's error."""
+    """Load in parts; what rank 0 finds wrong with the weights is every rank's error."""
     problem, model = None, None
     try:
         model = load()
@@ -121,7 +141,7 @@ def _loaded_by_all(
 
 
 def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
-    """The starting model, which stays as it is."""
+    """The starting model, frozen."""
     dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
     model = load_model(
         plan.start_model, dtype=dtype, device=ranks.device, attention=_attention(ranks)
@@ -131,3 +151,97 @@ def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
 
 def _attention(ranks: Ranks) -> str:
     return "flex_attention" if ranks.device.type == "cuda" else "sdpa"
+
+
+def with_base_here(plan: StagePlan) -> StagePlan:
+    """The plan of a worker whose node may have no copy of a base from the hub yet: the same
+    commit. Raises ModelError."""
+    model = plan.job.model
+    if plan.start_model.is_dir() or not isinstance(model, PretrainedModel):
+        return plan
+    source = Place(model.path, revision=plan.start_model.name)
+    return replace(plan, start_model=local_copy(source, cache="")) if source.is_on_hub else plan
+
+
+def draft_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
+    """An adapter beside the frozen model of `plan.start_model`, which every rank holds whole.
+
+    Raises ModelError.
+    """
+    settings, config = plan.config.objective, plan.config.adapter
+    assert isinstance(settings, DraftObjective), "an adapter is trained by objective draft"
+    assert config is not None, "the config demands an adapter"
+    dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
+    model = load_model(plan.start_model, dtype=dtype, device=ranks.device)
+    flops = ModelFlops.of(model)
+    base = FrozenModel(model)
+    card = draft_card(
+        config,
+        settings.max_block_size,
+        base.embedding_VH.shape[1],
+        _base_name(plan),
+        fingerprint(plan.start_model),
+    )
+    weights = _start(plan, card, base, resume_from)
+    step = DraftStep(
+        base,
+        card,
+        weights,
+        settings,
+        gradient_checkpointing=plan.job.gradient_checkpointing,
+    )
+    if not config.train_mask_embeddings:
+        step.get_parameter(EMBEDDING).requires_grad_(False)
+    fixed = {name: weights[name] for name, p in step.named_parameters() if not p.requires_grad}
+    lora = [p.numel() for name, p in step.named_parameters() if name.startswith("layer_")]
+    head = [p.numel() for name, p in step.named_parameters() if name.startswith("head_")]
+
+    def write(directory: Path, weights: dict[str, Tensor], state: TrainState) -> None:
+        written = (fixed | weights).items()
+        whole = {name: w.detach().float().cpu().contiguous() for name, w in written}
+        save_file(whole, directory.with_name(checkpoint.ADAPTERS))
+        said = replace(card, training=_training(plan, state))
+        write_draft_adapter(directory, adapter_of(whole, said, base))
+
+    return Trainee(
+        step,
+        StageObjective.of(plan.config, plan.seed, None),
+        DraftFlops(flops, sum(lora) + sum(head), settings.grids),
+        write,
+    )
+
+
+def _start(
+    plan: StagePlan, card: DraftCard, base: FrozenModel, resume_from: Path | None
+) -> dict[str, Tensor]:
+    if resume_from is not None:
+        return load_file(resume_from / checkpoint.ADAPTERS)
+    if plan.start_adapter is not None:
+        adapter = read_draft_adapter(plan.start_adapter, plan.start_model)
+        return weights_of(adapter, card, base)
+    return fresh_weights(card, base, plan.seed, read_card(plan.start_model).trained_mask_id)
+
+
+def _base_name(plan: StagePlan) -> str:
+    """Name of the base model for people: a hub name, or the last part of a path."""
+    model = plan.job.model
+    if isinstance(model, PretrainedModel) and not Path(model.path).is_absolute():
+        return model.path
+    return plan.start_model.name
+
+
+def _training(plan: StagePlan, state: TrainState) -> dict[str, Any]:
+    """How the adapter was trained, for its card."""
+    before: dict[str, Any] = {}
+    if plan.start_adapter is not None:
+        before = read_draft_card(plan.start_adapter).training
+    return {
+        "job": plan.job.name,
+        "stage": plan.stage,
+        "steps": state.step,
+        "mask_tokens": state.mask_tokens,
+        "seconds": round(state.seconds, 1),
+        "data": plan.data,
+        "started_from": before or None,
+        "provenance": provenance(),
+    }

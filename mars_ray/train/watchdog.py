@@ -43,7 +43,7 @@ class Watchdog:
             self._path.unlink()
 
     def feed(self, doing: str) -> None:
-        """The next thing begins, which has `timeout_s` seconds."""
+        """Say what begins now; it has `timeout_s` seconds."""
         self._fed, self._doing = time.monotonic(), doing
         faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
 
@@ -62,7 +62,7 @@ class Watchdog:
 
 
 def stacks(directory: Path) -> str:
-    """What to tell of the stacks in a directory; empty if there are none."""
+    """A sentence about the stacks in a directory; empty if there are none."""
     files = [path for path in sorted(directory.glob("rank_*.txt")) if path.stat().st_size]
     if not files:
         return ""

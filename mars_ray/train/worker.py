@@ -1,16 +1,17 @@
-"""What one worker does for a stage: put the parts together, restore, train. No Ray in here."""
+"""A stage on one worker: put its parts together, restore, train. No Ray in here."""
 
 import os
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch
 from mars_ray.data.loader import Loader, eval_batches
 from mars_ray.errors import (
     CheckpointError,
@@ -23,7 +24,6 @@ from mars_ray.model.shape import shape_of
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState, newest
 from mars_ray.train.deepspeed import DeepSpeedEngine
-from mars_ray.train.draft_trainee import draft_trainee, with_base_here
 from mars_ray.train.engine import Engine, PlainEngine, Step
 from mars_ray.train.loop import (
     Report,
@@ -37,15 +37,15 @@ from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.retention import Keeper
 from mars_ray.train.throughput import OwnTime, peak_flops
-from mars_ray.train.trainee import model_trainee, stage_zero_settings
+from mars_ray.train.trainee import draft_trainee, model_trainee, stage_zero_settings, with_base_here
 from mars_ray.train.watchdog import Watchdog
 
-# What torch says where the CPU's memory ends; CUDA's has a class of its own.
+# torch's message when the CPU's memory is full; for CUDA's it has an exception of its own.
 _CPU_SHORT = "can't allocate memory"
 
 
 def unpacked(pickled: bytes, ranks: Ranks) -> StagePlan:
-    """A plan that was pickled on another machine; collective.
+    """Read a plan that was pickled on another machine; collective.
 
     Raises TrainingError on every rank if one of them does not see the files that it names.
     """
@@ -197,20 +197,16 @@ def _loader(plan: StagePlan, ranks: Ranks) -> Loader:
 
 
 def _evaluation(plan: StagePlan, ranks: Ranks) -> Callable[[], Iterable[TokenBatch]] | None:
-    conversations = plan.eval
-    if conversations is None:
+    if plan.eval is None:
         return None
-
-    def batches() -> Iterable[TokenBatch]:
-        return eval_batches(
-            conversations,
-            micro_batch_size=plan.micro_batch_size(ranks.world_size),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            limit=plan.config.eval_rows,
-        )
-
-    return batches
+    return partial(
+        eval_batches,
+        plan.eval,
+        micro_batch_size=plan.micro_batch_size(ranks.world_size),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        limit=plan.config.eval_rows,
+    )
 
 
 def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainState:
@@ -233,7 +229,7 @@ def _read_checkpoint(plan: StagePlan, ranks: Ranks, directory: Path) -> TrainSta
 def _restore_rank(
     parts: StageParts, loop: TrainLoop, directory: Path, restored: TrainState
 ) -> None:
-    """Optimizer, random state and running means of this rank."""
+    """Restore optimizer, random state and running means of this rank."""
     ranks = parts.ranks
     parts.engine.load_optimizer_state(
         checkpoint.read_rank_state(directory, rank)["optimizer"]

@@ -1,4 +1,4 @@
-"""The sweep's own record: one line for all that happens to a trial, in the order it happened.
+"""The sweep's own record: a line for each thing that happens to a trial, in their order.
 
     {"event": "start",  "trial": id, "time": ..., "values": {...}}
     {"event": "score",  "trial": id, "time": ..., "step": 60, "score": 3.1, "metrics": {...}}
@@ -22,7 +22,7 @@ LEDGER_FILE = "trials.jsonl"
 
 @dataclass(slots=True)
 class TrialRecord:
-    """What is known of a trial."""
+    """Everything that the ledger knows of a trial."""
 
     trial: str
     values: dict[str, Any]  # its settings by key of the space; the latest, under PBT
@@ -34,12 +34,12 @@ class TrialRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that it was trained for, as far as evaluations tell."""
+        """Optimizer steps at its last evaluation."""
         return self.scores[-1][0] if self.scores else 0
 
     @property
     def score(self) -> float:
-        """The last one."""
+        """Score of its last evaluation."""
         return self.scores[-1][1] if self.scores else float("-inf")
 
 
@@ -78,6 +78,6 @@ class Ledger:
 
 
 def ended(path: Path) -> int:
-    """How many trials have; for who only watches, since it leaves the file as it is."""
+    """Number of trials that have ended; leaves the file as it is, so any process may ask."""
     events = read_journal(path, mend=False)
     return len({event["trial"] for event in events if event["event"] == "end"})

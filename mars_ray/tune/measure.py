@@ -13,8 +13,13 @@ from rich.console import Console
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
-from mars_ray.core.frontier import FRONTIER_FILE, Frontier, FrontierPoint, read_frontier
-from mars_ray.core.pareto import undominated
+from mars_ray.core.frontier import (
+    FRONTIER_FILE,
+    Frontier,
+    FrontierPoint,
+    read_frontier,
+    undominated,
+)
 from mars_ray.errors import ConfigError, MarsError, TrainingError
 from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
 from mars_ray.evaluate.tasks.base import Problem
@@ -74,7 +79,7 @@ def measure(
 
 
 def _raise_failure(done: list[ray.ObjectRef]) -> None:
-    """What failed in a task; Ray's own error says it behind the whole traceback over there."""
+    """Raise what failed in a task; Ray's own error hides it behind a traceback of the worker."""
     try:
         ray.get(done)
     except RayTaskError as error:
@@ -84,7 +89,7 @@ def _raise_failure(done: list[ray.ObjectRef]) -> None:
 
 
 def _gpus(job: TuneJob) -> float:
-    """Of one that generates: none where the trials have none either."""
+    """GPUs of a task that generates: none where the trials have none either."""
     on_cpu = job.objectives.engine.device == "cpu"
     return 0 if on_cpu else min(1, job.train.cluster.gpus_per_worker)
 

@@ -1,4 +1,4 @@
-"""What a sweep found, one row a trial: as JSON, as Parquet and as a table."""
+"""The results of a sweep, one row a trial: as JSON, as Parquet and as a table."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from mars_ray.tune.measure import START, fastest
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A trial. What it did not come to is None: generation is for survivors."""
+    """The results of a trial; None where it did not come so far: only survivors generate."""
 
     trial: str
     status: str
@@ -47,7 +47,8 @@ def rows_of(
     job: TuneJob, ledger: Ledger, frontiers: dict[str, Frontier], best: TrialRecord
 ) -> list[Row]:
     """All trials: the best first, then survivors, then by steps and score."""
-    rows = [_row(job, t, frontiers.get(t.trial), t.trial == best.trial) for t in _all(ledger)]
+    trials = ledger.trials.values()
+    rows = [_row(job, t, frontiers.get(t.trial), t.trial == best.trial) for t in trials]
     return sorted(rows, key=_rank, reverse=True)
 
 
@@ -99,7 +100,7 @@ _STATUSES = ("finished", "stopped", "failed")
 
 
 def _trained_steps(job: TuneJob, row: Row) -> int:
-    """Up to its last checkpoint: a run goes on while it is decided that it ends."""
+    """Steps up to its last checkpoint: a run goes on while Tune decides that it ends."""
     directory = Path(absolute_path(job.output_dir)) / "trials" / row.trial
     runs = directory.glob(f"*/stages/{job.stage_name}")
     found = [checkpoint.newest(run) for run in runs]
@@ -109,10 +110,6 @@ def _trained_steps(job: TuneJob, row: Row) -> int:
 def _rank(row: Row) -> tuple[float, ...]:
     score = float("-inf") if row.score is None else row.score
     return row.best, row.tokens_per_forward or 0, row.steps, score
-
-
-def _all(ledger: Ledger) -> list[TrialRecord]:
-    return list(ledger.trials.values())
 
 
 def _row(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, best: bool) -> Row:

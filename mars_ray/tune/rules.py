@@ -4,7 +4,8 @@ Ray Tune forgets what its schedulers have seen when a sweep is restored, and a r
 compare trials with fewer others. These rules are fed again from the sweep's own record.
 """
 
-from statistics import median
+from math import inf
+from statistics import fmean, median
 from typing import Protocol
 
 from mars_ray.config.tune import AshaScheduler, MedianScheduler, NoScheduler
@@ -14,12 +15,12 @@ class Rule(Protocol):
     """Higher scores are better; a trial's steps rise."""
 
     def stops(self, trial: str, step: int, score: float) -> bool:
-        """Take a score in, and say whether the trial ends."""
+        """Take in a score, and say whether the trial ends."""
         ...
 
 
 class RunToEnd:
-    """Nothing ends early."""
+    """No trial ends early."""
 
     def stops(self, trial: str, step: int, score: float) -> bool:
         return False
@@ -65,7 +66,7 @@ class MedianRule:
         ]
         if step < self._config.grace_steps or len(others) < self._config.min_trials:
             return False
-        means = [_mean([s for at, s in scores if at <= step]) for scores in others]
+        means = [fmean([s for at, s in scores if at <= step] or [-inf]) for scores in others]
         return max(s for _, s in mine) < median(means)
 
 
@@ -78,7 +79,3 @@ def rule_of(scheduler: AshaScheduler | MedianScheduler | NoScheduler, total_step
             return MedianRule(scheduler)
         case NoScheduler():
             return RunToEnd()
-
-
-def _mean(scores: list[float]) -> float:
-    return sum(scores) / len(scores) if scores else float("-inf")

@@ -69,7 +69,7 @@ def domains(job: TuneJob) -> dict[str, Any]:
 
 
 def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
-    """Draws points for so many trials at once. Optuna sees both objectives, not the score."""
+    """The searcher, for `at_once` trials. Optuna sees both objectives, not the score."""
     if job.searcher == "optuna":
         metrics = ["metrics/tokens_per_forward", "metrics/clean_ce"]
         optuna = OptunaSearch(metric=metrics, mode=["max", "min"], seed=job.seed)
@@ -78,7 +78,7 @@ def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
 
 
 def scheduler_of(job: TuneJob, ledger: Path) -> TrialScheduler:
-    """Decides who goes on."""
+    """The scheduler, which decides what trials go on."""
     if not isinstance(job.scheduler, PbtScheduler):
         return EarlyStopping(job, ledger)
     return PopulationBasedTraining(

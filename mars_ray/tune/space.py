@@ -17,7 +17,7 @@ from mars_ray.config.tune import Choice, IntRange, LogUniform, Parameter, TuneJo
 from mars_ray.errors import ConfigError
 
 Point = Mapping[str, float]
-# Corners are tried one by one; these many random points find settings that exclude each other.
+# Number of random points to try besides corners: they find settings that exclude each other.
 _TRIED_POINTS = 64
 
 

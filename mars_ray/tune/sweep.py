@@ -1,24 +1,64 @@
-"""The whole sweep: trials, then generation by the survivors, then files for people and programs."""
+"""A sweep from its configuration to its trials' ends; run again to resume.
 
+output_dir/
+  sweep.json        the resolved job, and what ran it
+  base/             the stages before the one that is tried, and the model that trials start from
+  cache/            tokenised sources, shared by all trials
+  trials.jsonl      what happened to each trial (ledger.py)
+  trials/<id>/      the Train runs of a trial
+  tune/             Ray Tune's own state
+  frontiers/<id>/   what the survivors generated
+  results.*, pareto.png, best.toml
+"""
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import tomli_w
+from ray import tune
+from ray.tune.experiment import Trial
 from rich.console import Console
 
+from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
+from mars_ray.errors import TrainingError
+from mars_ray.evaluate.run import problems_of
 from mars_ray.evaluate.sweep_plot import TrialPoint, plot_sweep
-from mars_ray.files import replaced, sole_writer, write_whole
-from mars_ray.tune.ledger import TrialRecord
-from mars_ray.tune.measure import START, best, fastest, measure, survivors
+from mars_ray.files import changed_keys, replaced, sole_writer, write_whole
+from mars_ray.progress import Lines
+from mars_ray.provenance import provenance
+from mars_ray.train.plan import absolute_path, initial_model, stage_plan, with_absolute_paths
+from mars_ray.train.run import run_training
+from mars_ray.tune.ledger import LEDGER_FILE, Ledger, TrialRecord, ended
+from mars_ray.tune.measure import START, best, check_room, fastest, measure, survivors
 from mars_ray.tune.results import Row, rows_of, summary_of, write_results
-from mars_ray.tune.run import absolute, run_trials, start_model
-from mars_ray.tune.space import trial_job
+from mars_ray.tune.search import domains, scheduler_of, searcher_of
+from mars_ray.tune.space import check_space, trial_job, values_at
+from mars_ray.tune.trial import MarsTrial, SweepPlan
 
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"
+_NAME = "tune"
+# Memory of a trial's own process, which has no share of a CPU, since it only waits.
+_DRIVER_MEMORY_BYTES = 500 << 20
+_SETTINGS = {
+    # Our ledger and table take their place.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_GLOBAL_CHECKPOINT_S": "5",
+    # A trial whose loss is not finite ends without metrics.
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +115,235 @@ def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
     table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
     header = f"# The best of {job.trials} trials: {chosen.trial}.\n"
     write_whole(path, header + tomli_w.dumps(table))
+
+
+def run_trials(job: TuneJob, console: Console) -> Ledger:
+    """Run every trial to its end, on the cluster that `ray.init` has connected to.
+
+    Raises ConfigError if a point of the space is no training job, or if what a trial leaves could
+    not generate, before any trial; DataError if the objectives' task cannot be read; and
+    TrainingError if output_dir holds another sweep or the sweep was stopped.
+    """
+    job = absolute(job)
+    check_space(job)
+    problems = problems_of(job.objectives.task)
+    _claim(job)
+    plan = SweepPlan(job, start_model(job))
+    check_room(job, problems, plan.start_model)
+    # Tokenised once, before the first trial asks.
+    stage_plan(job.train, job.stage_name, plan.start_model)
+    os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
+    # It misses the result files that it has been told not to write.
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    path = Path(job.output_dir) / LEDGER_FILE
+    with warnings.catch_warnings():
+        # A trial that takes another's place is a Train run of its own: there is nothing to reuse.
+        warnings.filterwarnings("ignore", "Consider boosting PBT performance")
+        tuner = _tuner(plan, _Watch(job, path, console), console)
+        with Lines(console, lambda: f"{ended(path)} of {job.trials} trials have ended"):
+            grid = tuner.fit()
+    ledger = Ledger(path)
+    _close_lost(ledger, {Path(result.path).name for result in grid})
+    unfinished = [trial.trial for trial in ledger.trials.values() if trial.status == "running"]
+    if unfinished or len(ledger.trials) < job.trials:
+        raise TrainingError("the sweep was stopped; run the same command again to resume")
+    return ledger
+
+
+def absolute(job: TuneJob) -> TuneJob:
+    """The same job, independent of the working directory, with one cache for all trials."""
+    output_dir = absolute_path(job.output_dir)
+    train = with_absolute_paths(job.train)
+    if train.data.cache_dir is None:
+        cached = train.data.model_copy(update={"cache_dir": str(Path(output_dir) / "cache")})
+        train = train.model_copy(update={"data": cached})
+    task = job.objectives.task
+    if isinstance(task, Gsm8kTask):
+        task = task.model_copy(update={"path": absolute_path(task.path)})
+    objectives = job.objectives.model_copy(update={"task": task})
+    update = {"output_dir": output_dir, "train": train, "objectives": objectives}
+    return job.model_copy(update=update)
+
+
+def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:
+    """As many as the job says, or as the cluster has room for now, which may grow for them: what
+    waits holds nothing but its driver's memory."""
+    if job.max_concurrent:
+        return min(job.max_concurrent, job.trials)
+    asked = job.train.cluster
+    room = int(cluster.get("CPU", 0) / (asked.workers * asked.cpus_per_worker) + 1e-9)
+    if asked.gpus_per_worker:
+        gpus = asked.workers * asked.gpus_per_worker
+        room = min(room, int(cluster.get("GPU", 0) / gpus + 1e-9))
+    return max(1, min(room, job.trials))
+
+
+def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
+    job = plan.job
+    trainable: Any = tune.with_resources(
+        tune.with_parameters(MarsTrial, plan=plan), {"memory": _DRIVER_MEMORY_BYTES}
+    )
+    state = Path(job.output_dir) / _NAME
+    if any(state.glob("experiment_state-*.json")):
+        console.print(f"resuming: {len(watch.ledger.trials)} of {job.trials} trials have begun")
+        return tune.Tuner.restore(
+            str(state), trainable, resume_unfinished=True, param_space=domains(job)
+        )
+    # Killed before its first trial: nothing to resume from.
+    shutil.rmtree(state, ignore_errors=True)
+    at_once = trials_at_once(job, ray.cluster_resources())
+    console.print(f"{job.trials} trials, {at_once} at once")
+    return tune.Tuner(
+        trainable,
+        param_space=domains(job),
+        tune_config=tune.TuneConfig(
+            num_samples=job.trials,
+            search_alg=searcher_of(job, at_once),
+            scheduler=scheduler_of(job, watch.ledger.path),
+            trial_dirname_creator=_directory_name,
+        ),
+        run_config=tune.RunConfig(
+            name=_NAME,
+            storage_path=job.output_dir,
+            failure_config=tune.FailureConfig(max_failures=job.retries),
+            # Trials write their own; population based training asks for copies when it needs them.
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            callbacks=[watch],
+            verbose=0,
+        ),
+    )
+
+
+class _Watch(tune.Callback):
+    """Writes the ledger and tells what happens, in the driver."""
+
+    def __init__(self, job: TuneJob, ledger: Path, console: Console) -> None:
+        self._job = job
+        self._ledger_path = ledger
+        self._console: Console | None = console
+        self._ledger: Ledger | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune keeps callbacks for a restored sweep, which reads the ledger anew.
+        return self.__dict__ | {"_console": None, "_ledger": None}
+
+    @property
+    def ledger(self) -> Ledger:
+        if self._ledger is None:
+            self._ledger = Ledger(self._ledger_path)
+        return self._ledger
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
+        self._begin(trial)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **_: Any
+    ) -> None:
+        if "score" not in result:
+            return
+        self._begin(trial)
+        step, score, metrics = result["step"], result["score"], result["metrics"]
+        self.ledger.append("score", trial.trial_id, step=step, score=score, metrics=metrics)
+        self._say(trial, f"step {step}: {_shown(metrics)}")
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
+    ) -> None:
+        last = trial.last_result
+        if "fatal" in last:
+            self.ledger.append("error", trial.trial_id, error=last["fatal"])
+            self._end(trial, "failed")
+        elif "model" in last:
+            model = Path(last["model"]).relative_to(self._job.output_dir)
+            self._end(trial, "finished", model=str(model))
+        else:
+            self._end(trial, "stopped")
+
+    def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
+        self._fail(trial)
+        self._say(trial, "is tried again")
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
+        self._fail(trial)
+        self._end(trial, "failed")
+
+    def _begin(self, trial: Trial) -> None:
+        """Note a trial's settings before its first step; population based training changes them."""
+        values = values_at(self._job, trial.config)
+        known = self.ledger.trials.get(trial.trial_id)
+        if known is None or known.status != "running" or known.values != values:
+            self.ledger.append("start", trial.trial_id, values=values)
+
+    def _fail(self, trial: Trial) -> None:
+        self._begin(trial)
+        error = _error(trial)
+        self.ledger.append("error", trial.trial_id, error=error)
+        self._say(trial, f"failed: {error}")
+
+    def _end(self, trial: Trial, status: str, **fields: Any) -> None:
+        self.ledger.append("end", trial.trial_id, status=status, **fields)
+        ended = sum(record.status != "running" for record in self.ledger.trials.values())
+        self._say(trial, f"{status} ({ended} of {self._job.trials} trials)")
+
+    def _say(self, trial: Trial, message: str) -> None:
+        console = self._console or Console(stderr=True)
+        console.print(f"{trial.trial_id}: {message}", highlight=False, soft_wrap=True)
+
+
+def start_model(job: TuneJob) -> Path:
+    """The model that trials start from; the stages before theirs are run if there are any."""
+    base = str(Path(job.output_dir) / "base")
+    before = {name: s for name, s in job.train.stages.items() if name != job.stage_name}
+    train = job.train.model_copy(update={"output_dir": base})
+    if not before:
+        return initial_model(train)
+    trained = run_training(train.model_copy(update={"stages": before}))
+    return list(trained.models.values())[-1]
+
+
+def _close_lost(ledger: Ledger, known: set[str]) -> None:
+    """End the trials that began seconds before a driver was killed: Tune kept nothing of them, and
+    others have taken their places."""
+    for trial in ledger.trials.values():
+        if trial.status == "running" and trial.trial not in known:
+            ledger.append("error", trial.trial, error="lost with the driver, soon after its start")
+            ledger.append("end", trial.trial, status="failed")
+
+
+def _claim(job: TuneJob) -> None:
+    """Make the directory this sweep's. Raises TrainingError if it is another's."""
+    path = Path(job.output_dir) / "sweep.json"
+    table = job.model_dump(mode="json")
+    if path.exists():
+        changed = changed_keys(_deciding(json.loads(path.read_text())["job"]), _deciding(table))
+        if changed:
+            raise TrainingError(
+                f"{job.output_dir} holds another sweep, with another {', '.join(changed)}. "
+                "Choose another output_dir, or delete this one to start afresh"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"job": table, "provenance": provenance()}, indent=1))
+
+
+def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trials depend on, by key: of the objectives the score alone. How survivors generate
+    may change, and is measured anew then."""
+    weight = job["objectives"]["clean_ce_weight"]
+    others = {key: value for key, value in job.items() if key != "objectives"}
+    return others | {"objectives.clean_ce_weight": weight}
+
+
+def _directory_name(trial: Trial) -> str:
+    return trial.trial_id
+
+
+def _error(trial: Trial) -> str:
+    """The last line of what ended an attempt, which names it."""
+    path = trial.error_file
+    text = Path(path).read_text() if path and Path(path).exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "its process died"
+
+
+def _shown(metrics: dict[str, float]) -> str:
+    return f"expected T/F {metrics['tokens_per_forward']:.3f}, clean {metrics['clean_ce']:.4f}"

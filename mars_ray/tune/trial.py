@@ -27,7 +27,7 @@ from mars_ray.train.store import CheckpointStore, below
 from mars_ray.tune.space import trial_job, values_at
 
 _POLL_S = 0.3
-# Of an attempt that is told to end: its checkpoint, and the worker group's own end.
+# Time for an attempt that is told to end: for its checkpoint and its worker group.
 _STOP_TIMEOUT_S = 120
 _EVAL = "eval_"
 # In a copy that Tune keeps: the directory of the run that it is of.
@@ -41,7 +41,7 @@ _DIVERGED = {"tokens_per_forward": 1.0, "clean_ce": 20.0}
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """What every trial is told; travels once through the object store."""
+    """What all trials have in common; it travels once through the object store."""
 
     job: TuneJob  # with absolute paths
     start_model: Path  # of the stage that is tried
@@ -154,7 +154,7 @@ class _Run(threading.Thread):
 
 
 def _log_to(path: Path) -> None:
-    """What a Train run says on its driver's terminal; the sweep's own shows the trials' ends."""
+    """Write to a file what a Train run says on its driver's terminal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr = path.open("a", buffering=1, encoding="utf-8")
 

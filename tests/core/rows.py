@@ -2,7 +2,7 @@
 
 import torch
 
-from mars_ray.core.batch import TokenBatch
+from mars_ray.core.layout import TokenBatch
 
 MASK = 99
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mars_ray.config.decode import Sampling
-from mars_ray.core.acceptance_rules import accepted_prefix, confidence, passes
+from mars_ray.core.acceptance import accepted_prefix, accepts, confidence, passes
 from mars_ray.core.sampling import scores, truncated
-from mars_ray.core.verification import accepts
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.1, 0.0]]).log()
 

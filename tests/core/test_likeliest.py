@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mars_ray.core.likeliest import likeliest
+from mars_ray.core.draft_head import likeliest
 
 
 @pytest.mark.parametrize(("size", "count"), [(49, 8), (640, 4), (1000, 8), (1000, 1), (6, 8)])

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.pareto import undominated
+from mars_ray.core.frontier import undominated
 
 POINTS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
 

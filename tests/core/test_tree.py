@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.draft_choice import Choice, Prospects, best_choice
-from mars_ray.core.outcomes import likeliest_outcomes
+from mars_ray.core.draft_choice import Choice, Prospects, best_choice, likeliest_outcomes
 from mars_ray.core.tree import (
     chain,
     children_of,

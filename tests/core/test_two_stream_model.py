@@ -16,8 +16,14 @@ from transformers import (
 
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
 from mars_ray.core.attention_mask import dense_mask
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.layout import NO_TARGET, Layout, clean_layout, compact_layout, paper_layout
+from mars_ray.core.layout import (
+    NO_TARGET,
+    Layout,
+    TokenBatch,
+    clean_layout,
+    compact_layout,
+    paper_layout,
+)
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import block_starts
 from mars_ray.model.forward import hidden_states, output_head

@@ -7,8 +7,7 @@ from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
 from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
 from mars_ray.core.attention_mask import dense_mask
-from mars_ray.core.batch import TokenBatch
-from mars_ray.core.layout import NO_TARGET, compact_layout
+from mars_ray.core.layout import NO_TARGET, TokenBatch, compact_layout
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import block_starts
 from mars_ray.decode.request import Request

@@ -23,8 +23,7 @@ from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import directory_of
-from mars_ray.train.initial import initial_model
-from mars_ray.train.plan import StagePlan
+from mars_ray.train.plan import StagePlan, initial_model
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 

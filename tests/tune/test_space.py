@@ -16,8 +16,8 @@ from mars_ray.config.schedule import MixedBlockSize
 from mars_ray.config.train import MarsObjective
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, DataError, TrainingError
-from mars_ray.tune.run import _claim, absolute, run_trials, trials_at_once
 from mars_ray.tune.space import check_space, draw, trial_job, values_at
+from mars_ray.tune.sweep import _claim, absolute, run_trials, trials_at_once
 from mars_ray.tune.trial import job_of
 
 NOWHERE = Path("nowhere")

@@ -25,8 +25,7 @@ from mars_ray.files import read_journal
 from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger
 from mars_ray.tune.measure import measure
-from mars_ray.tune.run import run_trials
-from mars_ray.tune.sweep import run_sweep
+from mars_ray.tune.sweep import run_sweep, run_trials
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 QUIET = Console(quiet=True)

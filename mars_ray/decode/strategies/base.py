@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from mars_ray.core.acceptance_rules import Measure
+from mars_ray.core.acceptance import Measure
 from mars_ray.core.tree import chain, path_to
 from mars_ray.decode.sequence import Sequence
 

@@ -1,0 +1,105 @@
+"""When proposals are accepted: by confidence, by verification, and counted without generating.
+
+- `confidence` and `passes`: the paper's left-to-right rule (section 3.3). Everything is float32: a
+  bfloat16 softmax rounds p > 0.998 to 1.
+- `accepts`: a draft is verified by the row before it in the next forward.
+- `acceptance_counts`: what `verified` decoding would commit, teacher-forced. On a block whose
+  prefix is the data's, the mask rows are the drafts and the clean rows at the same positions are
+  what autoregressive decoding would choose. Depth d survives in a block if depths 1 .. d all agree.
+  The data's text stands in for the model's own, so this is an estimate.
+
+Shape suffixes: N rows, V vocabulary, K drafts, B batch, R rows of a layout, M noisy rows, D depths.
+"""
+
+import torch
+from torch import Tensor
+
+from mars_ray.config.modes import Measure
+from mars_ray.core.layout import NO_TARGET, Layout
+
+
+def confidence(logits_NV: Tensor, measure: Measure) -> Tensor:
+    """Confidence of each row, float32 (N,).
+
+    `probability`: the largest p. `margin`: largest minus second largest. `entropy`: in nats, where
+    less is more confident. Leading dimensions other than N are kept.
+    """
+    log_p_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+    match measure:
+        case "probability":
+            return log_p_NV.amax(dim=-1).exp()
+        case "margin":
+            top_N2 = log_p_NV.topk(2, dim=-1).values.exp()
+            return top_N2[..., 0] - top_N2[..., 1]
+        case "entropy":
+            # A banned token has log p = -inf: its term is 0, not nan.
+            return -(log_p_NV.exp() * log_p_NV.clamp_min(-1e30)).sum(dim=-1)
+
+
+def passes(confidence_N: Tensor, threshold: float, measure: Measure) -> Tensor:
+    """Whether each proposal is confident enough, bool (N,); entropy passes at or below."""
+    if measure == "entropy":
+        return confidence_N <= threshold
+    return confidence_N >= threshold
+
+
+def accepted_prefix(passed_N: Tensor) -> int:
+    """How many proposals are accepted left to right: the length of the leading run of True."""
+    return int(passed_N.long().cumprod(dim=-1).sum())
+
+
+def accepts(scores_KV: Tensor, draft_K: Tensor, threshold: float) -> Tensor:
+    """Whether each draft passes, bool (K,); scores are those of `core.sampling.scores`.
+
+    At threshold 1 the draft must be the argmax itself, so that a tie cannot change the output.
+    Below, its score may lie log(1 / threshold) under the largest: at temperature 0 that is
+    p(d) >= threshold * max p; when sampling, the same of probabilities times their noise.
+    """
+    if threshold == 1:
+        return scores_KV.argmax(dim=-1) == draft_K
+    draft_score_K = scores_KV.gather(-1, draft_K.unsqueeze(-1)).squeeze(-1)
+    return (draft_score_K - scores_KV.amax(dim=-1)).exp() >= threshold
+
+
+def acceptance_counts(layout: Layout, predicted_BR: Tensor, depths: int) -> Tensor:
+    """Blocks that reach depth d, and those of them where depths 1..d agree, float64 (2, D).
+
+    `predicted_BR` holds each row's argmax (anything where there is no target). Additive over
+    batches and ranks.
+    """
+    counts = torch.zeros(2, depths, dtype=torch.float64, device=predicted_BR.device)
+    for row in range(predicted_BR.shape[0]):
+        noisy_M = (layout.depth_BR[row] > 0) & (layout.target_BR[row] != NO_TARGET)
+        if noisy_M.any():
+            _count_row(layout, predicted_BR, row, noisy_M.nonzero().squeeze(1), counts)
+    return counts
+
+
+def _count_row(
+    layout: Layout, predicted_BR: Tensor, row: int, index_M: Tensor, counts: Tensor
+) -> None:
+    clean_R = ~layout.is_noisy_BR[row] & (layout.document_BR[row] >= 0)
+    keys = layout.document_BR[row] * (1 << 32) + layout.position_BR[row]
+    order = torch.where(clean_R, keys, torch.iinfo(keys.dtype).max).argsort()
+    twin_M = order[torch.searchsorted(keys[order][: int(clean_R.sum())], keys[index_M])]
+    agree_M = predicted_BR[row, index_M] == predicted_BR[row, twin_M]
+    # Rows of a block lie next to each other in rising depth: a disagreement at depth d rules out
+    # every deeper one of its block.
+    depth_M = layout.depth_BR[row, index_M]
+    block_M = (depth_M == 1).cumsum(0)
+    first_bad = torch.full((int(block_M[-1]) + 1,), 1 << 30, device=depth_M.device)
+    first_bad.scatter_reduce_(0, block_M[~agree_M], depth_M[~agree_M], "amin")
+    survives_M = depth_M < first_bad[block_M]
+    counts[0] += torch.bincount(depth_M - 1, minlength=counts.shape[1])
+    counts[1] += torch.bincount(depth_M[survives_M] - 1, minlength=counts.shape[1])
+
+
+def survival(counts: Tensor) -> list[float]:
+    """Share of blocks in which depths 1..d agree, for each depth that was seen."""
+    reached, agreed = counts.tolist()
+    return [a / r for r, a in zip(reached, agreed, strict=True) if r > 0]
+
+
+def expected_tokens_per_forward(counts: Tensor) -> float:
+    """Expected T/F of greedy `verified` decoding that always has drafts: 1 + sum of survivals."""
+    return 1 + sum(survival(counts))
