@@ -20,7 +20,7 @@ from live_load import Asked
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.simulate import Cluster, Kill, Slowdown
+from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import DONE
 from mars_ray.simulator.engine.policy import Deciding
 from mars_ray.simulator.engine.result import Outcome

@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -24,9 +24,8 @@ from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
-from mars_ray.config.load import load_job
+from mars_ray.config.load import JOB_KINDS, load_job, parse_job
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError
@@ -274,6 +273,8 @@ def simulate(
     dry_run: DryRun = False,
 ) -> None:
     """Compare scaling policies on traces, on a virtual clock."""
+    from mars_ray.simulator.config import SimulateJob
+
     job = _job(SimulateJob, job_file, overrides, dry_run)
     from mars_ray.simulator.comparison import print_comparison, run_simulations, summary
     from mars_ray.simulator.page import write_report
@@ -346,20 +347,19 @@ def _job(
     overrides: list[str] | None,
     dry_run: bool,
 ) -> AnyJob:
-    from mars_ray.config.load import parse_job
-
+    several = kinds if isinstance(kinds, tuple) else (kinds,)
+    own = {kind.model_fields["kind"].default: kind for kind in several}
     if isinstance(source, Path):
-        job = load_job(source, overrides or ())
+        job = load_job(source, overrides or (), JOB_KINDS | own)
     else:
         job = parse_job(source, source="command line", overrides=overrides or ())
-    if not isinstance(job, kinds):
-        several = kinds if isinstance(kinds, tuple) else (kinds,)
-        wanted = " or ".join(repr(kind.model_fields["kind"].default) for kind in several)
+    if not isinstance(job, several):
+        wanted = " or ".join(map(repr, own))
         raise ConfigError(f"{source}: this command takes a job of kind {wanted}")
     if dry_run:
         print(job.model_dump_json(indent=2))
         raise typer.Exit
-    return job
+    return cast(AnyJob, job)
 
 
 def _seen_from(directory: str, path: Path) -> str:

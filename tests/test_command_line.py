@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +136,31 @@ def test_an_address_that_is_none_is_one_line(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(ConfigError, match=r"answers at 'nonsense'.*RAY_ADDRESS=HOST"):
         cli._Cluster("auto").__enter__()
+
+
+WITHOUT_NUMBA = """
+import importlib
+import sys
+from pathlib import Path
+
+sys.modules["numba"] = None
+from mars_ray import cli
+
+root = Path(cli.__file__).parent
+for path in sorted(root.rglob("*.py")):
+    name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+    if not name.endswith("__") and not name.startswith("mars_ray.simulator."):
+        importlib.import_module(name)
+assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
+sys.argv = ["mars-ray", "simulate", "jobs/simulate-fast.toml"]
+cli.main()
+"""
+
+
+def test_only_simulate_needs_numba():
+    """Guards a service that cannot start without the simulator's compiler, and a traceback in place
+    of the name of what has to be installed."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("mars-ray: ConfigError: ")
+    assert 'pip install "mars-ray[simulate]"' in done.stderr

@@ -34,10 +34,9 @@ from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.demo.asking import ask
 from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.beside import TRANSFORMERS, Decoded, decode_beside
-from mars_ray.evaluate.parts import Kept
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
-from mars_ray.files import replaced
+from mars_ray.files import Kept, replaced
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
 from mars_ray.serve.deploy import check_port, start

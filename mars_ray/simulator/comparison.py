@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
 from mars_ray.errors import ConfigError
-from mars_ray.evaluate.parts import Kept, run_parts
+from mars_ray.files import Kept
 from mars_ray.provenance import provenance
 from mars_ray.simulator.baselines.contenders import Setting, contender, run
 from mars_ray.simulator.baselines.tuning import tuned
+from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
 from mars_ray.simulator.engine.result import Outcome, Timeline, summarise
+from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 from mars_ray.simulator.verdict import margin, percent

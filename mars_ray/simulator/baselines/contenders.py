@@ -8,11 +8,11 @@ import numpy as np
 
 from mars_ray.autoscale.service_model import Level, Mix, ServiceModel
 from mars_ray.config.scaling import ScalingConfig
-from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
 from mars_ray.simulator.baselines.fixed import Clairvoyant, Fixed
 from mars_ray.simulator.baselines.knative import Knative
 from mars_ray.simulator.baselines.llm_d import LlmD
 from mars_ray.simulator.baselines.ray_serve import RayDefault, RayTtft
+from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
 from mars_ray.simulator.engine.policy import Deciding, Policy
 from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import EXACT, Fixture, Progress, simulate

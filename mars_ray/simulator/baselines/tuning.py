@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from mars_ray.config.simulate import PolicyName
 from mars_ray.simulator.baselines.contenders import Contender, Knob, Manner, Setting, contender, run
+from mars_ray.simulator.config import PolicyName
 from mars_ray.simulator.engine.result import summarise
 
 

@@ -11,8 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numba
-from numba.core import config
+from mars_ray.errors import ConfigError
+
+try:
+    import numba
+    from numba.core import config
+except ModuleNotFoundError:
+    raise ConfigError(
+        'the simulator needs numba, which is not installed: pip install "mars-ray[simulate]"'
+    ) from None
 
 # Neither is known to type checkers as what it is.
 _CONFIG: Any = config

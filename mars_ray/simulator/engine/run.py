@@ -8,7 +8,7 @@ import numpy as np
 
 from mars_ray.autoscale.decision import Decision
 from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
-from mars_ray.config.simulate import Cluster, Kill, Slowdown
+from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import (
     DRAINING,
     ENDS,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mars_ray.config.traces import FlashTrace, Lengths, RampTrace, SineTrace
+from mars_ray.simulator.config import FlashTrace, Lengths, RampTrace, SineTrace
 from mars_ray.simulator.traces.trace import Floats, Ints, Trace
 
 

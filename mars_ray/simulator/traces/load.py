@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mars_ray.config.traces import (
+from mars_ray.simulator.config import (
     AzureTrace,
     FileTrace,
     FlashTrace,

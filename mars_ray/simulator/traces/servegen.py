@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_ray.config.traces import ServeGenTrace
 from mars_ray.errors import DataError
+from mars_ray.simulator.config import ServeGenTrace
 from mars_ray.simulator.traces.read import missing
 from mars_ray.simulator.traces.trace import Floats, Ints, Trace
 
