@@ -300,24 +300,6 @@ def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fal
     _print_result({"destination": shown(job.destination)} | asdict(written))
 
 
-@bench.command("train-step")
-def bench_train_step(
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    case: Annotated[
-        list[str] | None, typer.Option(help="tiny, qwen2.5-0.5b, smollm2-135m.")
-    ] = None,
-) -> None:
-    """Time and peak memory of a MARS step over an SFT step on the same tokens."""
-    from mars_ray.evaluate.bench_train_step import CASES, run_bench
-    from mars_ray.files import check_writable
-
-    unknown = set(case or ()) - set(CASES)
-    if unknown:
-        raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
-    check_writable(output, "--output")
-    _keep(run_bench(case or list(CASES), _console()), output)
-
-
 @bench.command("decode")
 def bench_decode(
     job_file: JobFile,
