@@ -35,7 +35,7 @@ from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.data.chat import Message, encode_prompt
-from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.evaluate.tasks import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
 from mars_ray.serve.deploy import APP_NAME, service_model, start

@@ -28,8 +28,7 @@ from mars_ray.data.corpus import problems
 from mars_ray.decode.loading import drafting_card
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
-from mars_ray.evaluate.run import problems_of
-from mars_ray.evaluate.tasks.prompts import kinds_in_turn
+from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer

@@ -15,7 +15,8 @@ from mars_ray.config.modes import Mode
 from mars_ray.core.frontier import mode_label
 from mars_ray.decode.loading import load_engine
 from mars_ray.evaluate.peers import mars_peer, transformers_peer
-from mars_ray.evaluate.run import problems_of, prompts_of
+from mars_ray.evaluate.run import prompts_of
+from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import Kept
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars

@@ -28,7 +28,7 @@ from rich.console import Console
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import TrainingError
-from mars_ray.evaluate.run import problems_of
+from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import replaced
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
-from mars_ray.evaluate.sweep_plot import TrialPoint, plot_sweep
+from mars_ray.evaluate.plots import TrialPoint, plot_sweep
 from mars_ray.files import replaced, sole_writer
 from mars_ray.tune.ledger import TrialRecord
 from mars_ray.tune.measure import START, best, fastest, measure, survivors

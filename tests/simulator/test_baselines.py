@@ -23,8 +23,8 @@ from mars_ray.simulator.baselines.ray_serve import Delays, RayDefault, RayTtft
 from mars_ray.simulator.baselines.tuning import tuned
 from mars_ray.simulator.config import ALL_POLICIES, PolicyName, SimulateJob
 from mars_ray.simulator.engine.observe import Observed
-from mars_ray.simulator.engine.policy import Policy
 from mars_ray.simulator.engine.result import summarise
+from mars_ray.simulator.engine.run import Policy
 
 
 def sample(running: int, busy: int = 0, target: int | None = None, **more) -> Observed:

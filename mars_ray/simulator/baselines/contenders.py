@@ -13,9 +13,8 @@ from mars_ray.simulator.baselines.knative import Knative
 from mars_ray.simulator.baselines.llm_d import LlmD
 from mars_ray.simulator.baselines.ray_serve import RayDefault, RayTtft
 from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
-from mars_ray.simulator.engine.policy import Deciding, Policy
 from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import EXACT, Fixture, Progress, simulate
+from mars_ray.simulator.engine.run import EXACT, Deciding, Fixture, Policy, Progress, simulate
 from mars_ray.simulator.traces.trace import Trace
 
 

@@ -101,7 +101,9 @@ class World(NamedTuple):
     replicas: Records  # [R]
     batch: Records  # [R, B]
     ready: Ints  # places that take requests, the first READIES
-    tree: Floats  # next event of each place, see tree.py
+    # Next event of each place: a tournament, [2P] with P a power of two. The winner of the subtree
+    # under i stands at tree[i]; place r enters at tree[P + r].
+    tree: Floats
     counts: Ints
     first_log: Ints  # requests by time of the first token; a retried one may be in it twice
     end_log: Ints  # requests by time of their end

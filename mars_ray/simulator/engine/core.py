@@ -23,8 +23,7 @@ from mars_ray.simulator.engine.arrays import (
     World,
 )
 from mars_ray.simulator.engine.compiled import compiled
-from mars_ray.simulator.engine.engine import begin, cut, end_segment
-from mars_ray.simulator.engine.tree import first_place, set_event
+from mars_ray.simulator.engine.engine import begin, cut, end_segment, first_place, set_event
 
 
 @compiled

@@ -11,9 +11,8 @@ import math
 
 import numpy as np
 
-from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Tables, World
+from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Floats, Tables, World
 from mars_ray.simulator.engine.compiled import compiled
-from mars_ray.simulator.engine.tree import set_event
 
 # Tokens left below this are rounding.
 NONE_LEFT = 1e-6
@@ -175,3 +174,24 @@ def _leave(world: World, place: int, now: float) -> None:
             world.batch[place, kept] = sequence
         kept += 1
     replica.running = kept
+
+
+@compiled
+def set_event(tree: Floats, place: int, at_s: float) -> None:
+    """The place's next event; infinite for none."""
+    node = len(tree) // 2 + place
+    tree[node] = at_s
+    node //= 2
+    while node >= 1:
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+        node //= 2
+
+
+@compiled
+def first_place(tree: Floats) -> int:
+    """The place whose event comes first; of equals the lowest."""
+    leaves = len(tree) // 2
+    node = 1
+    while node < leaves:
+        node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1
+    return node - leaves

@@ -3,11 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from mars_ray.autoscale.decision import Decision
+from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.decision import Decision, State
+from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
+from mars_ray.config.scaling import ScalingConfig
 from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import (
     DRAINING,
@@ -25,7 +29,6 @@ from mars_ray.simulator.engine.arrays import (
 )
 from mars_ray.simulator.engine.core import advance, drain, kill, set_levels, set_slowness, start
 from mars_ray.simulator.engine.observe import Observer
-from mars_ray.simulator.engine.policy import Policy
 from mars_ray.simulator.engine.result import Outcome, Timeline
 from mars_ray.simulator.traces.trace import Trace
 
@@ -34,6 +37,29 @@ EXACT = (Level(1.0, 0.0, (PLAIN,)),)
 # A run whose queues never empty ends so long after the last arrival; what is open has failed.
 _PATIENCE_S = 7200.0
 Progress = Callable[[int, int], None]  # requests ended, of all
+
+
+class Policy(Protocol):
+    """One run's policy, with its memory."""
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """Replicas and threshold from now on, by what a cluster could see."""
+        ...
+
+
+class Deciding:
+    """The policy that Ray Serve runs too."""
+
+    def __init__(self, config: ScalingConfig, model: ServiceModel) -> None:
+        self._config = config
+        self._model = model
+        self._state = State()
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """As `decide`, with the state that it returned the last time."""
+        decision = decide(sample, self._state, self._config, self._model, now)
+        self._state = decision.state
+        return decision
 
 
 @dataclass(frozen=True, slots=True)
