@@ -307,7 +307,7 @@ def bench_decode(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Tokens per second of our modes and of other decoders, side by side."""
+    """Measure tokens per second of our modes and of other decoders, side by side."""
     job = _job(BenchDecodeJob, job_file, overrides, dry_run)
     from mars_ray.files import check_writable
 
@@ -345,7 +345,7 @@ def _job(
 
 
 def _seen_from(directory: str, path: Path) -> str:
-    """A path below the directory without it; any other in full."""
+    """The path relative to the directory if it lies below it; any other path in full."""
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
@@ -356,7 +356,7 @@ def _adapt_job(
     minutes: float | None,
     dry_run: bool,
 ) -> AdaptJob:
-    """A job file, or the job of a model by its name."""
+    """The job of a file, or the default job of a model that is named instead."""
     more = [] if minutes is None else [f"minutes={minutes}"]
     if data:
         files = json.dumps([str(path) for path in data])
@@ -385,14 +385,15 @@ def _console() -> Any:
 
 
 def _saying(text: str) -> Any:
-    """What a log says every half minute, of what cannot be counted."""
+    """A context that logs this text every half minute, for work that cannot be counted."""
     from mars_ray.progress import Lines
 
     return Lines(_console(), lambda: text)
 
 
 def _use_haproxy() -> None:
-    """For the cluster that this command starts. Raises ConfigError if one is named."""
+    """Set HAProxy up for the cluster that this command starts. Raises ConfigError if a cluster is
+    named."""
     if (address := os.environ.get("RAY_ADDRESS", "local")) != "local":
         raise ConfigError(
             f"--haproxy is for a cluster that this command starts; the nodes of {address} need it "

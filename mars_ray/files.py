@@ -105,7 +105,7 @@ class Kept:
     """
 
     def __init__(self, path: Path | None, work: str) -> None:
-        """Without a path they are not kept."""
+        """Without a path, values are kept in memory only."""
         self._path = path
         self._work = work
         self._values: dict[str, Any] = {}

@@ -35,7 +35,7 @@ class Decoded:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all batches, each of which waits for its longest answer."""
+        """Speed over all batches, each of which waits for its longest answer."""
         return sum(map(len, self.tokens)) / self.seconds
 
     def identical(self, other: "Decoded") -> float:
@@ -47,8 +47,8 @@ class Decoded:
 def decode_beside(
     job: EvaluateJob, modes: Sequence[Mode], kept: Kept, console: Console
 ) -> dict[str, Decoded]:
-    """By `transformers` and the modes' labels; greedy, in batches as large as the engine's, which
-    must be of a given dtype: transformers' is the same.
+    """Greedy answers of transformers and of each mode, by `transformers` and the modes' labels, in
+    batches as large as the engine's. The engine's dtype must be given: transformers has the same.
 
     Batches that are kept already are not decoded again. Raises MarsError.
     """

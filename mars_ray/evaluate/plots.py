@@ -24,7 +24,7 @@ _STYLE = {
 
 
 def plot_frontier(frontier: Frontier, path: Path) -> None:
-    """One curve per mode, thresholds as labels, 95% intervals as bars; 1200 x 800 pixels."""
+    """Draw one curve per mode, thresholds as labels, 95% intervals as bars; 1200 x 800 pixels."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -76,7 +76,7 @@ def _draw_curve(axes: Axes, mode: str, points: list[FrontierPoint]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrialPoint:
-    """A trial as it is drawn."""
+    """What is drawn of a trial."""
 
     label: str
     finished: bool

@@ -50,7 +50,7 @@ class Evaluation:
 
     @property
     def plot(self) -> Path:
-        """The picture."""
+        """Path of the plot."""
         return self.directory / PLOT_FILE
 
 
@@ -66,7 +66,7 @@ class _ModeResult:
 def prompts_of(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
-    """The tokens of each problem, as a model is asked it."""
+    """Token ids of each problem's prompt."""
     return [tuple(encode_prompt(p.messages, tokenizer)) for p in problems]
 
 
@@ -221,7 +221,7 @@ def _without_references(
     *,
     is_unseen: bool,
 ) -> dict[str, Any]:
-    """What stands in the place of accuracy, if these are prompts without reference answers."""
+    """The measures that prompts without reference answers have in place of accuracy."""
     if problems[0].answer is not None:
         return {}
     rows = list(zip(answers, same, strict=True))

@@ -32,7 +32,7 @@ class Problem:
 
     @property
     def messages(self) -> list[Message]:
-        """What the model is asked."""
+        """The messages that the model is asked."""
         return list(self.turns) or [Message("user", self.question)]
 
 
@@ -95,8 +95,7 @@ def prompts_problems(task: PromptsTask) -> list[Problem]:
 
 
 def kinds_in_turn(problems: list[Problem]) -> list[Problem]:
-    """The first problem of every kind, the second of every kind, and so on: so the first few are of
-    all kinds."""
+    """The first problem of every kind, then the second of every kind, and so on."""
     by_kind: dict[str | None, list[Problem]] = {}
     for problem in problems:
         by_kind.setdefault(problem.kind, []).append(problem)

@@ -13,7 +13,7 @@ from mars_ray.config.scaling import ScalingConfig
 
 
 class _Source(Config):
-    """What any source may be turned into: another rate, a part of its time."""
+    """Changes that any source allows: another rate, a part of its time."""
 
     rate_factor: float = Field(
         default=1.0,
@@ -79,7 +79,7 @@ class ServeGenTrace(_Source):
 
     @property
     def repeats(self) -> bool:
-        """Rates are multiplied instead."""
+        """False: rates are multiplied instead."""
         return False
 
 
@@ -171,7 +171,7 @@ ALL_POLICIES: tuple[PolicyName, ...] = (
 
 
 class Kill(Config):
-    """Replicas that die at once, whichever."""
+    """Replicas that die at once, chosen at random."""
 
     at_s: float = Field(ge=0)
     replicas: int = Field(default=1, ge=1)
@@ -185,7 +185,7 @@ class Slowdown(Config):
 
 
 class Cluster(Config):
-    """What is not the policy's to choose."""
+    """The cluster's properties, which no policy chooses."""
 
     cold_start_s: float = Field(default=100.0, ge=0, description="until a new replica answers")
     first_cold_starts_s: tuple[NonNegativeFloat, ...] = Field(
@@ -215,7 +215,7 @@ class Cluster(Config):
 
 
 class SimulateJob(Config):
-    """Every policy on every trace with every seed."""
+    """A simulation of every policy on every trace with every seed."""
 
     kind: Literal["simulate"] = "simulate"
     name: str

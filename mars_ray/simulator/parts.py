@@ -64,7 +64,7 @@ def _in_processes(
 
 
 def _let_die() -> None:
-    """Of Ctrl-C, without a traceback for each process; and with the command, however it ends."""
+    """Let a worker die of Ctrl-C without a traceback, and with the command, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

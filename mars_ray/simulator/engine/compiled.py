@@ -28,7 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """Compiled at its first call."""
+    """The function, compiled at its first call."""
     if _FOLDER is None:
         return _NJIT(function)
     before = _CONFIG.CACHE_DIR
@@ -40,7 +40,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _cache_folder() -> Path | None:
-    """None where nothing can be written: then every process compiles."""
+    """Folder of compiled functions; None where nothing can be written: every process compiles."""
     digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -124,7 +124,7 @@ def _elapsed_s(first_s: float, growth_s: float, steps: int) -> float:
 
 @compiled
 def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, int]:
-    """From the queue into the batch while prompts do not fill a step.
+    """Take requests from the queue into the batch while prompts do not fill a step.
 
     The cache must hold all of a sequence's tokens to come: nobody is sent back later, as the real
     engine may have to. A sequence that is too long for it runs alone. Returns the prompt tokens to
@@ -158,7 +158,7 @@ def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, in
 
 @compiled
 def _leave(world: World, place: int, now: float) -> None:
-    """Sequences that are complete; the others keep their order."""
+    """Take complete sequences out of the batch; the others keep their order."""
     replica = world.replicas[place]
     kept = 0
     for i in range(replica.running):
@@ -178,7 +178,7 @@ def _leave(world: World, place: int, now: float) -> None:
 
 @compiled
 def set_event(tree: Floats, place: int, at_s: float) -> None:
-    """The place's next event; infinite for none."""
+    """Set the time of the place's next event; infinite for none."""
     node = len(tree) // 2 + place
     tree[node] = at_s
     node //= 2

@@ -56,7 +56,7 @@ class Deciding:
         self._state = State()
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """As `decide`, with the state that it returned the last time."""
+        """What `decide` says, with the state that it returned the last time."""
         decision = decide(sample, self._state, self._config, self._model, now)
         self._state = decision.state
         return decision
@@ -64,7 +64,7 @@ class Deciding:
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """All of a run but its policy."""
+    """Everything that a run is made of, but for its policy."""
 
     trace: Trace
     model: ServiceModel
@@ -77,7 +77,7 @@ class Fixture:
 
 
 def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None) -> Outcome:
-    """The same fixture and an equal policy give the same outcome."""
+    """Run a policy; the same fixture and an equal policy give the same outcome."""
     return _Run(fixture, policy).run(progress)
 
 
@@ -128,7 +128,7 @@ class _Run:
         start(self.world, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
 
     def run(self, progress: Progress | None) -> Outcome:
-        """Ticks until every request has ended."""
+        """Tick until every request has ended."""
         trace, tick_s = self.fixture.trace, self.fixture.cluster.tick_s
         cluster = self.fixture.cluster
         events = sorted((*cluster.kills, *cluster.slowdowns), key=lambda event: event.at_s)
@@ -172,7 +172,7 @@ class _Run:
         self._measure_cold_start(now)
 
     def _order(self, now: float, level: int) -> None:
-        """A replica. What is wanted before the first request has been there for long."""
+        """Order a replica; one that is wanted at the beginning has been there for long."""
         cold_s = 0.0
         if now > 0:
             cluster = self.fixture.cluster
@@ -183,7 +183,7 @@ class _Run:
         start(self.world, 1, now, now + cold_s, level)
 
     def _measure_cold_start(self, now: float) -> None:
-        """Of the newest replica that has come: it is known once it is over."""
+        """Note the cold start of the newest replica that is ready."""
         self.coming.sort()
         while self.coming and self.coming[0][0] <= now:
             _, self.cold_start_s = self.coming.pop(0)
