@@ -66,7 +66,7 @@ fuzz: setup                    ## 6,000 requests made up from the served schema:
 	FUZZ_REQUESTS=6000 $(TESTS) -s tests/serve/test_fuzz.py $(ARGS)
 
 bench: setup                   ## writes benchmarks/results/, then the tables of the README
-	OMP_NUM_THREADS=2 $(BIN)/mars-ray bench train-step --output benchmarks/results/train_step.json
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/train_step.py --output benchmarks/results/train_step.json
 	$(BIN)/python benchmarks/render.py
 
 # AIPERF: the program that benchmarks/install_load_tool.sh installs; VLLM: a Python that has vLLM.

@@ -70,6 +70,16 @@ def _identical(label: str) -> Callable[[Result], float]:
     return value
 
 
+def _chunk_functions(result: Result) -> float:
+    """How many functions a chunk of a streamed answer goes through."""
+    return len(result["chunk"]["after"])
+
+
+def _test_minutes(result: Result) -> float:
+    """How long `make test` takes without its checks."""
+    return (result["fast_s"] + result["ray_s"]) / 60
+
+
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
 
 
@@ -103,6 +113,12 @@ HEADLINES = {
     "adapter.step_memory_over_sft": Headline(
         "adapter_step", _most("draft, 1 grid", "memory_ratio")
     ),
+    # Of the package without its simulator.
+    "code.lines": Headline("code_size", _at("parts", "mars_ray", "lines")),
+    "code.lines_before": Headline("code_size", _at("parts", "mars_ray", "lines_before")),
+    "code.deleted": Headline("code_size", _at("parts", "mars_ray", "deleted")),
+    "code.chunk_functions": Headline("house_walks", _chunk_functions),
+    "code.test_minutes": Headline("test_minutes", _test_minutes),
 }
 
 

@@ -33,8 +33,8 @@ from mars_ray.core.loops import is_looping
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
-from mars_ray.evaluate.run import problems_of, prompts_of
-from mars_ray.evaluate.tasks.prompts import kinds_in_turn
+from mars_ray.evaluate.run import prompts_of
+from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
 from mars_ray.model.directory import weight_files
 from mars_ray.model.load import load_tokenizer, multiplies_bfloat16
 from mars_ray.model.stop import stop_ids

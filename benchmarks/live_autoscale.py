@@ -34,14 +34,14 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.config.traces import AzureTrace
 from mars_ray.data.chat import Message, encode_prompt
-from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.evaluate.tasks import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
 from mars_ray.provenance import provenance
 from mars_ray.serve.deploy import APP_NAME, service_model, start
 from mars_ray.serve.status import Decided
 from mars_ray.serve.threshold_actor import end_controls
+from mars_ray.simulator.config import AzureTrace
 from mars_ray.simulator.engine.result import Outcome, summarise
 from mars_ray.simulator.traces.load import load_trace
 

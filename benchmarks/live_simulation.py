@@ -20,11 +20,10 @@ from live_load import Asked
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.simulate import Cluster, Kill, Slowdown
+from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import DONE
-from mars_ray.simulator.engine.policy import Deciding
 from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import Fixture, simulate
+from mars_ray.simulator.engine.run import Deciding, Fixture, simulate
 from mars_ray.simulator.traces.trace import Trace
 
 LOOK_S = 0.5

@@ -54,11 +54,11 @@ def schedules(result: dict[str, Any]) -> list[str]:
     ]
     lines += [
         f"| {row['variant']} | {len(row['seeds'])} | {row['tokens_per_forward']:.3f} | "
-        f"{_difference(row, 'tokens_per_forward', '+.3f')} | "
+        f"{difference(row, 'tokens_per_forward', '+.3f')} | "
         f"{row['tokens_per_forward_all_outcomes']:.3f} | "
-        f"{_difference(row, 'tokens_per_forward_all_outcomes', '+.3f')} | "
+        f"{difference(row, 'tokens_per_forward_all_outcomes', '+.3f')} | "
         f"{row['exact_accuracy']:.1%} | "
-        f"{_difference(row, 'exact_accuracy', '+.1%')} | {row['clean_ce']:.4f} |"
+        f"{difference(row, 'exact_accuracy', '+.1%')} | {row['clean_ce']:.4f} |"
         for row in rows
     ]
     return [
@@ -71,7 +71,8 @@ def schedules(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _difference(row: dict[str, Any], measure: str, form: str) -> str:
+def difference(row: dict[str, Any], measure: str, form: str) -> str:
+    """The mean difference to the first variant, with its interval if there is one."""
     half = row[f"{measure}_half_width"]
     text = format(row[f"{measure}_difference"], form)
     return text if half is None else f"{text} ± {format(half, form).lstrip('+')}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from render_sweeps import difference
 from rich.console import Console
 from rich.table import Table
 
@@ -193,12 +194,6 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['clean_ce']:.4f}",
         )
     console.print(table)
-
-
-def difference(row: dict[str, Any], measure: str, form: str) -> str:
-    """The mean difference, with its interval if there is one."""
-    text, half = format(row[f"{measure}_difference"], form), row[f"{measure}_half_width"]
-    return text if half is None else f"{text} ± {format(half, form).lstrip('+')}"
 
 
 if __name__ == "__main__":

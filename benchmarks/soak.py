@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mars_ray.cluster.port import free_port
 from mars_ray.data.corpus import problems
 from mars_ray.provenance import provenance
 
@@ -203,9 +203,7 @@ def _greedy(checkpoint: str) -> dict[str, str]:
 @contextmanager
 def _service(checkpoint: str) -> Iterator[tuple[psutil.Process, str]]:
     """`mars-ray serve` with a small queue, so that bursts overflow it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = ["serve", checkpoint, f"port={port}", "model_name=soak", "cpus_per_replica=0.5"]
     # One replica that stays: memory is judged process by process.
     words += ["replicas=1", "engine.dtype=float32", "engine.threads=1", "engine.max_context=512"]

@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -23,9 +23,8 @@ from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
-from mars_ray.config.load import load_job
+from mars_ray.config.load import JOB_KINDS, load_job, parse_job
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError
@@ -273,6 +272,8 @@ def simulate(
     dry_run: DryRun = False,
 ) -> None:
     """Compare scaling policies on traces, on a virtual clock."""
+    from mars_ray.simulator.config import SimulateJob
+
     job = _job(SimulateJob, job_file, overrides, dry_run)
     from mars_ray.simulator.comparison import print_comparison, run_simulations, summary
     from mars_ray.simulator.page import write_report
@@ -297,24 +298,6 @@ def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fal
     _print_result({"destination": shown(job.destination)} | asdict(written))
 
 
-@bench.command("train-step")
-def bench_train_step(
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    case: Annotated[
-        list[str] | None, typer.Option(help="tiny, qwen2.5-0.5b, smollm2-135m.")
-    ] = None,
-) -> None:
-    """Time and peak memory of a MARS step over an SFT step on the same tokens."""
-    from mars_ray.evaluate.bench_train_step import CASES, run_bench
-    from mars_ray.files import check_writable
-
-    unknown = set(case or ()) - set(CASES)
-    if unknown:
-        raise ConfigError(f"unknown case {unknown.pop()!r}: choose from {', '.join(CASES)}")
-    check_writable(output, "--output")
-    _keep(run_bench(case or list(CASES), _console()), output)
-
-
 @bench.command("decode")
 def bench_decode(
     job_file: JobFile,
@@ -322,7 +305,7 @@ def bench_decode(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Tokens per second of our modes and of other decoders, side by side."""
+    """Measure tokens per second of our modes and of other decoders, side by side."""
     job = _job(BenchDecodeJob, job_file, overrides, dry_run)
     from mars_ray.files import check_writable
 
@@ -344,24 +327,23 @@ def _job(
     overrides: list[str] | None,
     dry_run: bool,
 ) -> AnyJob:
-    from mars_ray.config.load import parse_job
-
+    several = kinds if isinstance(kinds, tuple) else (kinds,)
+    own = {kind.model_fields["kind"].default: kind for kind in several}
     if isinstance(source, Path):
-        job = load_job(source, overrides or ())
+        job = load_job(source, overrides or (), JOB_KINDS | own)
     else:
         job = parse_job(source, source="command line", overrides=overrides or ())
-    if not isinstance(job, kinds):
-        several = kinds if isinstance(kinds, tuple) else (kinds,)
-        wanted = " or ".join(repr(kind.model_fields["kind"].default) for kind in several)
+    if not isinstance(job, several):
+        wanted = " or ".join(map(repr, own))
         raise ConfigError(f"{source}: this command takes a job of kind {wanted}")
     if dry_run:
         print(job.model_dump_json(indent=2))
         raise typer.Exit
-    return job
+    return cast(AnyJob, job)
 
 
 def _seen_from(directory: str, path: Path) -> str:
-    """A path below the directory without it; any other in full."""
+    """The path relative to the directory if it lies below it; any other path in full."""
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
@@ -372,7 +354,7 @@ def _adapt_job(
     minutes: float | None,
     dry_run: bool,
 ) -> AdaptJob:
-    """A job file, or the job of a model by its name."""
+    """The job of a file, or the default job of a model that is named instead."""
     more = [] if minutes is None else [f"minutes={minutes}"]
     if data:
         files = json.dumps([str(path) for path in data])
@@ -401,14 +383,15 @@ def _console() -> Any:
 
 
 def _saying(text: str) -> Any:
-    """What a log says every half minute, of what cannot be counted."""
+    """A context that logs this text every half minute, for work that cannot be counted."""
     from mars_ray.progress import Lines
 
     return Lines(_console(), lambda: text)
 
 
 def _use_haproxy() -> None:
-    """For the cluster that this command starts. Raises ConfigError if one is named."""
+    """Set HAProxy up for the cluster that this command starts. Raises ConfigError if a cluster is
+    named."""
     if (address := os.environ.get("RAY_ADDRESS", "local")) != "local":
         raise ConfigError(
             f"--haproxy is for a cluster that this command starts; the nodes of {address} need it "

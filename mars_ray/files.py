@@ -5,6 +5,7 @@ changed_keys          whether what lies there is of the same job
 replaced, write_whole a file that is there whole or not at all
 replaced_directory    the same of a directory
 read_journal, append  JSON lines that a long run adds to, and an interrupted one goes on with
+Kept                  a long run's results by name, in such a journal
 """
 
 import json
@@ -135,3 +136,32 @@ def read_journal(path: Path, *, mend: bool = True) -> list[Any]:
         # Nothing is written: on a full disk that would lose what is there.
         os.truncate(path, len(whole))
     return [json.loads(line) for line in whole.splitlines()]
+
+
+class Kept:
+    """JSON values by name, each written once it is known; those of other work do not count.
+
+    `work` says what they are results of: with another one, a file's values are not found.
+    """
+
+    def __init__(self, path: Path | None, work: str) -> None:
+        """Without a path, values are kept in memory only."""
+        self._path = path
+        self._work = work
+        self._values: dict[str, Any] = {}
+        for made_for, name, value in read_journal(path) if path else ():
+            if made_for == work:
+                self._values[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([self._work, name, value]) + "\n")

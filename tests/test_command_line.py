@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,9 @@ from typer.testing import CliRunner
 from mars_ray import cli
 from mars_ray.cli import app
 from mars_ray.errors import ConfigError
-from mars_ray.evaluate import bench_decode, bench_train_step
+from mars_ray.evaluate import bench_decode
 
-BENCHES = (["bench", "decode", "jobs/bench-decode-demo.toml"], ["bench", "train-step"])
+BENCH = ["bench", "decode", "jobs/bench-decode-demo.toml"]
 
 
 @pytest.mark.parametrize("command", ["serve", "update"])
@@ -53,28 +55,25 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"tokens_per_s": 1.5}
 
     monkeypatch.setattr(bench_decode, "run_bench_decode", bench)
-    monkeypatch.setattr(bench_train_step, "run_bench", bench)
     return calls
 
 
-@pytest.mark.parametrize("words", BENCHES)
 def test_a_result_that_cannot_be_written_is_told_before_the_measurement(
-    words: list[str], measured: list[str], tmp_path: Path
+    measured: list[str], tmp_path: Path
 ):
     """Guards an hour of a GPU whose result is nowhere."""
     below_a_file = tmp_path / "file"
     below_a_file.touch()
     for output in (tmp_path, below_a_file / "result.json"):
         with pytest.raises(ConfigError, match=f"cannot write {output}: .*--output"):
-            CliRunner().invoke(app, [*words, "--output", str(output)], catch_exceptions=False)
+            CliRunner().invoke(app, [*BENCH, "--output", str(output)], catch_exceptions=False)
     assert not measured
 
 
-@pytest.mark.parametrize("words", BENCHES)
-def test_a_result_is_written_and_printed(words: list[str], measured: list[str], tmp_path: Path):
+def test_a_result_is_written_and_printed(measured: list[str], tmp_path: Path):
     """In a directory that is made."""
     output = tmp_path / "new" / "result.json"
-    done = CliRunner().invoke(app, [*words, "--output", str(output)], catch_exceptions=False)
+    done = CliRunner().invoke(app, [*BENCH, "--output", str(output)], catch_exceptions=False)
     assert json.loads(output.read_text()) == json.loads(done.output) == {"tokens_per_s": 1.5}
 
 
@@ -87,7 +86,7 @@ def test_a_result_is_printed_also_if_the_disk_is_full(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    done = CliRunner().invoke(app, [*BENCHES[1], "--output", str(tmp_path / "result.json")])
+    done = CliRunner().invoke(app, [*BENCH, "--output", str(tmp_path / "result.json")])
     assert json.loads(done.output) == {"tokens_per_s": 1.5}
 
 
@@ -134,3 +133,31 @@ def test_an_address_that_is_none_is_one_line(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(ConfigError, match=r"answers at 'nonsense'.*RAY_ADDRESS=HOST"):
         cli._Cluster("auto").__enter__()
+
+
+WITHOUT_NUMBA = """
+import importlib
+import sys
+from pathlib import Path
+
+sys.modules["numba"] = None
+from mars_ray import cli
+
+root = Path(cli.__file__).parent
+for path in sorted(root.rglob("*.py")):
+    name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+    if not name.endswith("__") and not name.startswith("mars_ray.simulator."):
+        importlib.import_module(name)
+assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
+sys.argv = ["mars-ray", "simulate", "jobs/simulate-fast.toml"]
+cli.main()
+"""
+
+
+def test_only_simulate_needs_numba():
+    """Guards a service that cannot start without the simulator's compiler, and a traceback in place
+    of the name of what has to be installed."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("mars-ray: ConfigError: ")
+    assert 'pip install "mars-ray[simulate]"' in done.stderr

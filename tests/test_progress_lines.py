@@ -11,9 +11,9 @@ from rich.console import Console
 
 from mars_ray import progress
 from mars_ray.config.load import load_job
-from mars_ray.config.simulate import SimulateJob
 from mars_ray.progress import Bars, Lines
 from mars_ray.simulator import comparison
+from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.progress import StageProgress
 from mars_ray.tune.ledger import Ledger, ended
@@ -78,7 +78,7 @@ def test_simulating_says_which_part_it_is_at(log, monkeypatch):
     """Each takes minutes where it is tuned."""
     small = ["policies=['lossless']", "seeds=[0]", "traces.flash.duration_s=60"]
     small += ["traces.flash.from_s=20", "traces.flash.to_s=40"]
-    job = load_job("jobs/simulate-kills.toml", small)
+    job = load_job("jobs/simulate-kills.toml", small, KINDS)
     assert isinstance(job, SimulateJob)
 
     def compared(*_: object) -> dict:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from mars_ray.config.base import Config
 from mars_ray.config.load import JOB_KINDS
+from mars_ray.simulator.config import KINDS
 
 _HEAD = """# Configuration
 
@@ -24,13 +25,14 @@ is refused. Overrides on the command line use the same names, with dots: `stages
 def reference() -> str:
     """The page."""
     described: list[type[Config]] = []
-    for job in JOB_KINDS.values():
+    kinds = JOB_KINDS | KINDS
+    for job in kinds.values():
         described.extend(model for model in _within(job) if model not in described)
-    jobs = list(JOB_KINDS.values())
+    jobs = list(kinds.values())
     others = sorted(
         (model for model in described if model not in jobs), key=lambda model: model.__name__
     )
-    sections = [_section(model, f"kind = {kind!r}") for kind, model in JOB_KINDS.items()]
+    sections = [_section(model, f"kind = {kind!r}") for kind, model in kinds.items()]
     sections += [_section(model) for model in others]
     return "\n".join([_HEAD, *sections])
 

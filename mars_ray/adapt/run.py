@@ -36,7 +36,8 @@ from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
 from mars_ray.errors import CheckpointError, ConfigError
 from mars_ray.evaluate.report import print_table
-from mars_ray.evaluate.run import Evaluation, is_whole, problems_of, run_evaluation
+from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
+from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import changed_keys, sole_writer, write_whole
 from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.run import run_generation

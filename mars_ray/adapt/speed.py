@@ -13,7 +13,7 @@ from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.evaluate.run import prompts_of
-from mars_ray.evaluate.tasks.base import Problem
+from mars_ray.evaluate.tasks import Problem
 from mars_ray.model.stop import stop_ids
 
 _DRAFTS = VerifiedMode()

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob
@@ -17,32 +18,19 @@ from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.shipped import found
-from mars_ray.config.simulate import SimulateJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError
 
-Job = (
-    TrainJob
-    | EvaluateJob
-    | ServeJob
-    | DemoJob
-    | TinyDemoJob
-    | BenchDecodeJob
-    | SimulateJob
-    | TuneJob
-    | GenerateJob
-    | ExportJob
-    | AdaptJob
-)
-JOB_KINDS: dict[str, type[Job]] = {
+Kinds = Mapping[str, type[Config]]
+# But `simulate`, whose job is the simulator's own (mars_ray.simulator.config).
+JOB_KINDS: dict[str, type[Config]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
     "serve": ServeJob,
     "demo": DemoJob,
     "demo-tiny": TinyDemoJob,
     "bench-decode": BenchDecodeJob,
-    "simulate": SimulateJob,
     "export": ExportJob,
     "tune": TuneJob,
     "generate": GenerateJob,
@@ -50,18 +38,25 @@ JOB_KINDS: dict[str, type[Job]] = {
 }
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """Read a job file and apply overrides such as `stages.mars.steps=100`, in order.
+def load_job(path: str | Path, overrides: Sequence[str] = (), kinds: Kinds = JOB_KINDS) -> Config:
+    """Read a job file of one of these kinds and apply overrides such as `stages.mars.steps=100`, in
+    order.
 
     A `jobs/NAME.toml` that is not there is the one that comes with the package.
 
     An override's value is TOML (`4`, `true`, `[1, 2]`, `{type = "exact"}`); what does not parse as
     TOML is taken as a string. Raises ConfigError.
     """
-    return parse_job(read_toml(path), source=str(path), overrides=overrides)
+    return parse_job(read_toml(path), source=str(path), overrides=overrides, kinds=kinds)
 
 
-def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Job:
+def parse_job(
+    table: dict[str, Any],
+    *,
+    source: str,
+    overrides: Sequence[str] = (),
+    kinds: Kinds = JOB_KINDS,
+) -> Config:
     """A job from a table; `source` names where it came from in errors. Raises ConfigError."""
     _read_named(table)
     for override in overrides:
@@ -69,12 +64,12 @@ def parse_job(table: dict[str, Any], *, source: str, overrides: Sequence[str] = 
         # At once: the next one may reach into what this one has named.
         _read_named(table)
     kind = table.get("kind")
-    if not isinstance(kind, str) or kind not in JOB_KINDS:
-        raise ConfigError(f"{source}: kind must be one of {', '.join(JOB_KINDS)}, not {kind!r}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError(f"{source}: kind must be one of {', '.join(kinds)}, not {kind!r}")
     try:
-        return JOB_KINDS[kind].model_validate(table)
+        return kinds[kind].model_validate(table)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, JOB_KINDS[kind])) from None
+        raise ConfigError(_explain(error, source, kinds[kind])) from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError, source: str, job: type[Job]) -> str:
+def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
     lines = []
     for item in error.errors(include_url=False):
         # A wrong key of a table is told apart from its value by one part more.
@@ -149,7 +144,7 @@ def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]]) -> str:
 
 
 def _walk(
-    location: tuple[int | str, ...], job: type[Job]
+    location: tuple[int | str, ...], job: type[Config]
 ) -> Iterator[tuple[str | int, tuple[type[BaseModel], ...]]]:
     """The written keys of an error's location, each with the sections it was looked up in.
 

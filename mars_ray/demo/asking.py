@@ -11,7 +11,8 @@ _ANSWER_S = 60.0
 
 
 def ask(url: str, question: str, max_tokens: int, console: Console) -> str:
-    """The answer's text, greedy; question, answer and usage are shown. Raises OSError."""
+    """Ask greedily, show question, answer and usage, and return the answer's text. Raises
+    OSError."""
     body = {
         "model": _first_model(url),
         "messages": [{"role": "user", "content": question}],

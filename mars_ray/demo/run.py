@@ -34,10 +34,9 @@ from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.demo.asking import ask
 from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.beside import TRANSFORMERS, Decoded, decode_beside
-from mars_ray.evaluate.parts import Kept
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
-from mars_ray.files import write_whole
+from mars_ray.files import Kept, write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
 from mars_ray.serve.deploy import check_port, start
@@ -72,7 +71,7 @@ class _Demo:
         return cls(job, adapt, Places(Path(absolute_path(adapt.directory))), shipped, console)
 
     def evaluate_job(self, adapter: Path, modes: tuple[Mode, ...], directory: Path) -> EvaluateJob:
-        """An adapter on the demo's prompts."""
+        """The job that measures an adapter on the demo's prompts."""
         measure = self.adapt.measure
         return EvaluateJob(
             checkpoint=str(self.base),
@@ -85,7 +84,7 @@ class _Demo:
 
     @property
     def base(self) -> Path:
-        """The model, once the adaptation has it."""
+        """Directory of the model, which is there once the adaptation has run."""
         return base_model(self.adapt, self.places)
 
 
@@ -142,7 +141,7 @@ def _tokens_per_forward(frontier: Frontier) -> float:
 
 
 def _untrained(demo: _Demo) -> Frontier:
-    """Masks that know nothing yet, by the same measure as those that were trained."""
+    """The frontier of an untrained adapter, measured as those that were trained are."""
     recipe, directory = demo.adapt.recipe, demo.places.root / "untrained"
     if not directory.exists():
         depths = recipe.objective.max_block_size
@@ -154,7 +153,7 @@ def _untrained(demo: _Demo) -> Frontier:
 
 
 def _directory(demo: _Demo, adapter: Path) -> Path:
-    """For measurements with an adapter; what was measured with another one is gone."""
+    """The directory for measurements with an adapter; those with another adapter are deleted."""
     read_draft_adapter(adapter, demo.base)  # whose else it is, is said now
     directory = demo.places.root / ("shipped" if demo.shipped else "trained_here")
     card, known = json.dumps(asdict(read_draft_card(adapter))), directory / "of.json"
@@ -166,7 +165,7 @@ def _directory(demo: _Demo, adapter: Path) -> Path:
 
 
 def _frontier(job: EvaluateJob, console: Console) -> Frontier:
-    """The job's, measured unless it has been."""
+    """The frontier of the job, measured unless it is there already."""
     assert job.output_dir is not None
     try:
         known = read_frontier(job.output_dir)
@@ -178,7 +177,8 @@ def _frontier(job: EvaluateJob, console: Console) -> Frontier:
 
 
 def _beside(evaluate: EvaluateJob, adapter: Path, console: Console) -> dict[str, Decoded]:
-    """With the masks that pay, as a service has them: T/F is told of all masks."""
+    """Answers of our modes and of transformers; ours with the masks that pay, as a service has
+    them, where the frontier's T/F is of all masks."""
     assert evaluate.output_dir is not None
     work = json.dumps([evaluate.model_dump(mode="json"), asdict(read_draft_card(adapter))])
     kept = Kept(Path(evaluate.output_dir) / "beside.jsonl", work)
@@ -202,7 +202,7 @@ def _write_service(
     beside: dict[str, Decoded],
     directory: Path,
 ) -> dict[str, Any]:
-    """The serve job of an adapter, and its page."""
+    """Write the serve job of an adapter and its report; returns the job."""
     table = service_table(demo.adapt, demo.base, demo.places)
     table["engine"]["draft_adapter"] = str(adapter)
     service = directory / "serve.toml"

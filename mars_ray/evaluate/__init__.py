@@ -1,1 +1,1 @@
-"""Tasks, the frontier of a checkpoint, plots, benchmarks."""
+"""Tasks, the frontier of a checkpoint, plots, and decoders side by side."""

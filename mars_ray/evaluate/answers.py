@@ -18,7 +18,7 @@ class Answer:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Of the answer."""
+        """Tokens of the answer."""
         return self.completion.tokens
 
     @property

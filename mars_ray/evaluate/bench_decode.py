@@ -28,8 +28,7 @@ from mars_ray.data.corpus import problems
 from mars_ray.decode.loading import drafting_card
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
-from mars_ray.evaluate.run import problems_of
-from mars_ray.evaluate.tasks.prompts import kinds_in_turn
+from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -140,7 +139,7 @@ class _Peer:
 
 @contextmanager
 def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
-    """The job's, or one with random weights for as long as it takes."""
+    """The job's checkpoint, or a temporary one with random weights."""
     if job.checkpoint:
         yield job.checkpoint
         return
@@ -150,8 +149,8 @@ def _checkpoint(job: BenchDecodeJob) -> Iterator[str]:
 
 
 def _check_modes(job: BenchDecodeJob, card: ModelCard) -> None:
-    """Before any peer starts. Raises RequestError or ConfigError for what needs masks, of a model
-    that has none."""
+    """Check, before any peer starts, that the model has the masks that modes need. Raises
+    RequestError or ConfigError."""
     for mode in job.modes:
         window_of(mode, card)
     if job.lockstep and card.mask_token_id is None:
@@ -251,8 +250,8 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
 
 
 def _asked(job: BenchDecodeJob, count: int) -> list[list[Message]]:
-    """So many prompts: of the job's files as many of each kind, or of the corpus. Raises DataError
-    and ConfigError."""
+    """`count` prompts: equally many of each kind of the job's files, or those of the corpus. Raises
+    DataError and ConfigError."""
     if job.task is None:
         return [[Message("user", p.question)] for p in problems("test", count, _PROMPT_SEED)]
     asked = kinds_in_turn(problems_of(job.task))

@@ -14,9 +14,10 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import Mode
 from mars_ray.core.frontier import mode_label
 from mars_ray.decode.loading import load_engine
-from mars_ray.evaluate.parts import Kept
 from mars_ray.evaluate.peers import mars_peer, transformers_peer
-from mars_ray.evaluate.run import problems_of, prompts_of
+from mars_ray.evaluate.run import prompts_of
+from mars_ray.evaluate.tasks import problems_of
+from mars_ray.files import Kept
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 
@@ -34,7 +35,7 @@ class Decoded:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all batches, each of which waits for its longest answer."""
+        """Speed over all batches, each of which waits for its longest answer."""
         return sum(map(len, self.tokens)) / self.seconds
 
     def identical(self, other: "Decoded") -> float:
@@ -46,8 +47,8 @@ class Decoded:
 def decode_beside(
     job: EvaluateJob, modes: Sequence[Mode], kept: Kept, console: Console
 ) -> dict[str, Decoded]:
-    """By `transformers` and the modes' labels; greedy, in batches as large as the engine's, which
-    must be of a given dtype: transformers' is the same.
+    """Greedy answers of transformers and of each mode, by `transformers` and the modes' labels, in
+    batches as large as the engine's. The engine's dtype must be given: transformers has the same.
 
     Batches that are kept already are not decoded again. Raises MarsError.
     """

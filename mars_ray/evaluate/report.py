@@ -14,7 +14,7 @@ _OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops"
 
 
 def print_table(evaluation: Evaluation, console: Console) -> None:
-    """One line a mode."""
+    """Print one line for each mode."""
     frontier = evaluation.frontier
     table = Table(title=f"{frontier.checkpoint}: {frontier.points[0].problems} problems")
     without_references = frontier.points[0].agreement is not None

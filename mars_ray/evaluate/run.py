@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.decode import Sampling
-from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask, Task
+from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.core.frontier import (
     FRONTIER_FILE,
@@ -27,13 +27,10 @@ from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.errors import CheckpointError, DataError
+from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.answers import Answer, answer_all
 from mars_ray.evaluate.plots import plot_frontier
-from mars_ray.evaluate.tasks.base import Problem, is_correct
-from mars_ray.evaluate.tasks.corpus import corpus_problems
-from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
-from mars_ray.evaluate.tasks.prompts import prompts_problems
+from mars_ray.evaluate.tasks import Problem, is_correct, problems_of
 from mars_ray.files import check_writable, replaced, sole_writer, write_whole
 from mars_ray.model.card import read_card
 from mars_ray.model.stop import stop_ids
@@ -42,11 +39,6 @@ from mars_ray.provenance import provenance
 
 PLOT_FILE = "frontier.png"
 ANSWERS_FILE = "answers.jsonl"
-_TASKS: dict[type, Callable[[Any], list[Problem]]] = {
-    CorpusTask: corpus_problems,
-    Gsm8kTask: gsm8k_problems,
-    PromptsTask: prompts_problems,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ class Evaluation:
 
     @property
     def plot(self) -> Path:
-        """The picture."""
+        """Path of the plot."""
         return self.directory / PLOT_FILE
 
 
@@ -71,18 +63,10 @@ class _ModeResult:
     seconds: float
 
 
-def problems_of(task: Task) -> list[Problem]:
-    """The task's problems, at least one. Raises DataError."""
-    problems = _TASKS[type(task)](task)
-    if not problems:
-        raise DataError("the task has no problems: name a file that holds some")
-    return problems
-
-
 def prompts_of(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
-    """The tokens of each problem, as a model is asked it."""
+    """Token ids of each problem's prompt."""
     return [tuple(encode_prompt(p.messages, tokenizer)) for p in problems]
 
 
@@ -237,7 +221,7 @@ def _without_references(
     *,
     is_unseen: bool,
 ) -> dict[str, Any]:
-    """What stands in the place of accuracy, if these are prompts without reference answers."""
+    """The measures that prompts without reference answers have in place of accuracy."""
     if problems[0].answer is not None:
         return {}
     rows = list(zip(answers, same, strict=True))

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
 from mars_ray.errors import ConfigError
-from mars_ray.evaluate.parts import Kept, run_parts
+from mars_ray.files import Kept
 from mars_ray.provenance import provenance
 from mars_ray.simulator.baselines.contenders import Setting, contender, run
 from mars_ray.simulator.baselines.tuning import tuned
+from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
 from mars_ray.simulator.engine.result import Outcome, Timeline, summarise
+from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 from mars_ray.simulator.verdict import margin, percent
@@ -49,7 +50,7 @@ class _Part:
 def run_simulations(
     job: SimulateJob, console: Console, directory: Path | None = None, workers: int | None = None
 ) -> dict[str, Any]:
-    """JSON values: by cold start, trace and policy the runs' figures, means and intervals.
+    """Figures, means and intervals of all runs, by cold start, trace and policy, as JSON values.
 
     What is finished is kept in the directory, and not simulated again for the same job by the same
     code. Workers are processes, as many as cores if not said. Raises ConfigError or DataError.
@@ -80,7 +81,7 @@ def run_simulations(
 
 
 def _check_fixed_threshold(job: SimulateJob, model: ServiceModel) -> None:
-    """Raises ConfigError if the policy would be run at another threshold than it is said to be."""
+    """Check that the model has the threshold of the policy fixed-threshold. Raises ConfigError."""
     wanted = job.fixed_threshold
     if "fixed-threshold" in job.policies and model.level(wanted).threshold != wanted:
         known = ", ".join(f"{level.threshold:g}" for level in model.levels)
@@ -91,8 +92,8 @@ def _check_fixed_threshold(job: SimulateJob, model: ServiceModel) -> None:
 
 
 def _work(job: SimulateJob, model: ServiceModel, traces: list[Trace], where: dict[str, Any]) -> str:
-    """All that a part depends on, but for which it is. Files changed since a commit have no name,
-    so that what they give is told apart by the run that gave it."""
+    """A digest of all that a part's result depends on beside the part. Code with uncommitted
+    changes has no name, so each run of it gets a digest of its own."""
     facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s"})
     code = [where["mars_ray"], where["commit"]]
     if str(where["commit"]).endswith("+"):
@@ -131,14 +132,14 @@ def _compared(part: _Part, job: SimulateJob, model: ServiceModel) -> dict[str, A
 
 
 def _half_width(values: list[float]) -> float | None:
-    """Of the 95% interval of the mean over seeds; None where nothing is known of it."""
+    """Half the width of the mean's 95% interval over seeds; None where it is not known."""
     if len(values) < 2 or not all(map(np.isfinite, values)):
         return None
     return _quantile(len(values) - 1) * statistics.stdev(values) / sqrt(len(values))
 
 
 def _quantile(degrees: int) -> float:
-    """Beyond the table by Cornish and Fisher's expansion: right to 0.2% from 10 degrees on."""
+    """Student's 97.5% quantile, by Cornish and Fisher's expansion beyond the table (to 0.2%)."""
     if degrees <= len(_T):
         return _T[degrees - 1]
     z = _NORMAL
@@ -147,7 +148,7 @@ def _quantile(degrees: int) -> float:
 
 
 def _thinned(timeline: Timeline) -> dict[str, list[float]]:
-    """Means of equal spans; of the threshold the lowest."""
+    """The timeline as means of equal spans; of the threshold the lowest value."""
     spans = np.array_split(np.arange(len(timeline.at_s)), min(_TICKS, len(timeline.at_s)))
     columns = {
         "at_s": [timeline.at_s[i[0]] for i in spans],
@@ -161,12 +162,12 @@ def _thinned(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _reasons(outcome: Outcome) -> list[tuple[float, str]]:
-    """The first decisions that changed something, to be read by people."""
+    """The first decisions that changed something, with their reasons."""
     return [(round(at, 1), reason) for at, reason in outcome.reasons[:20]]
 
 
 def print_comparison(result: dict[str, Any], console: Console) -> None:
-    """A table a trace, at the job's own cold start."""
+    """Print a table for each trace, at the job's own cold start."""
     cold = f"{result['job']['cluster']['cold_start_s']:g}"
     wanted = result["job"]["scaling"]["slo"]["attainment"]
     for trace, part in result["cold_starts"][cold].items():

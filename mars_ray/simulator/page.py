@@ -40,14 +40,14 @@ _COLUMNS = (
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """`report.html` and `result.json`."""
+    """Write `report.html` and `result.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(result) + "\n")
     (folder / "report.html").write_text(page(result), "utf-8")
 
 
 def page(result: dict[str, Any]) -> str:
-    """The whole page."""
+    """The comparison as HTML."""
     job = result["job"]
     cold = f"{job['cluster']['cold_start_s']:g}"
     traces = result["cold_starts"][cold]

@@ -65,7 +65,7 @@ def _near(row: Part) -> bool:
 
 
 def _offset(placed: list[tuple[float, float]]) -> tuple[float, float]:
-    """Above, unless a mark before is close by; then below."""
+    """Where a label stands: above its mark, or below if another mark is close by."""
     x, y = placed[-1]
     close = [p for p in placed[:-1] if 0.8 < p[0] / x < 1.25 and abs(p[1] - y) < 0.15]
     return (6, 6 - 16 * (len(close) % 3))
@@ -135,7 +135,7 @@ def _plain(axes: Axes) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """Without the XML head, which a page may not hold inside."""
+    """The figure as SVG, without the XML head, which a page may not hold inside."""
     FigureCanvasSVG(figure)
     text = io.StringIO()
     # The same plot has the same names inside, and its text stays text.

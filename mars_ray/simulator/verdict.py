@@ -21,7 +21,7 @@ class Verdict:
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """At the job's own cold start; claims about policies that were not run are left out.
+    """Verdicts at the job's own cold start, without claims about policies that were not run.
 
     No claim holds for a policy that misses the objective.
     """
@@ -40,12 +40,12 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
 
 
 def percent(share: float) -> str:
-    """With all its digits: 99.9% is not 100%."""
+    """A share as a percentage with all its digits: 99.9% is not 100%."""
     return f"{100 * share:g}%"
 
 
 def margin(half_width: float | None) -> str:
-    """What follows a mean: nothing where its interval is not known, as that of one seed."""
+    """The ± behind a mean; nothing where its interval is not known, as with one seed."""
     return "" if half_width is None else f" ± {half_width:.2f}"
 
 
@@ -92,7 +92,7 @@ def _against_lossless(trace: str, name: str, mars: dict[str, Any], best: dict[st
 
 
 def _dominates(row: dict[str, Any], mars: dict[str, Any]) -> bool:
-    """No worse in both, better in one."""
+    """Whether a policy is no worse than mars in both, and better in one."""
     fewer = row["replica_s"] - mars["replica_s"]
     better = row["effective_accuracy"] - mars["effective_accuracy"]
     return fewer <= 0 <= better and (fewer, better) != (0, 0)

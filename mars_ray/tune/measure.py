@@ -22,7 +22,7 @@ from mars_ray.core.frontier import (
 )
 from mars_ray.errors import ConfigError, MarsError, TrainingError
 from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
-from mars_ray.evaluate.tasks.base import Problem
+from mars_ray.evaluate.tasks import Problem
 from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.tune.ledger import Ledger, TrialRecord

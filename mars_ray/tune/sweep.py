@@ -31,8 +31,8 @@ from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
 from mars_ray.errors import TrainingError
-from mars_ray.evaluate.run import problems_of
-from mars_ray.evaluate.sweep_plot import TrialPoint, plot_sweep
+from mars_ray.evaluate.plots import TrialPoint, plot_sweep
+from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import changed_keys, replaced, sole_writer, write_whole
 from mars_ray.progress import Lines
 from mars_ray.provenance import provenance

@@ -9,10 +9,11 @@ import pytest
 from config_reference import reference
 
 from mars_ray.config.evaluate import EvaluateJob
-from mars_ray.config.load import load_job, parse_job, read_toml
+from mars_ray.config.load import JOB_KINDS, load_job, parse_job, read_toml
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.train import BestCheckpoint, MarsObjective, TrainJob
 from mars_ray.errors import ConfigError
+from mars_ray.simulator.config import KINDS
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.toml"))
@@ -46,7 +47,7 @@ def test_every_job_file_is_a_complete_run():
     """Guards a renamed field that a shipped job still uses."""
     assert len(JOBS) >= 6
     for path in JOBS:
-        job = load_job(path)
+        job = load_job(path, kinds=JOB_KINDS | KINDS)
         assert type(job).model_validate_json(job.model_dump_json()) == job
 
 
@@ -178,7 +179,7 @@ def test_other_errors_name_the_key():
 def test_numbers_in_a_list_have_bounds_too(path, override):
     """Guards what would fail after hours, or be taken for another number in silence."""
     with pytest.raises(ConfigError, match=override.split("=")[0]):
-        load_job(f"jobs/{path}.toml", [override])
+        load_job(f"jobs/{path}.toml", [override], JOB_KINDS | KINDS)
 
 
 def test_settings_of_a_cluster_that_contradict_each_other():

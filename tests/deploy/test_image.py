@@ -102,3 +102,8 @@ def test_the_heads_image_can_ask_clouds_for_machines():
     """Guards a head whose autoscaler cannot import the provider: no machine would ever come."""
     for package in ("boto3", "google-api-python-client"):
         assert re.search(rf"pip install .*\b{package}==", stage("packages-cpu"))
+
+
+def test_the_cpu_image_can_simulate():
+    """Guards the manifests of jobs/kuberay/simulate-*.yaml: numba is in an extra."""
+    assert '"${wheel}[simulate]"' in stage("packages-cpu")

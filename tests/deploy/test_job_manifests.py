@@ -9,8 +9,9 @@ from job_manifests import OTHERS, SUBMISSIONS, Submission, files, ray_job
 from typer.testing import CliRunner
 
 from mars_ray.cli import app
-from mars_ray.config.load import load_job
+from mars_ray.config.load import JOB_KINDS, load_job
 from mars_ray.config.train import TrainJob
+from mars_ray.simulator.config import KINDS
 
 by_job = pytest.mark.parametrize("submission", SUBMISSIONS, ids=lambda entry: entry.job)
 
@@ -64,7 +65,7 @@ def test_the_cluster_has_room(submission: Submission):
     cpus, gpus = float(limits["cpu"]), float(limits.get("nvidia.com/gpu", 0))
     assert submission.cpus <= cpus
     assert submission.gpus <= gpus
-    job = load_job(ROOT / "jobs" / f"{submission.job}.toml")
+    job = load_job(ROOT / "jobs" / f"{submission.job}.toml", kinds=JOB_KINDS | KINDS)
     if isinstance(job, TrainJob):
         wanted = job.cluster
         per_node = cpus // wanted.cpus_per_worker

@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import headline
 import pytest
+import render
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import headline  # noqa: E402
-import render  # noqa: E402
 
 DECODE = {
     "job": {"batch_sizes": [1, 4]},
@@ -54,6 +52,29 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     assert {why.partition(":")[0] for why in lacking.values()} == {
         "smollm2_identity.json",
         "smollm2_frontier_bf16.json",
+        "code_size.json",
+        "house_walks.json",
+        "test_minutes.json",
+    }
+
+
+def test_figures_of_the_code(tmp_path):
+    """By hand: three functions of a chunk, ninety seconds of tests."""
+    sizes = {"lines": 24_000, "lines_before": 29_000, "deleted": 5_000}
+    results = {
+        "code_size": {"parts": {"mars_ray": sizes}},
+        "house_walks": {"chunk": {"before": list("abcd"), "after": list("abc")}},
+        "test_minutes": {"fast_s": 60, "ray_s": 30.0},
+    }
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {
+        "code.lines": 24_000,
+        "code.lines_before": 29_000,
+        "code.deleted": 5_000,
+        "code.chunk_functions": 3,
+        "code.test_minutes": 1.5,
     }
 
 

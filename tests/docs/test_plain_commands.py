@@ -13,8 +13,8 @@ from docs.small import small
 from model.small_gguf import tiny_gguf, wheel
 
 from mars_ray.config.load import load_job
-from mars_ray.config.simulate import SimulateJob
 from mars_ray.evaluate.bench_decode import random_checkpoint
+from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.simulator.traces.load import load_trace
 
 MODELS = ("runs/demo/models/ar", "runs/gsm8k/models/mars")
@@ -48,7 +48,7 @@ def test_the_environment_brings_both_programs(tmp_path: Path):
 def test_traces_of_others_are_read(data: Checkout, monkeypatch: pytest.MonkeyPatch):
     """Guards a file that is fetched to a place where no job looks; clocks, not shapes, differ."""
     monkeypatch.chdir(data.directory)
-    job = load_job("jobs/simulate-usual.toml")
+    job = load_job("jobs/simulate-usual.toml", kinds=KINDS)
     assert isinstance(job, SimulateJob)
     assert all(len(load_trace(source, 0)) for source in job.traces.values())
 

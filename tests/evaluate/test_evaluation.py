@@ -23,8 +23,7 @@ from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.evaluate import run
 from mars_ray.evaluate.report import print_table, summary
 from mars_ray.evaluate.run import run_evaluation
-from mars_ray.evaluate.tasks.base import Problem, is_correct
-from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.evaluate.tasks import Problem, gsm8k_problems, is_correct
 from mars_ray.files import sole_writer
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model

@@ -21,7 +21,8 @@ import sys
 from pathlib import Path
 import mars_ray
 from mars_ray.cli import app
-from mars_ray.config.load import load_job
+from mars_ray.config.load import JOB_KINDS, load_job
+from mars_ray.simulator.config import KINDS
 from mars_ray.autoscale.service_model import load_service_model
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -37,7 +38,7 @@ for words in everything:
     assert result.exit_code == 0, (words, result.output)
 shipped = Path(mars_ray.__file__).parent / "jobs"
 for path in sorted(shipped.glob("*.toml")):
-    load_job(f"jobs/{path.name}")
+    load_job(f"jobs/{path.name}", kinds=JOB_KINDS | KINDS)
 load_service_model("jobs/models/7b-paper.json")
 print(mars_ray.__file__, len(everything), len(list(shipped.glob("*.toml"))))
 """

@@ -17,8 +17,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.serve import Limits
 from mars_ray.decode.loading import load_engine
-from mars_ray.evaluate.tasks.base import FINAL_ANSWER, is_correct
-from mars_ray.evaluate.tasks.gsm8k import gsm8k_problems
+from mars_ray.evaluate.tasks import FINAL_ANSWER, gsm8k_problems, is_correct
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.replica.llm_server import LLMServer
 

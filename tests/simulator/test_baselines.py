@@ -14,7 +14,6 @@ from simulator.simulated import MODEL, poisson
 
 from mars_ray.autoscale.sample import ReplicaLoad
 from mars_ray.config.scaling import Prices, Slo
-from mars_ray.config.simulate import ALL_POLICIES, PolicyName, SimulateJob
 from mars_ray.simulator.baselines import tuning
 from mars_ray.simulator.baselines.contenders import Knob, Setting, contender, run
 from mars_ray.simulator.baselines.fixed import Clairvoyant
@@ -22,9 +21,10 @@ from mars_ray.simulator.baselines.knative import Knative
 from mars_ray.simulator.baselines.llm_d import LlmD
 from mars_ray.simulator.baselines.ray_serve import Delays, RayDefault, RayTtft
 from mars_ray.simulator.baselines.tuning import tuned
+from mars_ray.simulator.config import ALL_POLICIES, PolicyName, SimulateJob
 from mars_ray.simulator.engine.observe import Observed
-from mars_ray.simulator.engine.policy import Policy
 from mars_ray.simulator.engine.result import summarise
+from mars_ray.simulator.engine.run import Policy
 
 
 def sample(running: int, busy: int = 0, target: int | None = None, **more) -> Observed:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from mars_ray.autoscale.service_model import load_service_model
 from mars_ray.config.load import load_job
-from mars_ray.config.simulate import SimulateJob
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.simulator import comparison
+from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.simulator.page import page
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
@@ -69,7 +69,7 @@ def test_the_command_prints_a_table_and_one_json_line(folder):
 def test_what_would_do_nothing_or_something_else_is_refused(setting, message):
     """Guards comparisons of hours in which a policy held still, or of loads that nobody has."""
     with pytest.raises(ConfigError, match=message):
-        load_job("jobs/simulate-fast.toml", [*SMALL, setting])
+        load_job("jobs/simulate-fast.toml", [*SMALL, setting], KINDS)
 
 
 def test_the_page_needs_nothing_else(folder):
@@ -135,7 +135,9 @@ def test_a_share_keeps_its_digits():
 def test_a_fixed_threshold_is_one_that_the_model_has():
     """Guards a policy that is another one, to the last digit, under its own name."""
     model = "service_model='jobs/models/demo-cpu.json'"
-    job = load_job("jobs/simulate-fast.toml", [*SMALL, model, "policies=['fixed-threshold']"])
+    job = load_job(
+        "jobs/simulate-fast.toml", [*SMALL, model, "policies=['fixed-threshold']"], KINDS
+    )
     assert isinstance(job, SimulateJob)
     with pytest.raises(
         ConfigError, match=r"no level 0.95 .*: set fixed_threshold to one of 1, 0.5"
@@ -173,7 +175,7 @@ def test_verdicts_by_hand():
 
 def test_what_is_finished_belongs_to_the_trace_as_it_was():
     """Guards results of another trace: every column of every request counts."""
-    job = load_job("jobs/simulate-fast.toml", SMALL)
+    job = load_job("jobs/simulate-fast.toml", SMALL, KINDS)
     assert isinstance(job, SimulateJob)
     model = load_service_model(job.service_model)
     where = {"mars_ray": "1", "commit": "abc"}
@@ -196,7 +198,7 @@ def test_what_is_finished_belongs_to_the_trace_as_it_was():
 
 def test_a_missing_trace_is_found_before_anything_runs(monkeypatch):
     """Guards an hour of simulations that ends in a path."""
-    job = load_job("jobs/simulate-fast.toml", ["traces.servegen.rates_path=nowhere.csv"])
+    job = load_job("jobs/simulate-fast.toml", ["traces.servegen.rates_path=nowhere.csv"], KINDS)
     assert isinstance(job, SimulateJob)
     monkeypatch.setattr(comparison, "_settings", lambda *_: pytest.fail("too late"))
     with pytest.raises(DataError, match=r"nowhere\.csv: no such file"):

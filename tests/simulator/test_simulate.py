@@ -13,9 +13,9 @@ from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.engine.arrays import DONE, FAILED, SHED, make_tables, make_world
 from mars_ray.simulator.engine.core import advance, set_levels, start
-from mars_ray.simulator.engine.policy import Deciding
 from mars_ray.simulator.engine.reference import reference
 from mars_ray.simulator.engine.result import summarise
+from mars_ray.simulator.engine.run import Deciding
 
 
 class Script:

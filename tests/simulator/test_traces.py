@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from servegen import merge
 
-from mars_ray.config.traces import (
+from mars_ray.errors import DataError
+from mars_ray.simulator.config import (
     AzureTrace,
     FileTrace,
     FlashTrace,
@@ -17,7 +18,6 @@ from mars_ray.config.traces import (
     ServeGenTrace,
     SineTrace,
 )
-from mars_ray.errors import DataError
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.servegen import Window, window_arrivals
 

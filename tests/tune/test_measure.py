@@ -12,7 +12,7 @@ from tune.sweeps import make_sweep
 from mars_ray.config.tune import Objectives
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import ConfigError, TrainingError
-from mars_ray.evaluate.run import problems_of
+from mars_ray.evaluate.tasks import problems_of
 from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import Ledger
 from mars_ray.tune.measure import (

@@ -74,7 +74,7 @@ class Lockstep:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until every row has its answer."""
+        """Decode until every row has its answer."""
         while not all(self._done):
             self._step()
 
@@ -101,7 +101,7 @@ class Lockstep:
         return [len(a) for a, done in zip(self.answers, self._done, strict=True) if not done]
 
     def _first_of_next(self) -> int:
-        """Columns before it were real tokens, and final, in the forward just made."""
+        """First column of the next forward: those before it held final tokens in the last one."""
         match self._cache_kind:
             case "none":
                 return 0
@@ -137,7 +137,8 @@ class Lockstep:
         return output.logits.float()
 
     def _commit(self, index: int, tokens: list[int], confidences: list[float]) -> None:
-        """The causal row's token, then others while they pass; blocks are not reached over."""
+        """Commit the causal row's token, then those of masks up to the first below the threshold,
+        or to the block's end."""
         answer = self.answers[index]
         room = self._most - len(answer)
         if self._cache_kind == "block":

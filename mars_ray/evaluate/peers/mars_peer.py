@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _roofline(model: PreTrainedModel) -> dict[str, float]:
-    """What a step has to read at least, and how fast this device copies (read and write)."""
+    """Bytes that a step has to read at least, and bytes per second that this device copies."""
     # Written: pages that never were are all one page of zeros, which a cache holds.
     block = torch.ones(2**28, dtype=torch.uint8, device=model.device)
     target = torch.empty_like(block)
@@ -67,7 +67,7 @@ def _roofline(model: PreTrainedModel) -> dict[str, float]:
 
 
 def answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
-    """The task's batches one after the other, in its mode."""
+    """Decode the task's batches one after the other, in its mode."""
     mode = _MODE.validate_python(task["mode"])
     limit, stops = task["max_new_tokens"], frozenset(task["stop_ids"])
     completions: list[Completion] = []

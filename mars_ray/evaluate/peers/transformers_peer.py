@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def load(checkpoint: str, dtype: str) -> PreTrainedModel:
-    """As transformers has it, on the device at hand."""
+    """The model as transformers has it, on the device at hand."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
     return model.to(device).eval()
@@ -28,7 +28,7 @@ def load(checkpoint: str, dtype: str) -> PreTrainedModel:
 
 @torch.inference_mode()
 def answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
-    """The task's batches one after the other, greedy."""
+    """Decode the task's batches one after the other, greedily."""
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
         do_sample=False,
@@ -54,7 +54,7 @@ def _generate(
 
 
 def _until_stop(tokens: list[int], stops: list[int]) -> list[int]:
-    """Without the padding behind the first stop token."""
+    """The tokens up to the first stop token, without the padding behind it."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
     return tokens[:end]
 

@@ -1,1 +1,1 @@
-"""What others do, as policies of the same simulator."""
+"""Scaling policies of other systems, for the same simulator."""

@@ -8,14 +8,13 @@ import numpy as np
 
 from mars_ray.autoscale.service_model import Level, Mix, ServiceModel
 from mars_ray.config.scaling import ScalingConfig
-from mars_ray.config.simulate import Cluster, PolicyName, SimulateJob
 from mars_ray.simulator.baselines.fixed import Clairvoyant, Fixed
 from mars_ray.simulator.baselines.knative import Knative
 from mars_ray.simulator.baselines.llm_d import LlmD
 from mars_ray.simulator.baselines.ray_serve import RayDefault, RayTtft
-from mars_ray.simulator.engine.policy import Deciding, Policy
+from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
 from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import EXACT, Fixture, Progress, simulate
+from mars_ray.simulator.engine.run import EXACT, Deciding, Fixture, Policy, Progress, simulate
 from mars_ray.simulator.traces.trace import Trace
 
 
@@ -46,7 +45,7 @@ _ALL, _LOOK, _MORE = 0.9995, 3, 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One job's facts, for one trace."""
+    """A job with one of its traces, on one cluster."""
 
     job: SimulateJob
     model: ServiceModel
@@ -55,7 +54,7 @@ class Setting:
 
     @property
     def config(self) -> ScalingConfig:
-        """What the operator wants, with this cluster's cold start."""
+        """The job's scaling settings, with this cluster's cold start."""
         changes = {"cold_start_s": max(1e-3, self.cluster.cold_start_s)}
         return self.job.scaling.model_copy(update=changes)
 
@@ -88,7 +87,8 @@ class Knob:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`make` a fresh policy; `values` of its knob from cheap to safe, tried in each manner."""
+    """A policy to compare: `make` gives a fresh one; `values` of its knob go from cheap to safe and
+    are tried in each manner."""
 
     levels: tuple[Level, ...]
     make: Callable[[Setting, Knob], Policy]
@@ -99,7 +99,7 @@ class Contender:
 
 
 def contender(name: PolicyName, setting: Setting) -> Contender:
-    """For this trace."""
+    """The contender of this name, for this trace."""
     job, levels = setting.job, setting.model.levels
     config = setting.config
     low, high = config.min_replicas, config.max_replicas
@@ -164,7 +164,7 @@ def _steered(setting: Setting, knob: Knob) -> Policy:
 
 
 def _mean(setting: Setting) -> int:
-    """What the whole trace's load needs, were it spread evenly."""
+    """Replicas that the trace's load would need, were it spread evenly."""
     needs = setting.needs(EXACT[0], _WINDOW_S)
     mean = math.ceil(needs.sum() * _WINDOW_S / max(_WINDOW_S, setting.trace.duration_s))
     return min(setting.config.max_replicas, max(1, mean))
@@ -180,7 +180,7 @@ class _Knowing:
         self._attained: np.ndarray | None = None
 
     def policy(self, setting: Setting, share: Knob) -> Policy:
-        """Its value is wanted in every window."""
+        """The clairvoyant policy that reaches the knob's share in every window."""
         if self._attained is None:
             self._attained = _attained(setting)
         reached = np.logical_and.accumulate((self._attained >= share.value)[::-1])[::-1]
@@ -209,7 +209,7 @@ def _attained(setting: Setting) -> np.ndarray:
 def run(
     setting: Setting, who: Contender, knob: Knob, seed: int, progress: Progress | None = None
 ) -> Outcome:
-    """One run. A fleet that changes begins with what its first minutes need."""
+    """Simulate one run. A fleet that changes begins with what its first minutes need."""
     config = setting.config
     if who.fixed:
         replicas = who.fixed(setting, knob)

@@ -7,7 +7,7 @@ from mars_ray.autoscale.state import Decision, State
 
 
 class Fixed:
-    """So many replicas, always."""
+    """A policy that always wants the same number of replicas."""
 
     def __init__(self, replicas: int, threshold: float = 1.0) -> None:
         self._decision = Decision(replicas, threshold, 0.0, "fixed", State())
@@ -18,7 +18,7 @@ class Fixed:
 
 
 class Clairvoyant:
-    """Has the replicas that each moment needs there when it comes: no policy can know so much.
+    """A policy that knows the trace, and has replicas ready when they are needed.
 
     `needs` are replicas by windows of `window_s` seconds; what is needed until a replica ordered
     now would be ready is ordered now.

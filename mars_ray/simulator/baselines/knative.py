@@ -20,7 +20,7 @@ _PANIC_AT, _MOST_UP, _MOST_DOWN = 2.0, 1000.0, 2.0
 
 @dataclass(slots=True)
 class Knative:
-    """`target` requests a replica."""
+    """Knative's policy, for `target` concurrent requests a replica."""
 
     target: float
     low: int
@@ -31,7 +31,7 @@ class Knative:
     _decided_s: float = -math.inf
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """By the mean concurrency of both windows."""
+        """Decide by the mean concurrency of both windows."""
         self._seen.append((now, ongoing(sample)))
         while self._seen[0][0] < now - _STABLE_S:
             self._seen.popleft()

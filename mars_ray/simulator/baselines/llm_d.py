@@ -22,7 +22,7 @@ _UP_PODS, _UP_PERIOD_S, _DOWN_PODS, _DOWN_PERIOD_S = 4, 60.0, 1, 120.0
 
 @dataclass(slots=True)
 class LlmD:
-    """`slo` scaled by `tightness`: below 1 it reacts as if less were allowed."""
+    """llm-d's policy for an SLO times `tightness`: below 1 it reacts as if less were allowed."""
 
     slo: Slo
     tightness: float
@@ -36,7 +36,7 @@ class LlmD:
     _targets: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """Its controller once a minute, then the horizontal pod autoscaler."""
+        """Run its controller once a minute, then the horizontal pod autoscaler."""
         if now - self._reconciled_s >= _RECONCILE_S:
             self._reconciled_s = now
             self._wanted = self._desired(sample)
@@ -63,7 +63,7 @@ class LlmD:
         return min(max(wanted, self.low), self.high)
 
     def _scaled(self, wish: int, target: int, now: float) -> int:
-        """Kubernetes' stabilisation and rate limits."""
+        """The new target, by Kubernetes' stabilisation and rate limits."""
         if not self._wishes:
             self._wishes.append((now, target))
         self._wishes.append((now, wish))

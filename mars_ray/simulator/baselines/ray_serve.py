@@ -27,7 +27,7 @@ def ongoing(sample: Sample) -> float:
 
 @dataclass(slots=True)
 class Delays:
-    """A wish counts once it has been there for so long; the newest one then."""
+    """Ray's delays: a wish to scale counts once it has lasted, and then the newest one does."""
 
     low: int
     high: int
@@ -54,7 +54,7 @@ class Delays:
 
 @dataclass(slots=True)
 class RayDefault:
-    """As many replicas as have `target_ongoing` requests each."""
+    """Ray Serve's default policy: as many replicas as have `target_ongoing` requests each."""
 
     target_ongoing: float
     low: int
@@ -68,7 +68,7 @@ class RayDefault:
         self._delays = Delays(self.low, self.high)
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """Metrics reach the controller every ten seconds."""
+        """Decide by the metrics, which reach the controller every ten seconds."""
         self._seen.append((now, ongoing(sample)))
         while self._seen[0][0] < now - _LOOK_BACK_S:
             self._seen.popleft()
@@ -85,7 +85,7 @@ class RayDefault:
 
 @dataclass(slots=True)
 class RayTtft:
-    """One more while the p99 of the time to the first token is too long, one fewer when idle."""
+    """Ray's TTFT policy: a replica more while the p99 is too long, one fewer when idle."""
 
     ttft_target_s: float
     low: int
@@ -99,7 +99,7 @@ class RayTtft:
         self._delays = Delays(self.low, self.high)
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """The metric is fetched every five seconds; without one nothing changes."""
+        """Decide by the metric, fetched every five seconds; without one nothing changes."""
         if now - self._fetched_s >= _FETCH_S and isinstance(sample, Observed):
             self._fetched_s, self._p99_s = now, sample.ttft_p99_s
         wish = sample.target

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from mars_ray.config.simulate import PolicyName
 from mars_ray.simulator.baselines.contenders import Contender, Knob, Manner, Setting, contender, run
+from mars_ray.simulator.config import PolicyName
 from mars_ray.simulator.engine.result import summarise
 
 
@@ -56,7 +56,7 @@ def _better(one: _Trial | None, other: _Trial) -> _Trial:
 def _trials(
     settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
 ) -> Iterator[_Trial]:
-    """Those in this manner that may be the best."""
+    """The trials in this manner that may be the best."""
     found = _cheapest(settings, others, manner, best)
     if found is None:
         return
@@ -68,7 +68,7 @@ def _trials(
 def _cheapest(
     settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
 ) -> _Trial | None:
-    """By bisection: of those that attain, the one with the fewest replicas, else the safest.
+    """Find by bisection the trial with the fewest replicas that attains, else the safest.
 
     Ends early, with what it has by then, where every other would cost more than the best so far.
     """
@@ -88,7 +88,7 @@ def _cheapest(
 
 
 def _safer(settings: list[Setting], others: list[Contender], found: _Trial) -> Iterator[_Trial]:
-    """Those above one that loses points, while they cost less."""
+    """Trials of safer values than one that loses points, while they cost less."""
     usual = int(found.mean_replicas)
     for value in (v for v in others[0].values if v > found.knob.value and v >= usual):
         above = _tried(settings, others, Knob(value, found.knob.manner))

@@ -95,13 +95,15 @@ class Tables(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything that changes."""
+    """State of a run: everything that changes."""
 
     requests: Records  # [N]
     replicas: Records  # [R]
     batch: Records  # [R, B]
     ready: Ints  # places that take requests, the first READIES
-    tree: Floats  # next event of each place, see tree.py
+    # Next event of each place: a tournament, [2P] with P a power of two. The winner of the subtree
+    # under i stands at tree[i]; place r enters at tree[P + r].
+    tree: Floats
     counts: Ints
     first_log: Ints  # requests by time of the first token; a retried one may be in it twice
     end_log: Ints  # requests by time of their end
@@ -112,7 +114,7 @@ class World(NamedTuple):
 def make_world(
     trace: Trace, thresholds: list[float], places: int, batch: int, retries: int, seed: int
 ) -> World:
-    """No replica yet. `thresholds` of the levels, falling."""
+    """The state before the first replica. `thresholds` are those of the levels, falling."""
     leaves = 1 << max(0, places - 1).bit_length()
     counts = np.zeros(9, np.int64)
     counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
@@ -158,7 +160,8 @@ def make_tables(
     max_retries: int,
     two_choices: bool,
 ) -> Tables:
-    """The window of a level is what the engine's control would pick at that batch."""
+    """The tables of a model. A level's window is what the engine's control would pick at that
+    batch."""
     sizes = range(model.max_batch + 1)
     shapes = [[model.at(level, b, mix).shape if b else PLAIN for b in sizes] for level in levels]
     rows = np.array([[shape.positions for shape in line] for line in shapes])

@@ -11,8 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numba
-from numba.core import config
+from mars_ray.errors import ConfigError
+
+try:
+    import numba
+    from numba.core import config
+except ModuleNotFoundError:
+    raise ConfigError(
+        'the simulator needs numba, which is not installed: pip install "mars-ray[simulate]"'
+    ) from None
 
 # Neither is known to type checkers as what it is.
 _CONFIG: Any = config
@@ -21,7 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """Compiled at its first call."""
+    """The function, compiled at its first call."""
     if _FOLDER is None:
         return _NJIT(function)
     before = _CONFIG.CACHE_DIR
@@ -33,7 +40,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _cache_folder() -> Path | None:
-    """None where nothing can be written: then every process compiles."""
+    """Folder of compiled functions; None where nothing can be written: every process compiles."""
     digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -23,13 +23,12 @@ from mars_ray.simulator.engine.arrays import (
     World,
 )
 from mars_ray.simulator.engine.compiled import compiled
-from mars_ray.simulator.engine.engine import begin, cut, end_segment
-from mars_ray.simulator.engine.tree import first_place, set_event
+from mars_ray.simulator.engine.engine import begin, cut, end_segment, first_place, set_event
 
 
 @compiled
 def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
-    """All events up to `until_s`; of new unpinned requests a share `shed` is refused."""
+    """Process all events up to `until_s`; of new unpinned requests a share `shed` is refused."""
     while True:
         event_s, arrival_s = world.tree[1], np.inf
         if world.counts[NEXT] < len(world.requests):
@@ -52,7 +51,7 @@ def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
 
 @compiled
 def start(world: World, count: int, now: float, ready_s: float, level: int) -> None:
-    """As many replicas as there are places for, ready at `ready_s`."""
+    """Start up to `count` replicas, as there are places, which are ready at `ready_s`."""
     for place in range(len(world.replicas)):
         if count == 0:
             return
@@ -91,7 +90,7 @@ def drain(world: World, count: int, now: float) -> None:
 
 @compiled
 def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
-    """These replicas are gone at once; what they had starts again elsewhere, or fails."""
+    """Kill these replicas at once; what they had starts again elsewhere, or fails."""
     for place in places:
         world.replicas[place].status = DRAINING
     _list_ready(world)
@@ -110,7 +109,7 @@ def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
 
 @compiled
 def set_levels(world: World, level: int, now: float) -> None:
-    """Of all replicas, from their next step on."""
+    """Set the level of all replicas, from their next step on."""
     for place in range(len(world.replicas)):
         replica = world.replicas[place]
         if replica.level != level:
@@ -121,7 +120,7 @@ def set_levels(world: World, level: int, now: float) -> None:
 
 @compiled
 def set_slowness(world: World, slowness: float, now: float) -> None:
-    """Of all replicas, from their next step on."""
+    """Set the slowness of all replicas, from their next step on."""
     world.slowness[0] = slowness
     for place in range(len(world.replicas)):
         cut(world, place, now)
@@ -139,7 +138,7 @@ def _arrive(world: World, tables: Tables, number: int, shed: float) -> None:
 
 @compiled
 def _route(world: World, tables: Tables, number: int, now: float) -> None:
-    """To a replica's queue; with none ready, requests are held before the fleet."""
+    """Queue a request at a replica; with none ready, it is held before the fleet."""
     if world.counts[READIES] == 0:
         _hold(world, tables, number, now)
         return
@@ -172,7 +171,7 @@ def _hold(world: World, tables: Tables, number: int, now: float) -> None:
 
 @compiled
 def _choose(world: World, tables: Tables, number: int) -> int:
-    """The least outstanding of two at random, or of all; the first of equals, at random."""
+    """The replica with the least outstanding of two at random, or of all; ties are random."""
     count = world.counts[READIES]
     first = int(world.requests[number].one * count)
     others, step = count - 1, 1
@@ -190,7 +189,7 @@ def _choose(world: World, tables: Tables, number: int) -> int:
 
 @compiled
 def _enqueue(world: World, place: int, number: int) -> None:
-    """Behind those of its priority."""
+    """Put a request into a replica's queue, behind those of its priority."""
     replica, request = world.replicas[place], world.requests[number]
     replica.waiting += 1
     if replica.tail == NOBODY:

@@ -11,9 +11,8 @@ import math
 
 import numpy as np
 
-from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Tables, World
+from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Floats, Tables, World
 from mars_ray.simulator.engine.compiled import compiled
-from mars_ray.simulator.engine.tree import set_event
 
 # Tokens left below this are rounding.
 NONE_LEFT = 1e-6
@@ -125,7 +124,7 @@ def _elapsed_s(first_s: float, growth_s: float, steps: int) -> float:
 
 @compiled
 def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, int]:
-    """From the queue into the batch while prompts do not fill a step.
+    """Take requests from the queue into the batch while prompts do not fill a step.
 
     The cache must hold all of a sequence's tokens to come: nobody is sent back later, as the real
     engine may have to. A sequence that is too long for it runs alone. Returns the prompt tokens to
@@ -159,7 +158,7 @@ def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, in
 
 @compiled
 def _leave(world: World, place: int, now: float) -> None:
-    """Sequences that are complete; the others keep their order."""
+    """Take complete sequences out of the batch; the others keep their order."""
     replica = world.replicas[place]
     kept = 0
     for i in range(replica.running):
@@ -175,3 +174,24 @@ def _leave(world: World, place: int, now: float) -> None:
             world.batch[place, kept] = sequence
         kept += 1
     replica.running = kept
+
+
+@compiled
+def set_event(tree: Floats, place: int, at_s: float) -> None:
+    """Set the time of the place's next event; infinite for none."""
+    node = len(tree) // 2 + place
+    tree[node] = at_s
+    node //= 2
+    while node >= 1:
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+        node //= 2
+
+
+@compiled
+def first_place(tree: Floats) -> int:
+    """The place whose event comes first; of equals the lowest."""
+    leaves = len(tree) // 2
+    node = 1
+    while node < leaves:
+        node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1
+    return node - leaves

@@ -30,7 +30,7 @@ from mars_ray.simulator.engine.arrays import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed(Sample):
-    """With what only other policies look at."""
+    """A sample with what only other policies look at."""
 
     ttft_p99_s: float | None = None
 
@@ -41,7 +41,7 @@ _NOTHING = Observed(running=0, target=0)
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """At one moment, since the beginning."""
+    """Totals since the beginning, at one moment."""
 
     at_s: float = 0.0
     arrivals: int = 0
@@ -117,7 +117,7 @@ class Observer:
         )
 
     def _token_means(self, before: _Counters, here: _Counters) -> tuple[float | None, float | None]:
-        """Of the prompts that arrived and the answers that ended since the tick before.
+        """Mean tokens of prompts that arrived and of answers that ended since the tick before.
 
         Without any, those of the last time that there were some.
         """
@@ -139,10 +139,8 @@ class Observer:
         return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
 
     def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
-        """Of steps the means since the tick before, as an engine's counters give them.
-
-        But `positions`, which are those of the newest steps.
-        """
+        """Each replica's load: means of its steps since the tick before, as an engine's counters
+        give them, and `positions` of the newest steps."""
         replicas = self.world.replicas
         done_5R = self._counted(now)
         more_5R = done_5R - self._done_5R
@@ -186,7 +184,7 @@ class Observer:
         )
 
     def _latencies(self, here: _Counters) -> tuple[np.ndarray, np.ndarray]:
-        """Of the window: times to first tokens, and per token after them."""
+        """Times to first tokens, and per token after them, over the window."""
         oldest = self._past[0]
         requests = self.world.requests
         firsts = self.world.first_log[oldest.firsts : here.firsts]

@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> Floats:
-        """With what a reply's way adds; NaN where no token came."""
+        """Times to first tokens, with what a reply's way adds; NaN where no token came."""
         return self.requests["first_s"] - self.requests["arrival_s"] + self.overhead_s
 
     def within(self, slo: Slo) -> np.ndarray:

@@ -3,12 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
-from mars_ray.autoscale.state import Decision
-from mars_ray.config.simulate import Cluster, Kill, Slowdown
+from mars_ray.autoscale.state import Decision, State
+from mars_ray.config.scaling import ScalingConfig
+from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import (
     DRAINING,
     ENDS,
@@ -25,7 +29,6 @@ from mars_ray.simulator.engine.arrays import (
 )
 from mars_ray.simulator.engine.core import advance, drain, kill, set_levels, set_slowness, start
 from mars_ray.simulator.engine.observe import Observer
-from mars_ray.simulator.engine.policy import Policy
 from mars_ray.simulator.engine.result import Outcome, Timeline
 from mars_ray.simulator.traces.trace import Trace
 
@@ -36,9 +39,32 @@ _PATIENCE_S = 7200.0
 Progress = Callable[[int, int], None]  # requests ended, of all
 
 
+class Policy(Protocol):
+    """One run's policy, with its memory."""
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """Replicas and threshold from now on, by what a cluster could see."""
+        ...
+
+
+class Deciding:
+    """The policy that Ray Serve runs too."""
+
+    def __init__(self, config: ScalingConfig, model: ServiceModel) -> None:
+        self._config = config
+        self._model = model
+        self._state = State()
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """What `decide` says, with the state that it returned the last time."""
+        decision = decide(sample, self._state, self._config, self._model, now)
+        self._state = decision.state
+        return decision
+
+
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """All of a run but its policy."""
+    """Everything that a run is made of, but for its policy."""
 
     trace: Trace
     model: ServiceModel
@@ -51,7 +77,7 @@ class Fixture:
 
 
 def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None) -> Outcome:
-    """The same fixture and an equal policy give the same outcome."""
+    """Run a policy; the same fixture and an equal policy give the same outcome."""
     return _Run(fixture, policy).run(progress)
 
 
@@ -102,7 +128,7 @@ class _Run:
         start(self.world, given.replicas, 0.0, 0.0, self._level_of(given.set_point))
 
     def run(self, progress: Progress | None) -> Outcome:
-        """Ticks until every request has ended."""
+        """Tick until every request has ended."""
         trace, tick_s = self.fixture.trace, self.fixture.cluster.tick_s
         cluster = self.fixture.cluster
         events = sorted((*cluster.kills, *cluster.slowdowns), key=lambda event: event.at_s)
@@ -146,7 +172,7 @@ class _Run:
         self._measure_cold_start(now)
 
     def _order(self, now: float, level: int) -> None:
-        """A replica. What is wanted before the first request has been there for long."""
+        """Order a replica; one that is wanted at the beginning has been there for long."""
         cold_s = 0.0
         if now > 0:
             cluster = self.fixture.cluster
@@ -157,7 +183,7 @@ class _Run:
         start(self.world, 1, now, now + cold_s, level)
 
     def _measure_cold_start(self, now: float) -> None:
-        """Of the newest replica that has come: it is known once it is over."""
+        """Note the cold start of the newest replica that is ready."""
         self.coming.sort()
         while self.coming and self.coming[0][0] <= now:
             _, self.cold_start_s = self.coming.pop(0)

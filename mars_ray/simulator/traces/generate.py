@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mars_ray.config.traces import FlashTrace, Lengths, RampTrace, SineTrace
+from mars_ray.simulator.config import FlashTrace, Lengths, RampTrace, SineTrace
 from mars_ray.simulator.traces.trace import Floats, Ints, Trace
 
 
 def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
-    """One stage after another."""
+    """A trace of one stage after another."""
     stages = np.array(source.rates_rps)
 
     def rate(times: Floats) -> Floats:
@@ -20,7 +20,7 @@ def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
 
 
 def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
-    """A crowd that comes at once and leaves at once."""
+    """A trace with a crowd that comes at once and leaves at once."""
 
     def rate(times: Floats) -> Floats:
         inside = (times >= source.from_s) & (times < source.to_s)
@@ -31,7 +31,7 @@ def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
 
 
 def sine(source: SineTrace, rng: np.random.Generator) -> Trace:
-    """Begins at the low end."""
+    """A trace whose rate is a wave, from its low end on."""
     middle = (source.low_rps + source.high_rps) / 2
     swing = (source.high_rps - source.low_rps) / 2
 
@@ -59,7 +59,7 @@ def _trace(
 
 
 def token_counts(mean: float, lengths: Lengths, count: int, rng: np.random.Generator) -> Ints:
-    """Log-normal with this mean before it is cut."""
+    """Token counts, log-normal with this mean before they are cut."""
     variance = math.log1p(lengths.cv**2)
     values = rng.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
     return np.clip(np.round(values), 1, lengths.limit).astype(np.int64)

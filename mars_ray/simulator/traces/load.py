@@ -1,8 +1,8 @@
-"""From a source's description to its trace."""
+"""Loads the trace that a source describes."""
 
 import numpy as np
 
-from mars_ray.config.traces import (
+from mars_ray.simulator.config import (
     AzureTrace,
     FileTrace,
     FlashTrace,
@@ -19,7 +19,7 @@ from mars_ray.simulator.traces.trace import Trace
 
 
 def load_trace(source: TraceSource, seed: int) -> Trace:
-    """The same seed gives the same trace. Raises DataError."""
+    """The source's trace; the same seed gives the same one. Raises DataError."""
     rng = np.random.default_rng([seed, 1])
     if isinstance(source, ServeGenTrace):
         # It has used its slice and its rate: before them it has no requests.

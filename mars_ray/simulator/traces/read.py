@@ -95,7 +95,7 @@ def _row(
     deadline_s: Any = math.inf,
     pinned: Any = 0.0,
 ) -> Row:
-    """Checked values. Raises ValueError."""
+    """The values of a row, checked. Raises ValueError."""
     row = (
         float(arrival_s),
         _whole(prompt),
@@ -118,14 +118,14 @@ def _row(
 
 
 def _whole(number: Any) -> int:
-    """Raises ValueError for 1.5, which int() cuts where it is no text."""
+    """A whole number. Raises ValueError for 1.5, which int() would cut."""
     if isinstance(number, float) and not number.is_integer():
         raise ValueError(f"{number} is no whole number")
     return int(number)
 
 
 def missing(path: str | Path) -> str:
-    """What to say of a trace that is not there."""
+    """The error text for a trace that is not there."""
     return f"{path}: no such file; docs/simulator.md says where published traces come from"
 
 

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_ray.config.traces import ServeGenTrace
 from mars_ray.errors import DataError
+from mars_ray.simulator.config import ServeGenTrace
 from mars_ray.simulator.traces.read import missing
 from mars_ray.simulator.traces.trace import Floats, Ints, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One client in one window."""
+    """Rate and gaps of one client in one window."""
 
     client: int
     start_s: float
@@ -42,7 +42,7 @@ class Counts:
     cumulated: Floats
 
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """So many independent ones."""
+        """`count` independent token counts."""
         place = np.searchsorted(self.cumulated, rng.random(count) * self.cumulated[-1], "right")
         return self.tokens[np.minimum(place, len(self.tokens) - 1)]
 
@@ -153,7 +153,7 @@ def _counts(shares: Mapping[int, float]) -> Counts:
 
 
 def _rates(windows: list[Window], lengths: Lengths) -> dict[int, float]:
-    """Of the clients with token counts."""
+    """Rates of the clients with token counts."""
     rates: dict[int, float] = defaultdict(float)
     for window in windows:
         if window.client in lengths:

@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Until the last arrival."""
+        """Seconds until the last arrival."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     def part(self, start_s: float, duration_s: float | None) -> "Trace":

@@ -1,6 +1,8 @@
 """What a step costs over an SFT step on the same tokens: MARS's, and a draft adapter's; time and
 peak memory.
 
+    python benchmarks/train_step.py --output RESULT.json [--case NAME ...]
+
 Times: all objectives in one process, interleaved step by step on the same batches, medians. Memory:
 each objective in a process of its own, peak resident size over what the process held before the
 model; on a GPU, where it is the device's that counts, the peak of what torch has allocated. Every
@@ -10,9 +12,12 @@ Beside them a plain `transformers.Trainer` doing SFT on the same batches, in a p
 timed from the start of its step to the end, without loading data.
 """
 
+import argparse
+import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +50,7 @@ from mars_ray.data.corpus import problems
 from mars_ray.data.loader import Loader
 from mars_ray.data.rows import tokenize
 from mars_ray.errors import MarsError
+from mars_ray.files import check_writable
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer, multiplies_bfloat16
@@ -109,6 +115,22 @@ CASES = {
         objectives=_DRAFT_AND_SFT,
     ),
 }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measures the cases, prints the result as one JSON line and writes it to a file. Raises
+    MarsError if the file cannot be written, before anything is measured."""
+    parser = argparse.ArgumentParser(description="Time and peak memory of a training step.")
+    parser.add_argument("--output", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all of them")
+    arguments = parser.parse_args(words)
+    check_writable(arguments.output, "--output")
+    # Piped output has no width of its own, and 80 columns would cut the tables.
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    result = run_bench(arguments.case or list(CASES), console)
+    # First, so that it is somewhere if the disk is full.
+    print(json.dumps(result), flush=True)
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def run_bench(cases: Sequence[str], console: Console) -> dict[str, Any]:
@@ -374,3 +396,7 @@ def _print(name: str, result: dict[str, Any], console: Console) -> None:
             f"{row['memory_ratio']:.2f}",
         )
     console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from mars_ray.evaluate.parts import Kept, run_parts
+from mars_ray.files import Kept
+from mars_ray.simulator.parts import run_parts
 
 ROOT = Path(__file__).parents[2]
 QUIET = Console(quiet=True)
@@ -112,7 +113,8 @@ def test_workers_end_with_the_command_however_it_ends(tmp_path, number):
         "import time\n"
         "from functools import partial\n"
         "from rich.console import Console\n"
-        "from mars_ray.evaluate.parts import Kept, run_parts\n"
+        "from mars_ray.files import Kept\n"
+        "from mars_ray.simulator.parts import run_parts\n"
         "if __name__ == '__main__':\n"
         "    parts = {str(n): partial(time.sleep, 300) for n in range(4)}\n"
         "    run_parts(parts, Kept(None, 'w'), 2, Console(quiet=True))\n"

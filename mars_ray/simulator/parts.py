@@ -6,42 +6,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from mars_ray.files import append, read_journal
+from mars_ray.files import Kept
 from mars_ray.progress import Bars
-
-
-class Kept:
-    """JSON values by name, each written once it is known; those of other work do not count.
-
-    `work` says what they are results of: with another one, a file's values are not found.
-    """
-
-    def __init__(self, path: Path | None, work: str) -> None:
-        """Without a path they are not kept."""
-        self._path = path
-        self._work = work
-        self._values: dict[str, Any] = {}
-        for made_for, name, value in read_journal(path) if path else ():
-            if made_for == work:
-                self._values[name] = value
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._values[name] = value
-        if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            append(self._path, [self._work, name, value])
 
 
 def run_parts(
@@ -93,7 +64,7 @@ def _in_processes(
 
 
 def _let_die() -> None:
-    """Of Ctrl-C, without a traceback for each process; and with the command, however it ends."""
+    """Let a worker die of Ctrl-C without a traceback, and with the command, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -1,0 +1,129 @@
+"""How large the code is, and what became of it since an earlier commit.
+
+    python benchmarks/code_size.py [BEFORE]
+
+compares BEFORE (default: the last commit of the old layout) with HEAD, prints one JSON object and
+writes it to results/code_size.json. What is not committed does not count. Standard library and git
+only.
+
+Lines are all lines of Python files, blank ones and comments included. `git diff --numstat
+--find-renames --find-copies` says which file came from which, and how many lines were put in and
+taken out. A file counts for the part of the tree where it is now, also before, so that what went
+from one part to another is no loss of the one and no gain of the other. Of each part
+
+moved      lines of files that have another path now and the same content
+rewritten  lines that were taken out, as far as others were put in anywhere in the part: lines that
+           went to another file of it are among them
+deleted    lines that were taken out and that nothing was put in for: lines_before less lines
+"""
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "code_size.json"
+BEFORE = "e8532cb"
+# The first that fits. The simulator has been in several places.
+PARTS = {
+    "simulator": (
+        "mars_ray/simulator/",
+        "mars_ray/scaling/simulate/",
+        "mars_ray/scaling/baselines/",
+        "mars_ray/scaling/traces/",
+        "mars_ray/config/simulate.py",
+        "mars_ray/config/traces.py",
+    ),
+    "mars_ray": ("mars_ray/",),
+    "benchmarks": ("benchmarks/",),
+    "tools": ("tools/",),
+    "tests": ("tests/",),
+}
+
+
+class Change(NamedTuple):
+    """What happened to one file: lines put in and taken out, and its path on each side."""
+
+    before: str
+    after: str
+    inserted: int
+    removed: int
+
+
+def main() -> None:
+    """The comparison, as one JSON object."""
+    before = git("rev-parse", sys.argv[1] if len(sys.argv) > 1 else BEFORE).strip()
+    changes = parse_changes(git("diff", "--numstat", "-z", "-M", "-C", before, "HEAD"))
+    result = {
+        "parts": compare(sizes(before), sizes("HEAD"), changes),
+        "provenance": {
+            "before": before[:12],
+            "commit": git("rev-parse", "HEAD").strip()[:12],
+            "git": git("--version").split()[2],
+            "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def compare(
+    before: dict[str, int], after: dict[str, int], changes: list[Change]
+) -> dict[str, dict[str, int]]:
+    """Files, lines and what became of them, by part. Sizes are lines by path."""
+    successor = {c.before: c.after for c in changes if c.before not in after}
+    parts = {}
+    for part in PARTS:
+        old = {path for path in before if part_of(successor.get(path, path)) == part}
+        new = {path for path in after if part_of(path) == part}
+        lines_before, lines = sum(before[path] for path in old), sum(after[path] for path in new)
+        mine = [change for change in changes if part_of(change.after) == part]
+        moved = [c for c in mine if c.before != c.after and not c.inserted and not c.removed]
+        parts[part] = {
+            "files_before": len(old),
+            "files": len(new),
+            "lines_before": lines_before,
+            "lines": lines,
+            "moved": sum(before[c.before] for c in moved if c.before in old),
+            "rewritten": min(sum(c.removed for c in mine), sum(c.inserted for c in mine)),
+            "deleted": max(0, lines_before - lines),
+        }
+    return parts
+
+
+def part_of(path: str) -> str | None:
+    """The part of the tree that a Python file belongs to; None for every other file."""
+    if not path.endswith(".py"):
+        return None
+    return next((part for part, places in PARTS.items() if path.startswith(places)), None)
+
+
+def parse_changes(numstat: str) -> list[Change]:
+    """From `git diff --numstat -z`: a renamed or copied file has its two paths behind the line."""
+    changes, fields = [], iter(numstat.split("\0")[:-1])
+    for field in fields:
+        inserted, removed, path = field.split("\t")
+        before, after = (path, path) if path else (next(fields), next(fields))
+        if inserted != "-":  # of a binary file
+            changes.append(Change(before, after, int(inserted), int(removed)))
+    return changes
+
+
+def sizes(commit: str) -> dict[str, int]:
+    """Lines of every Python file of a commit that belongs to a part."""
+    empty = git("hash-object", "-t", "tree", "/dev/null").strip()
+    whole = parse_changes(git("diff", "--numstat", "-z", empty, commit))
+    return {change.after: change.inserted for change in whole if part_of(change.after)}
+
+
+def git(*words: str) -> str:
+    """What git says. Raises CalledProcessError where it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Tasks: questions for the model, where they come from, and a judgement of its answers."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+from mars_ray.config.data import FilesSource
+from mars_ray.config.evaluate import CorpusTask, Gsm8kTask, PromptsTask, Task
+from mars_ray.data.chat import Message
+from mars_ray.data.corpus import problems
+from mars_ray.data.sources import BadRows, read_prompts
+from mars_ray.errors import DataError
+
+FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A user's message and the number that the answer has to end with.
+
+    Without such a number (`answer` is None) an answer is right if it is that of `exact`.
+    """
+
+    question: str
+    answer: str | None
+    kind: str | None = None  # of the prompt, where a task has several
+    turns: tuple[Message, ...] = ()  # the conversation so far, where it is not the question alone
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages that the model is asked."""
+        return list(self.turns) or [Message("user", self.question)]
+
+
+def is_correct(problem: Problem, text: str) -> bool:
+    """Whether the last `#### number` of the text is the answer, as a number: 7.0 is 7."""
+    assert problem.answer is not None, "a prompt without a reference answer"
+    found = FINAL_ANSWER.findall(text)
+    return bool(found) and _number(found[-1]) == _number(problem.answer)
+
+
+def final_answer(solution: str) -> str | None:
+    """The number after `####` in a reference solution."""
+    found = FINAL_ANSWER.findall(solution)
+    return found[-1] if found else None
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def corpus_problems(task: CorpusTask) -> list[Problem]:
+    """Problems of the test split, whose texts no training problem has."""
+    return [
+        Problem(item.question, str(item.answer)) for item in problems("test", task.count, task.seed)
+    ]
+
+
+def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
+    """The first `count` problems of the file. Raises DataError, naming the line."""
+    path = Path(task.path).expanduser()
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; docs/quickstart.md has the lines that fetch GSM8K")
+    try:
+        # Not splitlines(), to which characters that JSON allows in a text are ends of lines.
+        with path.open(encoding="utf-8-sig") as file:
+            written = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
+            lines = list(islice(written, task.count))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    return [_problem(line, f"{path}:{number}") for number, line in lines]
+
+
+def _problem(line: str, origin: str) -> Problem:
+    try:
+        row = json.loads(line)
+        answer = final_answer(row["answer"])
+        question = row["question"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{origin}: not a GSM8K problem: {error!r}") from None
+    if not isinstance(question, str):
+        raise DataError(f"{origin}: the question is no text")
+    if answer is None:
+        raise DataError(f"{origin}: the solution has no '#### number'")
+    return Problem(question, answer)
+
+
+def prompts_problems(task: PromptsTask) -> list[Problem]:
+    """All prompts of all kinds, one kind after the other. Raises DataError for a bad row."""
+    return [problem for kind, source in task.kinds.items() for problem in _problems(kind, source)]
+
+
+def kinds_in_turn(problems: list[Problem]) -> list[Problem]:
+    """The first problem of every kind, then the second of every kind, and so on."""
+    by_kind: dict[str | None, list[Problem]] = {}
+    for problem in problems:
+        by_kind.setdefault(problem.kind, []).append(problem)
+    return [problem for each in zip_longest(*by_kind.values()) for problem in each if problem]
+
+
+def _problems(kind: str, source: FilesSource) -> list[Problem]:
+    report = BadRows()
+    problems = [
+        Problem(record.messages[-1].content, None, kind, record.messages)
+        for record in read_prompts(source, report)
+    ]
+    report.check(0.0)
+    return problems
+
+
+_TASKS: dict[type, Callable[[Any], list[Problem]]] = {
+    CorpusTask: corpus_problems,
+    Gsm8kTask: gsm8k_problems,
+    PromptsTask: prompts_problems,
+}
+
+
+def problems_of(task: Task) -> list[Problem]:
+    """The task's problems, at least one. Raises DataError."""
+    found = _TASKS[type(task)](task)
+    if not found:
+        raise DataError("the task has no problems: name a file that holds some")
+    return found

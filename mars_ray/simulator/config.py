@@ -1,0 +1,273 @@
+"""A job of `mars-ray simulate`: traces, policies, seeds, and the cluster they run on.
+
+Needs no numba, so a job is checked also where the simulator cannot run.
+"""
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
+
+from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.scaling import ScalingConfig
+
+
+class _Source(Config):
+    """Changes that any source allows: another rate, a part of its time."""
+
+    rate_factor: float = Field(
+        default=1.0,
+        gt=0,
+        description="times as many requests: repeated within spread_s, or left out",
+    )
+    spread_s: float = Field(
+        default=0.0, ge=0, description="each arrival moves later by up to this, at random"
+    )
+    start_s: float = Field(default=0.0, ge=0, description="what comes before is left out")
+
+    @model_validator(mode="after")
+    def _copies_are_spread(self) -> Self:
+        if self.repeats and self.rate_factor > 1 and not self.spread_s:
+            raise ValueError(
+                f"rate_factor={self.rate_factor:g} repeats requests, and without spread_s all "
+                "copies of one arrive at its moment: set spread_s, such as the mean gap"
+            )
+        return self
+
+    @property
+    def repeats(self) -> bool:
+        """Whether more requests are copies of those that there are, not drawn anew."""
+        return True
+
+
+class _Whole(_Source):
+    duration_s: float | None = Field(default=None, gt=0, description="default: to the end")
+
+
+class FileTrace(_Whole):
+    """A CSV or JSONL file of docs/simulator.md's schema, also gzipped."""
+
+    type: Literal["file"] = "file"
+    path: str
+
+
+class AzureTrace(_Whole):
+    """AzureLLMInferenceTrace_*.csv of github.com/Azure/AzurePublicDataset."""
+
+    type: Literal["azure"] = "azure"
+    path: str
+
+
+class MooncakeTrace(_Whole):
+    """conversation_trace.jsonl of github.com/kvcache-ai/Mooncake (FAST25-release)."""
+
+    type: Literal["mooncake"] = "mooncake"
+    path: str
+    spread_s: float = Field(
+        default=3.0, ge=0, description="its times are multiples of 3 s, which nobody sent at"
+    )
+
+
+class ServeGenTrace(_Source):
+    """Clients of github.com/alibaba/ServeGen, merged: rates by window, and token counts."""
+
+    type: Literal["servegen"] = "servegen"
+    rates_path: str = Field(description="client_id, window_start_s, rate_rps, cv, pattern, ...")
+    lengths_path: str = Field(description="JSONL: client_id, window_s, input_ and output_tokens")
+    duration_s: float = Field(default=3600, gt=0)
+    window_s: float = Field(default=600, gt=0, description="over which a client's rate holds")
+
+    @property
+    def repeats(self) -> bool:
+        """False: rates are multiplied instead."""
+        return False
+
+
+class Lengths(Config):
+    """Token counts of made-up requests: log-normal, cut at the limit."""
+
+    prompt_mean: float = Field(default=512, ge=1)
+    output_mean: float = Field(default=256, ge=1)
+    cv: float = Field(default=1.0, ge=0, description="standard deviation over mean; 0: constant")
+    limit: int = Field(default=8192, ge=1)
+
+
+class RampTrace(_Whole):
+    """Poisson arrivals at one rate after another; the defaults are llm-d's benchmark.
+
+    Stages of 2, 4, 6, 8, 10, 4, 1 requests/s over 42 minutes, 4,000 tokens in and 1,000 out
+    (github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md).
+    """
+
+    type: Literal["ramp"] = "ramp"
+    rates_rps: tuple[NonNegativeFloat, ...] = Field(default=(2, 4, 6, 8, 10, 4, 1), min_length=1)
+    stage_s: float = Field(default=360, gt=0)
+    lengths: Lengths = Lengths(prompt_mean=4000, output_mean=1000, cv=0)
+
+
+class FlashTrace(_Source):
+    """A steady rate that jumps to another one for a while."""
+
+    type: Literal["flash"] = "flash"
+    base_rps: float = Field(default=2, gt=0)
+    peak_rps: float = Field(default=10, gt=0)
+    lengths: Lengths = Lengths()
+    from_s: float = Field(default=600, ge=0)
+    to_s: float = Field(default=900, ge=0)
+    duration_s: float = Field(default=1800, gt=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.from_s < self.to_s <= self.duration_s:
+            raise ValueError("from_s < to_s <= duration_s must hold")
+        return self
+
+
+class SineTrace(_Source):
+    """A day that rises and falls, compressed to `period_s`."""
+
+    type: Literal["sine"] = "sine"
+    low_rps: float = Field(default=1, gt=0)
+    high_rps: float = Field(default=8, gt=0)
+    lengths: Lengths = Lengths()
+    period_s: float = Field(default=7200, gt=0)
+    duration_s: float = Field(default=7200, gt=0)
+
+
+TraceSource = Annotated[
+    FileTrace | AzureTrace | MooncakeTrace | ServeGenTrace | RampTrace | FlashTrace | SineTrace,
+    Field(discriminator="type"),
+]
+
+
+PolicyName = Literal[
+    "mars",
+    "lossless",
+    "fixed-threshold",
+    "threshold-only",
+    "static-peak",
+    "static-mean",
+    "ray",
+    "ray-verified",
+    "ray-ttft",
+    "knative",
+    "llm-d",
+    "clairvoyant",
+]
+ALL_POLICIES: tuple[PolicyName, ...] = (
+    "mars",
+    "lossless",
+    "fixed-threshold",
+    "threshold-only",
+    "static-peak",
+    "static-mean",
+    "ray",
+    "ray-verified",
+    "ray-ttft",
+    "knative",
+    "llm-d",
+    "clairvoyant",
+)
+
+
+class Kill(Config):
+    """Replicas that die at once, chosen at random."""
+
+    at_s: float = Field(ge=0)
+    replicas: int = Field(default=1, ge=1)
+
+
+class Slowdown(Config):
+    """All machines are slower, or faster, until the next one."""
+
+    at_s: float = Field(ge=0)
+    slowness: float = Field(gt=0, description="times what a step takes by `Cluster.slowness`")
+
+
+class Cluster(Config):
+    """The cluster's properties, which no policy chooses."""
+
+    cold_start_s: float = Field(default=100.0, ge=0, description="until a new replica answers")
+    first_cold_starts_s: tuple[NonNegativeFloat, ...] = Field(
+        default=(), description="of the first replicas that are ordered, where each is known"
+    )
+    tick_s: float = Field(default=1.0, gt=0, description="between two calls of the policy")
+    metrics_lag_s: float = Field(default=1.0, ge=0, description="age of what the policy sees")
+    latency_window_s: float = Field(
+        default=30.0, gt=0, description="over which percentiles of latencies are taken"
+    )
+    routing: Literal["two-choices", "least-outstanding"] = Field(
+        default="two-choices", description="the first is Ray Serve's"
+    )
+    waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
+    overhead_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="in every first token, beside the engine: HTTP, routing, processes on the way",
+    )
+    slowness: float = Field(
+        default=1.0, gt=0, description="of the engines: times what the service model says of a step"
+    )
+    step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
+    retries: int = Field(default=1, ge=0, description="of a request whose replica died")
+    kills: tuple[Kill, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+
+
+class SimulateJob(Config):
+    """A simulation of every policy on every trace with every seed."""
+
+    kind: Literal["simulate"] = "simulate"
+    name: str
+    service_model: str = Field(description="JSON file (docs/simulator.md)")
+    accuracy: float = Field(default=100.0, gt=0, le=100, description="of lossless answers, percent")
+    traces: dict[str, TraceSource] = Field(min_length=1)
+    policies: Annotated[tuple[PolicyName, ...], DISTINCT] = Field(
+        default=ALL_POLICIES, min_length=1
+    )
+    scaling: ScalingConfig = ScalingConfig()
+    cluster: Cluster = Cluster()
+    fixed_threshold: float = Field(
+        default=0.9, ge=0, le=1, description="of the policy fixed-threshold"
+    )
+    seeds: Annotated[tuple[NonNegativeInt, ...], DISTINCT] = Field(
+        default=(0, 1, 2, 3, 4), min_length=1
+    )
+    tuning_seeds: int = Field(
+        default=2, ge=1, description="policies are tuned on so many of the seeds, the first ones"
+    )
+    cold_starts_s: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = Field(
+        default=(), description="other cold starts, for the sensitivity; all policies again"
+    )
+
+    @model_validator(mode="after")
+    def _classes_are_a_services(self) -> Self:
+        if self.scaling.quality_classes:
+            raise ValueError(
+                "no request of a trace has a class: leave scaling.quality_classes out, and give "
+                "requests a pinned_threshold in the trace"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_are_fresh(self) -> Self:
+        tick_s = self.cluster.tick_s
+        age_s = max(1, math.ceil(self.cluster.metrics_lag_s / tick_s)) * tick_s
+        if age_s > self.scaling.stale_after_s:
+            raise ValueError(
+                f"with cluster.tick_s and metrics_lag_s metrics are {age_s:g} s old, and "
+                f"scaling.stale_after_s={self.scaling.stale_after_s:g} has policies ignore them: "
+                "raise it, or lower those"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cold_starts_have_names(self) -> Self:
+        colds = {self.cluster.cold_start_s, *self.cold_starts_s}
+        if len({f"{cold:g}" for cold in colds}) < len(colds):
+            raise ValueError("cold starts must differ in their first six digits")
+        return self
+
+
+# As `load_job` asks for them.
+KINDS: dict[str, type[Config]] = {"simulate": SimulateJob}
