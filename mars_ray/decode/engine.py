@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode, widest_rows
 from mars_ray.decode.adapter import FusedAdapter, fused
-from mars_ray.decode.attention.choice import backend_of
+from mars_ray.decode.attention.backend import backend_of
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_model import Drafter
 from mars_ray.decode.fused_model import FusedModel

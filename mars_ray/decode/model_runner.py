@@ -12,7 +12,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 import torch
 
-from mars_ray.decode.attention.base import Backend
+from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Work

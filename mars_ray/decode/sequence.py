@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 
 from mars_ray.core.draft_choice import Choice
 from mars_ray.core.tree import chain, first_chain, renumbered
-from mars_ray.decode.constraint import GrammarState
-from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent
+from mars_ray.decode.request import (
+    Completion,
+    FinishReason,
+    GrammarState,
+    Request,
+    TokenEvent,
+)
 
 
 @dataclass(slots=True)

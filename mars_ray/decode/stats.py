@@ -114,11 +114,6 @@ class ModeMeasures:
         forwards = max(1, self.forwards)
         return {t: n / forwards for t, n in zip(THRESHOLDS, self.tokens_at, strict=True)}
 
-    @property
-    def disagreement(self) -> float:
-        """Share of all checked tokens; 0 if there were none."""
-        return self.disagreed / self.checked if self.checked else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -32,7 +32,7 @@ class Grammars:
 
 
 class CompiledGrammar:
-    """See `constraint.Grammar`."""
+    """See `request.Grammar`."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str, field: str) -> None:
         """Raises RequestError if the grammar is wrong or too complex."""
@@ -47,7 +47,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """See `constraint.GrammarState`. Its methods raise RequestError once the grammar has become too
+    """See `request.GrammarState`. Its methods raise RequestError once the grammar has become too
     complex to follow."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, field: str) -> None:

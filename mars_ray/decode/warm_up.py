@@ -8,7 +8,7 @@ import torch
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.core.step_cost import StepCost, row_counts
-from mars_ray.decode.attention.base import Backend
+from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
