@@ -20,12 +20,15 @@ from mars_ray.errors import EngineError
 
 
 def nothing() -> None:
-    """What there is to do while a device works, if nobody says otherwise."""
+    """Do nothing while a device works."""
 
 
 @torch.inference_mode()
 def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) -> Sampler:
-    """Forward [pending | drafts | masks] of every sequence; what reads the rows."""
+    """Forward [pending | drafts | masks] of every sequence; the sampler reads the rows.
+
+    Raises EngineError if the model gives numbers that are none; on a GPU the sampler does.
+    """
     tables = Tables.of(work, backend.cache.page_size)
     position_N = tables.positions()
     # An adapter's masks are told by their depths.

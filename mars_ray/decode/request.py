@@ -32,12 +32,12 @@ class GrammarState(Protocol):
     """Where one answer stands in its grammar."""
 
     def allowed(self, back: int, tokens: Several[int]) -> NDArray[np.bool_]:
-        """(R, V): what may follow each of the last `back` tokens but one, the answer so far, and
+        """What may follow, (R, V): each of the last `back` tokens but one, the answer so far, and
         each of `tokens` behind it. Rows behind a forbidden token are all True."""
         ...
 
     def admissible(self, tokens: Several[int]) -> int:
-        """How many of them, from the first one on, the grammar lets follow."""
+        """How many tokens, from the first one on, the grammar lets follow."""
         ...
 
     def forced(self) -> list[int]:
@@ -45,15 +45,15 @@ class GrammarState(Protocol):
         ...
 
     def consume(self, tokens: Several[int]) -> None:
-        """The answer goes on with these."""
+        """Go on behind these tokens of the answer."""
         ...
 
 
 class Grammar(Protocol):
-    """Compiled; shared by all answers of a request."""
+    """A compiled grammar, shared by all answers of a request."""
 
     def start(self) -> GrammarState:
-        """At the beginning of an answer."""
+        """The state at the beginning of an answer."""
         ...
 
 
@@ -121,7 +121,7 @@ class TokenEvent:
 
 
 def as_one(events: Several[TokenEvent]) -> TokenEvent:
-    """What several forwards, one after the other, did for one request."""
+    """The event of several forwards for one request, one after the other."""
     if len(events) == 1:
         return events[0]
     return replace(

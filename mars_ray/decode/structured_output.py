@@ -24,7 +24,7 @@ class Grammars:
         self._tokenizer = from_tokenizer(tokenizer, vocabulary, sorted(stop_ids))
 
     def compiled(self, lark: str, field: str) -> "CompiledGrammar":
-        """From llguidance's variant of Lark's notation, which may contain JSON schemas.
+        """A grammar in llguidance's variant of Lark's notation, which may contain JSON schemas.
 
         Raises RequestError that names `field` if it is wrong or too complex.
         """

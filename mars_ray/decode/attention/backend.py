@@ -26,11 +26,11 @@ class Backend(Protocol):
     cache: PagedCache
 
     def warm_up(self) -> None:
-        """Whatever would make a first step slow. Overwrites the first pages of the cache."""
+        """Do whatever would make a first step slow. Overwrites the first pages of the cache."""
         ...
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Masks are the adapter's from the next forward on."""
+        """Set the adapter of masks from the next forward on."""
         ...
 
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
@@ -41,7 +41,10 @@ class Backend(Protocol):
 def backend_of(
     config: EngineConfig, runner: FusedModel, cache: PagedCache, positions: int
 ) -> Backend:
-    """For sequences of at most so many positions. Raises ConfigError."""
+    """The form of attention that the configuration asks for, or the device's own.
+
+    For sequences of at most `positions`. Raises ConfigError if the kernels cannot run the model.
+    """
     kind, reason = config.attention_backend, missing(cache)
     if kind == "triton" and reason:
         raise ConfigError(
