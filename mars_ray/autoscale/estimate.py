@@ -29,7 +29,7 @@ _FURTHEST = 32
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One tick, read with what is remembered."""
+    """A sample and what it means, with what is remembered of earlier ones."""
 
     sample: Sample  # checked
     load: Load
@@ -77,7 +77,7 @@ class Seen:
 def see(
     sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, dt: float
 ) -> Seen:
-    """`sample` is a checked one; `dt` seconds after the one before."""
+    """What a checked sample means, `dt` seconds after the one before."""
     offered = (sample.arrivals_per_s or 0.0) + (sample.refused_per_s or 0.0)
     width = bucket_s(config.cold_start_s)
     load = observe(state.load, offered, dt, fast_span_s(config), width)

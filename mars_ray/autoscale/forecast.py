@@ -46,7 +46,7 @@ _FAST_SPANS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is remembered of the arrivals. Rates in requests per second."""
+    """What is remembered of the arrivals; rates are in requests per second."""
 
     fast: float = 0.0  # mean of the last seconds
     fast_span_s: float = 0.0  # how long that mean reaches back, at most
@@ -56,13 +56,14 @@ class Load:
 
     @property
     def level(self) -> float:
-        """Of the last full buckets, or of the last seconds before there is one."""
+        """Mean rate of the last full buckets, or of the last seconds before there is one."""
         return fmean(self.rates[-_LEVEL:] or (self.fast,))
 
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """The one that is on, if `left_s` is not 0, and what earlier ones kept. Requests per second."""
+    """The surge that is on, if `left_s` is not 0, and what earlier ones kept; rates are in requests
+    per second."""
 
     rate: float = 0.0
     usual: float = 0.0  # forecast when it began
@@ -78,7 +79,7 @@ class Surge:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of the rate a cold start ahead: mean and standard deviation."""
+    """Mean and standard deviation of the rate that is expected a cold start ahead."""
 
     mean: float
     sigma: float
@@ -98,7 +99,7 @@ def fast_span_s(config: ScalingConfig) -> float:
 
 
 def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -> Load:
-    """After `dt` seconds with so many requests per second."""
+    """The load after `dt` more seconds with `rate` requests per second."""
     seen = min(load.fast_span_s + dt, span_s)
     # An exponential mean, but a plain one while there is less than its span to average.
     weight = 1 - math.exp(-dt / seen) if load.fast_span_s else 1.0
@@ -117,7 +118,7 @@ def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -
 
 
 def forecast(load: Load, surge: Surge, ahead: int, width_s: float) -> Forecast:
-    """`ahead` buckets from now."""
+    """The rate that is expected `ahead` buckets from now."""
     if not load.rates:
         return Forecast(load.fast, 0.0, 1.0, 0.0, False)
     known = _extrapolated(load.rates, ahead, width_s)
@@ -142,7 +143,8 @@ def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forec
 
 
 def surprise(load: Load, surge: Surge, known: Forecast, lasts_s: float) -> Surge:
-    """Notes a rate that the forecast does not explain, and one that tops it while it lasts."""
+    """The surge after a look at the last seconds: a new one if the forecast does not explain their
+    rate, or a higher one while it lasts."""
     # An exponential mean of time constant T averages like a window of 2 T.
     noise = math.sqrt(known.burst * known.mean / max(1e-9, 2 * load.fast_span_s))
     if surge.left_s:
@@ -163,7 +165,7 @@ def burst(rates: Sequence[float], width_s: float) -> float:
 
 
 def _slope(rates: Sequence[float], noise: float) -> float:
-    """Per bucket, less what a bucket's variance of `noise` may feign."""
+    """Rise of the rate per bucket, less what a bucket's variance of `noise` may feign."""
     half = len(rates) // 2
     if half < _LEVEL:
         return 0.0
@@ -191,7 +193,8 @@ def _sigma(rates: Sequence[float], ahead: int) -> float:
 
 
 def passed(surge: Surge, level: float, dt: float) -> Surge:
-    """After `dt` seconds. One that ends now is compared with the `level` that there is now."""
+    """The surge after `dt` seconds. One that ends now is compared with the `level` that there is
+    now."""
     if surge.left_s == 0:
         return surge
     if surge.left_s > dt:
@@ -203,6 +206,6 @@ def passed(surge: Surge, level: float, dt: float) -> Surge:
 
 
 def noted(surge: Surge, rate: float, usual: float, lasts_s: float) -> Surge:
-    """With a surge of this rate, which tops the one that is on if there is one."""
+    """A surge of this rate, in place of the one that is on if there is one."""
     usual = surge.usual if surge.left_s else usual
     return replace(surge, rate=rate, usual=usual, left_s=lasts_s)

@@ -20,7 +20,7 @@ _LEAST_GAIN = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The fleet at one threshold. Per replica, all sequences within the time per token."""
+    """What a replica carries at one threshold, with all its sequences within the time per token."""
 
     threshold: float
     requests_per_s: float
@@ -62,7 +62,7 @@ def _ladder(
 
 
 def _worth(rung: Rung, above: Rung) -> bool:
-    """Whether it answers more requests in time than its wrong answers cost.
+    """Whether a rung answers more requests in time than its wrong answers cost.
 
     In an overload an answer too late is worth nothing, so a percent more capacity is worth a point.
     """

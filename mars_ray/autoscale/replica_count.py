@@ -46,7 +46,7 @@ class Need:
 
     @property
     def replicas(self) -> int:
-        """Whole ones."""
+        """Number of replicas that meets all conditions."""
         return max(_ceil(self.mean), _ceil(self.floor), self.priced)
 
 
@@ -62,7 +62,10 @@ def need(
     point_factor: float,
     extra_rate: float,
 ) -> Need:
-    """`extra_rate` drains what has piled up; points cost `point_factor` times their price."""
+    """Replicas for the load to come.
+
+    `extra_rate` drains what has piled up; points cost `point_factor` times their price.
+    """
     first, last = rungs[0], rungs[-1]
     gain = last.requests_per_s / first.requests_per_s
     mean = (load.mean + extra_rate) / first.requests_per_s
@@ -105,7 +108,7 @@ def _ceil(replicas: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is remembered of the replicas."""
+    """What is remembered of the replicas: asked for, idle, needed lately."""
 
     asked: int | None = None  # last
     cold_start_s: float | None = None  # measured
@@ -117,7 +120,7 @@ class Fleet:
 
 
 def remember(fleet: Fleet, needed: int, busy: bool, dt: float, window_s: float) -> Fleet:
-    """After `dt` seconds in which so many replicas were needed."""
+    """The fleet after `dt` seconds in which `needed` replicas were needed."""
     fleet = replace(fleet, age_s=fleet.age_s + dt)
     idle_s = 0.0 if busy else fleet.idle_s + dt
     enough = (*fleet.enough[:-1], max(fleet.enough[-1], needed))
@@ -128,8 +131,10 @@ def remember(fleet: Fleet, needed: int, busy: bool, dt: float, window_s: float) 
 
 
 def woken(fleet: Fleet, target: int) -> Fleet:
-    """Serve itself wakes a fleet of none for the first request, before any replica can tell of it:
-    what it asks for then holds, and the time without a request begins anew."""
+    """The fleet, with Serve's own target where it has left zero for a first request.
+
+    Serve does so before any replica can tell of the request. The time without one begins anew.
+    """
     return replace(fleet, asked=target, idle_s=0.0) if fleet.asked == 0 < target else fleet
 
 

@@ -120,7 +120,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """One replica that answered: its engine between two steps."""
+    """The load of a replica that has reported, of its newest steps."""
 
     running: int = 0  # sequences in the batch
     waiting: int = 0
@@ -136,7 +136,8 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One tick. Requests that were refused (429) are no arrivals: `refused_per_s` has them."""
+    """The fleet at one tick. Requests that were refused (429) are no arrivals: `refused_per_s` has
+    them."""
 
     running: int  # replicas that take requests
     target: int  # replicas that were last asked for
@@ -161,7 +162,7 @@ class Sample:
     age_s: float | None = None  # of the oldest metric in here; None: there are no metrics
 
     def checked(self) -> "Sample":
-        """Without numbers that cannot be."""
+        """The sample without numbers that cannot be."""
         return replace(
             self,
             running=_count(self.running) or 0,
@@ -212,7 +213,7 @@ def _share(value: float | None) -> float | None:
 
 
 def _checked_table(table: Mapping[float, float]) -> dict[float, float]:
-    """T/F is at least 1 by construction."""
+    """Thresholds that can be, with their T/F, which is at least 1 by construction."""
     return {
         threshold: max(1.0, value)
         for threshold, value in table.items()
@@ -221,7 +222,7 @@ def _checked_table(table: Mapping[float, float]) -> dict[float, float]:
 
 
 def _checked_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """At most 1 in all."""
+    """Shares that can be, scaled down where they are more than 1 in all."""
     kept = {name: share for name, value in shares.items() if (share := _share(value))}
     total = max(1.0, sum(kept.values()))
     return {name: share / total for name, share in kept.items()}
@@ -249,10 +250,11 @@ class Collector:
     def sample(
         self, reports: Mapping[str, Report], running: int, target: int, now: float, wall_s: float
     ) -> Sample:
-        """All replicas that run, by their newest reports; `now` is a clock that is never set.
+        """The sample of this tick, from the newest report of every replica that runs.
 
-        A replica that has nothing new counts with what it did before. The clock of its node may be
-        ahead of the wall clock here: a report from the future is a new one.
+        A replica that has nothing new counts with what it did before. `now` is a clock that is
+        never set. The clock of a replica's node may be ahead of `wall_s`: a report from the future
+        is a new one.
         """
         self._note_starts(running, target, now)
         self._seen = {
@@ -273,7 +275,7 @@ class Collector:
         )
 
     def _note_starts(self, running: int, target: int, now: float) -> None:
-        """Which replicas are on their way since when; how long the last one took."""
+        """Remember since when replicas are on their way, and how long the last one took."""
         for _ in range(running - self._running):
             if self._ordered_s:
                 took_s = now - self._ordered_s.pop(0)
@@ -294,8 +296,10 @@ def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
 
 
 def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
-    """Of replicas' seconds and what was counted in them. Rates are sums of their own rates; means
-    are ratios of sums."""
+    """Rates and means of a fleet, from each replica's seconds and what it has counted in them.
+
+    Rates are sums of the replicas' own rates; means are ratios of sums.
+    """
     counts = [each for _, each in grown]
     answers, prompts = (sum(each.finished for each in counts), sum(each.prompts for each in counts))
     offered = sum(each.arrived for each in counts) + sum(each.refused for each in counts)
@@ -317,7 +321,7 @@ def _ratio(part: float, whole: float | None) -> float | None:
 
 
 def _shares(tables: Iterable[Mapping[_Key, float]], whole: float) -> dict[_Key, float]:
-    """The sum of each key's numbers, over a whole."""
+    """Each key's share: the sum of its numbers, over a whole."""
     sums: defaultdict[_Key, float] = defaultdict(float)
     for table in tables:
         for key, number in table.items():

@@ -45,7 +45,7 @@ from mars_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One window: rows of a sequence in a step, and tokens it commits per step; both means."""
+    """A window, with the mean rows of a sequence in a step and the mean tokens it commits there."""
 
     window: int
     positions: float
@@ -57,7 +57,7 @@ PLAIN = Shape(0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A threshold and what its windows give. Every level can also decode plainly."""
+    """A threshold and what its windows give; every level can also decode plainly."""
 
     threshold: float
     points_lost: float  # of accuracy, against lossless; percentage points, 0 or more
@@ -65,11 +65,11 @@ class Level:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        """With no masks at all as the first."""
+        """The shapes, plain decoding first."""
         return (PLAIN, *(shape for shape in self.shapes if shape.window > 0))
 
     def tokens_per_forward(self, positions: float) -> float:
-        """With so many rows a step: linear between the shapes, flat beyond them."""
+        """T/F with so many rows in a step: linear between the shapes, flat beyond them."""
         points = sorted((s.positions, s.tokens_per_forward) for s in self.all_shapes)
         for (low, few), (high, many) in pairwise(points):
             if positions <= high:
@@ -77,7 +77,7 @@ class Level:
         return points[-1][1]
 
     def with_gain(self, gain: float) -> "Level":
-        """With so many times the tokens that masks bring beyond the first one."""
+        """The level if masks bring `gain` times as many tokens beyond the first one."""
         if gain == 1:
             return self
         shapes = [
@@ -96,7 +96,7 @@ class Mix:
 
     @property
     def context_tokens(self) -> float:
-        """Of a sequence half way through its answer."""
+        """Context of a sequence half way through its answer."""
         return self.prompt_tokens + self.output_tokens / 2
 
 
@@ -111,23 +111,23 @@ class Operating:
 
     @property
     def time_per_token_s(self) -> float:
-        """Of every sequence."""
+        """Seconds between two tokens of each sequence."""
         return self.step_s / self.shape.tokens_per_forward
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the replica."""
+        """Tokens per second of all sequences."""
         return self.batch / self.time_per_token_s
 
     @property
     def requests_per_s(self) -> float:
-        """Of the replica."""
+        """Requests per second that the replica completes."""
         return self.tokens_per_s / self.output_tokens
 
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """One checkpoint on one device. Levels by falling threshold; the first one is lossless.
+    """One checkpoint on one device, with levels by falling threshold; the first one is lossless.
 
     Of `confidence`, which has no lossless threshold, the first level is plain decoding.
     """
@@ -172,7 +172,7 @@ class ServiceModel:
         return StepCost(dict(self.seconds_at))
 
     def step_s(self, rows: float, context_tokens: float = 0.0) -> float:
-        """Seconds of a step of so many rows; `context_tokens` cached, of all its sequences."""
+        """Seconds of a step of so many rows; its sequences have `context_tokens` in the cache."""
         return self._cost.seconds(rows) + self.cache_token_s * context_tokens
 
     def level(self, threshold: float) -> Level:
@@ -182,18 +182,18 @@ class ServiceModel:
         )
 
     def at(self, level: Level, batch: int, mix: Mix) -> Operating:
-        """`batch` sequences with the shape that gives the most tokens per second."""
+        """A batch of so many sequences, in the shape that gives the most tokens per second."""
         candidates = (self._operating(shape, batch, mix) for shape in level.all_shapes)
         return max(candidates, key=lambda operating: operating.tokens_per_s)
 
     def most_sequences(self, mix: Mix) -> int:
-        """Of a batch: as many as there are places, and as the cache holds."""
+        """Sequences of a batch at most: as many as there are places, and as the cache holds."""
         if self.cache_tokens is None:
             return self.max_batch
         return max(1, min(self.max_batch, int(self.cache_tokens / max(1.0, mix.context_tokens))))
 
     def largest_batch(self, level: Level, mix: Mix, time_per_token_s: float) -> int:
-        """That keeps the time per token; 0 if even one sequence does not."""
+        """The largest batch that keeps the time per token; 0 if even one sequence does not."""
         low, high = 0, self.most_sequences(mix)
         while low < high:
             middle = (low + high + 1) // 2
@@ -224,12 +224,12 @@ class ServiceModel:
         return Operating(batch, shape, seconds, output)
 
     def to_json(self) -> str:
-        """All fields as they are."""
+        """The model as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "ServiceModel":
-        """Raises ConfigError when the text is no service model."""
+        """The model that `to_json` wrote. Raises ConfigError when the text is no service model."""
         try:
             table = json.loads(text)
             table["seconds_at"] = tuple((rows, seconds) for rows, seconds in table["seconds_at"])
@@ -239,7 +239,7 @@ class ServiceModel:
             raise ConfigError(f"{source} is no service model: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """As JSON."""
+        """Write the model as JSON."""
         Path(path).write_text(self.to_json())
 
 
@@ -249,7 +249,7 @@ def _level(row: dict[str, Any]) -> Level:
 
 
 def load_service_model(path: str | Path) -> ServiceModel:
-    """Raises ConfigError."""
+    """The model of a file, or of one that ships with the package. Raises ConfigError."""
     try:
         return ServiceModel.from_json(found(path).read_text(), str(path))
     except OSError as error:

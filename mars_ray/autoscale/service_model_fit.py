@@ -25,7 +25,11 @@ _STEPS = ((1, 0.02), (64, 0.04))
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Masks of a group, and outcomes that get a group."""
+    """What masks every sequence has in every step of `verified`: of a group, and how many groups.
+
+    An engine chooses for each sequence by the confidences of its drafts (`core.draft_choice`) and
+    does a little better.
+    """
 
     window: int
     groups: int
@@ -33,14 +37,16 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """What a sequence commits and costs per forward with it, in the long run."""
+    """What a sequence commits and costs per forward in the long run."""
 
     tokens: float
     rows: float
 
 
 def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
-    """After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
+    """Tokens and rows per forward, for the rates at which drafts of each depth are accepted.
+
+    After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
 
     With c the probability that an outcome has masks, a share f of the forwards has drafts:
     f = f * c + (1 - f), as a forward without drafts has one outcome, whose masks it has.
@@ -61,7 +67,8 @@ def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
 
 
 def all_uniform(window: int, most_rows: int) -> list[Uniform]:
-    """No masks first; then every window with one, two, four ... and all outcomes, as they fit."""
+    """All that may pay: no masks first, then every window with one, two, four ... and all outcomes,
+    as they fit."""
     options = [Uniform(0, 1)]
     for masks in range(1, window + 1):
         counts = {1, 2, 4, 8, 16, 32, masks + 1}
@@ -74,10 +81,10 @@ def all_uniform(window: int, most_rows: int) -> list[Uniform]:
 
 
 def measured_steps(bench: dict[str, Any]) -> tuple[tuple[int, float], ...]:
-    """Of a `mars-ray bench decode` result: (rows, seconds), the engine's own work included.
+    """(rows, seconds) of steps in a `mars-ray bench decode` result, the engine's own work included.
 
-    Its `steps` if it has any, else its own decoders' mean steps. Raises ConfigError when it has
-    neither at two numbers of rows.
+    They are its `steps` if it has any, else its own decoders' mean steps. Raises ConfigError when
+    it has neither at two numbers of rows.
     """
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for step in bench["steps"]:
@@ -102,9 +109,9 @@ def data_sheet_steps(
 
 
 def verified_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
-    """From how often drafts of each depth are accepted, if those before them are.
+    """A level of `verified`, from how often drafts of each depth are accepted if those before are.
 
-    Every window and number of groups that no other beats in both rows and tokens.
+    Has every window and number of groups that no other beats in both rows and tokens.
     """
     shapes = []
     for uniform in all_uniform(len(rates), _MOST_ROWS):
@@ -114,7 +121,8 @@ def verified_level(threshold: float, points_lost: float, rates: Sequence[float])
 
 
 def confidence_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
-    """The paper's rule: W masks make W + 1 rows and commit the first token and what passes."""
+    """A level of `confidence`: W masks make W + 1 rows and commit the first token and what
+    passes."""
     reached = list(accumulate(rates, mul))
     shapes = [Shape(w, 1.0 + w, 1 + sum(reached[:w])) for w in range(1, len(rates) + 1)]
     return Level(threshold, points_lost, _undominated(shapes))
@@ -137,7 +145,7 @@ def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: i
 
 
 def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
-    """The frontier's points of this mode, by falling threshold, one for each.
+    """A level for each threshold that the frontier has in this mode, by falling threshold.
 
     Of several at a threshold the one at the whole trained depth counts, then the fastest.
     What a point loses is its accuracy's distance to `exact`, and never less than at a higher
@@ -179,7 +187,7 @@ def _level(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> L
 
 
 def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-    """By rising rows, those with more tokens than any with fewer rows."""
+    """The shapes with more tokens than any with fewer rows, by rising rows."""
     kept: list[Shape] = []
     best = PLAIN.tokens_per_forward
     for shape in sorted(shapes, key=lambda s: (s.positions, -s.tokens_per_forward)):
@@ -190,8 +198,11 @@ def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
 
 
 def prior_model(name: str, frontier: Frontier | None, depth: int, max_batch: int) -> ServiceModel:
-    """`depth` masks were trained. Without a frontier with verified points only lossless decoding is
-    offered: what a lower threshold would cost is not known."""
+    """A model for the first replica, which will measure its own; `depth` masks were trained.
+
+    Without a frontier with verified points only lossless decoding is offered: what a lower
+    threshold would cost is not known.
+    """
     lossless = verified_level(1.0, 0.0, [_RATE] * depth) if depth else Level(1.0, 0.0, ())
     levels: tuple[Level, ...] = (lossless,)
     if frontier and depth:

@@ -26,7 +26,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, and why."""
+    """What to do now, the reason, and what to remember."""
 
     replicas: int
     threshold_setpoint: float | None  # None: publish nothing

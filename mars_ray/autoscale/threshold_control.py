@@ -46,11 +46,11 @@ class Pressure:
     deadline_s: float
 
     def enough(self, rung: Rung) -> bool:
-        """Whether this rung carries it within the deadline."""
+        """Whether this rung carries the load within the deadline."""
         return self.rate <= self.admissible(rung)
 
     def lasting(self, rung: Rung) -> bool:
-        """Whether it would go on doing so when all places are taken."""
+        """Whether this rung would go on carrying the load when all places are taken."""
         carried = self.running * rung.requests_per_s
         return _MARGIN * self.rate <= min(carried, self.admissible(rung))
 
@@ -62,7 +62,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What is remembered of the threshold."""
+    """What is remembered of the threshold and of the points spent."""
 
     threshold: float | None = None  # None: never set
     since_lower_s: float = 1e9
@@ -76,7 +76,8 @@ class Quality:
 def spend(
     quality: Quality, points: float, traffic: float, dt: float, config: ScalingConfig
 ) -> Quality:
-    """After `dt` seconds at so many points lost; `traffic` is the rate over its usual."""
+    """The points spent after `dt` seconds at so many points lost; `traffic` is the rate over its
+    usual."""
     share = 1 - math.exp(-dt / config.budget_window_s)
     spent = quality.spent_points + share * (points * traffic - quality.spent_points)
     budget = config.quality_budget_points
@@ -87,7 +88,7 @@ def spend(
 
 
 def dearer(quality: Quality, config: ScalingConfig) -> float:
-    """How many times its price a point counts: more, the less is left of the budget."""
+    """Times its price that a point counts: the more, the less is left of the budget."""
     budget = config.quality_budget_points
     if not budget:
         return 1.0
@@ -97,7 +98,7 @@ def dearer(quality: Quality, config: ScalingConfig) -> float:
 def steer(
     quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float, config: ScalingConfig
 ) -> Quality:
-    """The next threshold."""
+    """The threshold from now on, and for how long a higher one would have done."""
     quality = replace(quality, since_lower_s=quality.since_lower_s + dt)
     now = current(rungs, quality.threshold)
     if pressure.running == 0:
@@ -132,9 +133,10 @@ def current(rungs: Sequence[Rung], threshold: float | None) -> Rung:
 
 
 def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
-    """Of the new unpinned requests, those for whom the queue at the floor would be too long.
+    """Share of the new unpinned requests for whom the queue at the floor would be too long.
 
-    With twice the admissible rate let in, it settles where they wait for half of the deadline.
+    With twice the admissible rate let in, the queue settles where they wait for half of the
+    deadline.
     """
     admissible = _WAITING * max(0.0, pressure.admissible(rung))
     if pressure.rate <= admissible or unpinned <= 0 or pressure.running == 0:
@@ -144,7 +146,7 @@ def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
 
 @dataclass(slots=True)
 class LocalLoop:
-    """One per replica. Without rungs the policy's threshold is in force."""
+    """The fast loop of one replica. Without rungs the policy's threshold is in force."""
 
     config: ScalingConfig
     threshold: float  # the policy's

@@ -42,7 +42,7 @@ class Traffic:
     gains: tuple[tuple[float, float], ...] = ()
 
     def rounded(self) -> "Traffic":
-        """To few digits."""
+        """The same to few digits, so that ladders of nearly equal traffic are equal."""
         return Traffic(
             prompt_tokens=_digits(self.prompt_tokens),
             output_tokens=_digits(self.output_tokens),
@@ -53,7 +53,7 @@ class Traffic:
 
 
 def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: float) -> Traffic:
-    """After a tick; `sample` is a checked one."""
+    """The traffic after a tick of `dt` seconds with a checked sample."""
     arrived = sample.arrivals_per_s or 0.0
     requests, weight = _counted(traffic.requests, arrived, dt)
     prompts, prompt_weight = _counted(traffic.prompts, _or(sample.prompts_per_s, arrived), dt)
@@ -112,7 +112,7 @@ def _shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str,
 
 
 def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:
-    """Of the steps of all busy replicas together."""
+    """Measured over expected seconds of the steps of all busy replicas; None without any."""
     measured = expected = 0.0
     context = traffic.prompt_tokens + traffic.output_tokens / 2
     for load in sample.loads:
@@ -124,7 +124,7 @@ def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | 
 
 
 def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float:
-    """Steps with prompts and those without, each at their own rows.
+    """Seconds of a mean step: steps with prompts and those without, each at their own rows.
 
     At the mean of all rows a step takes less than the mean of both, wherever its cost bends.
     """
@@ -136,7 +136,7 @@ def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float
 def _gains(
     traffic: Traffic, sample: Sample, model: ServiceModel, positions: float, dt: float
 ) -> tuple[tuple[float, float], ...]:
-    """With `positions` rows of a sequence that decodes."""
+    """The gains with what replicas report, whose sequences had `positions` rows when decoding."""
     weight = _news(traffic.drafted_s, dt)
     old = dict(traffic.gains)
     gains = dict(old)
@@ -154,7 +154,7 @@ def _gain(level: Level, positions: float, live: float) -> float:
 
 
 def _positions(loads: Sequence[ReplicaLoad]) -> float:
-    """Rows of a decoding sequence, over all replicas."""
+    """Mean rows of a decoding sequence, over all replicas."""
     known = [load for load in loads if load.running and load.positions]
     rows = sum(load.running * (load.positions or 0.0) for load in known)
     return rows / sum(load.running for load in known) if known else 0.0

@@ -31,35 +31,35 @@ _SITES = {
 
 @dataclass(frozen=True, slots=True)
 class LoraProduct:
-    """Of all layers of one input."""
+    """The LoRA of all layers with one input, as two products."""
 
     down_IK: Tensor
     up_KO: Tensor
 
     def add_to(self, y_MO: Tensor, x_MI: Tensor) -> None:
-        """What the adapter adds to the layers' results, in place."""
+        """Add the adapter's part to the layers' results, in place."""
         y_MO.addmm_(torch.mm(x_MI, self.down_IK), self.up_KO)
 
     def __call__(self, x_MI: Tensor) -> Tensor:
-        """What the adapter adds."""
+        """The adapter's part in the layers' results, (M, O)."""
         return torch.mm(torch.mm(x_MI, self.down_IK), self.up_KO)
 
 
 class MaskRows(Protocol):
-    """Which rows of a forward are masks. The others see nothing of the adapter."""
+    """Which rows of a forward are masks: the others see nothing of the adapter."""
 
     def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
-        """Tokens by their ids, and masks by their depths: (N, H)."""
+        """Embeddings of tokens by their ids and of masks by their depths, (N, H)."""
         ...
 
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
-        """An adapter's part in the results of some linear layers, in place."""
+        """Add an adapter's part to the results of some linear layers, in place."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Those from `first` on: a view, so that no other row is touched."""
+    """Masks are the rows from `first` on: a view, so that no other row is touched."""
 
     first: int
 
@@ -76,7 +76,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """Those that a tensor says: what a CUDA graph has recorded multiplies all rows it has."""
+    """A tensor says which rows are masks: a recorded CUDA graph multiplies all rows it has."""
 
     is_mask_N1: Tensor
 
@@ -94,7 +94,7 @@ class Gated:
 
 @dataclass(frozen=True, slots=True)
 class LayerLora:
-    """Of a decoder layer; None where nothing was trained."""
+    """The products of a decoder layer; None where nothing was trained."""
 
     qkv: LoraProduct | None
     attention_out: LoraProduct | None
@@ -104,7 +104,7 @@ class LayerLora:
 
 @dataclass(frozen=True, slots=True)
 class FusedAdapter:
-    """On the model's device, of its type."""
+    """An adapter on the model's device, of its type."""
 
     depths: int
     candidates: int
@@ -114,7 +114,7 @@ class FusedAdapter:
 
 
 def fused(adapter: DraftAdapter, model: PreTrainedModel) -> FusedAdapter:
-    """Raises ModelError if the adapter's shapes are not those of the model."""
+    """The adapter for this model. Raises ModelError if its shapes are not those of the model."""
     size = model.config.hidden_size
     if adapter.mask_embedding_DH.shape[1] != size:
         raise ModelError(
@@ -183,7 +183,7 @@ def _layer(adapter: DraftAdapter, model: PreTrainedModel, index: int) -> LayerLo
 def _product(
     adapter: DraftAdapter, model: PreTrainedModel, names: Iterable[str]
 ) -> LoraProduct | None:
-    """Layers without LoRA have no part of the inner size."""
+    """The product of layers with one input; those without LoRA have no part of the inner size."""
     downs: list[Tensor] = []
     ups: list[Tensor] = []
     for name in names:

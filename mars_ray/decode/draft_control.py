@@ -36,7 +36,7 @@ _PROBE_EVERY = 128
 
 @dataclass(slots=True)
 class _SpeedUp:
-    """Of the last steps, over steps without drafts and masks at the same load."""
+    """How much faster the last steps were than steps without drafts and masks at the same load."""
 
     tokens: float = 1.0
     seconds: float = 1.0
@@ -58,10 +58,10 @@ class _SpeedUp:
 
 
 class DraftControl:
-    """Chooses the drafts and masks of every such sequence before each step."""
+    """Chooses the drafts and masks of every such sequence (`_is_controlled`) before each step."""
 
     def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
-        """`most_rows` of a step."""
+        """For steps of at most `most_rows`."""
         self.cost = cost
         self._most_rows = most_rows
         # Sampled drafts are accepted less often than greedy ones.
@@ -72,11 +72,11 @@ class DraftControl:
         self._steps = 0
 
     def forget(self, depth: int) -> None:
-        """What is known of drafts: from now on they are others, of this depth at most."""
+        """Forget what is known of drafts: from now on they are others, of this depth at most."""
         self.acceptance = {False: DraftStats(depth), True: DraftStats(depth)}
 
     def choose(self, running: Several[Sequence]) -> None:
-        """For the step to come."""
+        """Choose for the step to come, of these sequences."""
         self._steps += 1
         self._sequences = len(running)
         speed_up = self._speed_up.close()
@@ -106,12 +106,12 @@ class DraftControl:
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
     def _price_at(self, rows: int, least: int, speed_up: float) -> float:
-        """What the time of a row more would bring elsewhere."""
+        """Tokens that the time of one more row would bring elsewhere."""
         row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
         return max(_LEAST_PRICE, speed_up * least / self._seconds(least) * row_s)
 
     def _seconds(self, rows: int) -> float:
-        """Of a step of so many rows, of all that run.
+        """Seconds of a step of so many rows, of all that run.
 
         What is done beside the forward is not in it: part of that is by rows as well, and with or
         without it the price is the same within a tenth.
@@ -119,7 +119,7 @@ class DraftControl:
         return self.cost.seconds(rows, self._sequences)
 
     def _prospects(self, members: Several[Sequence], price: float) -> dict[bool, Prospects]:
-        """Of sampled drafts, and of greedy ones, if there are any."""
+        """What is known of sampled drafts, and of greedy ones, if there are any."""
         known = {sampled: self.acceptance[sampled] for sampled in set(map(_is_sampled, members))}
         return {
             sampled: Prospects(own.worth(price), price, own.lasting)
@@ -147,7 +147,7 @@ class DraftControl:
         return self.acceptance[_is_sampled(sequence)].of(sequence.draft_probabilities)
 
     def observe(self, sequence: Sequence, plan: Plan, outcome: int, committed: int) -> None:
-        """What a step made of a sequence's drafts."""
+        """Learn from what a step made of a sequence's drafts."""
         if not _is_controlled(sequence):
             return
         self._speed_up.committed += committed
@@ -160,7 +160,7 @@ class DraftControl:
 def _choose_at(
     prospects: dict[bool, Prospects], members: Several[Sequence], accept: Several[list[float]]
 ) -> int:
-    """Rows that their choices add."""
+    """Choose for each member; the number of rows that this adds."""
     rows = 0
     for sequence, own in zip(members, accept, strict=True):
         mode = sequence.request.mode
@@ -174,7 +174,7 @@ def _choose_at(
 
 
 def _probe(sequence: Sequence) -> None:
-    """Where masks do not pay nothing is learnt of them: now and then there are some."""
+    """Give a sequence all its masks: where they do not pay, nothing would be learnt of them."""
     drafts = first_chain(sequence.draft_parents)
     masks = _rooms(sequence)[drafts]
     sequence.choice = Choice(drafts, (*([0] * drafts), masks))
@@ -204,8 +204,8 @@ def _branches(sequence: Sequence, price: float) -> int:
 
 
 def _leave_out_useless(sequence: Sequence) -> None:
-    """Drafts that no answer ends with: behind a token that ends it, or in place of the last token,
-    which comes without one."""
+    """Drop drafts that no answer ends with: behind a token that ends it, or in place of the last
+    token, which comes without one."""
     stop, depths = sequence.request.stop_ids, depths_of(sequence.draft_parents)
     if max(depths) < sequence.remaining and stop.isdisjoint(sequence.drafts):
         return

@@ -39,13 +39,13 @@ class DraftEngine(Protocol):
 
 
 class Drafter:
-    """An engine of its own: what it has computed for a text, it finds again by its content.
+    """Drafts by an engine of its own, which finds again what it has computed for a text.
 
     If the draft model is a MARS model itself, its drafts take fewer forwards than tokens.
     """
 
     def __init__(self, engine: DraftEngine, vocabulary: int) -> None:
-        """Raises ConfigError if the draft model has another vocabulary than the target."""
+        """Raises ConfigError if the draft model's vocabulary is not that of the target."""
         own = engine.model.config.vocab_size
         if own != vocabulary:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Drafter:
             )
 
     def _request(self, sequence: Sequence, count: int) -> Request:
-        """With the sequence's seed: the same noise chooses the draft and verifies it."""
+        """A request for drafts, with the sequence's seed: the same noise chooses and verifies."""
         sampling = sequence.request.sampling
         own = Sampling(
             temperature=sampling.temperature,

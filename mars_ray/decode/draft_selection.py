@@ -43,7 +43,7 @@ class Masks:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of masks."""
         return self.own.stop - self.own.start
 
     @property
@@ -66,7 +66,7 @@ def choose_drafts(
     position_M: Tensor,
     masks: Several[Masks],
 ) -> list[Proposals]:
-    """For each sequence; `position_M` are those of the tokens to come."""
+    """What each sequence's masks propose; `position_M` are those of the tokens to come."""
     adapter = runner.adapter
     if adapter and adapter.head:
         drafts = _Drafts(runner, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
@@ -124,8 +124,8 @@ def _others(
 
 
 def _proposals(branches: list[tuple[list[int], list[float]]], log_p_NV: Tensor | None) -> Proposals:
-    """Of branches of the same depth with their confidences, but for those whose first token is
-    never said."""
+    """Branches of the same depth with their confidences, without those whose first token is never
+    said."""
     if not branches:
         return Proposals(log_p_NV=log_p_NV)
     kept = [each for index, each in enumerate(branches) if index == 0 or each[1][0] > 0]
@@ -144,7 +144,7 @@ def _log_p(logits_MV: Tensor, masks: Masks) -> Tensor | None:
 
 
 class _Drafts:
-    """One step's, by the sequential head."""
+    """One step's drafts by the sequential head."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Drafts:
         )
 
     def by_head(self) -> list[Proposals]:
-        """Depth by depth."""
+        """What each sequence's masks propose, found depth by depth."""
         device = self._hidden_MH.device
         counts = [each.count for each in self._masks]
         most = self._candidate_MC.shape[1]
@@ -254,7 +254,7 @@ class _Drafts:
     def _adjusted(
         self, masks: Masks, before: list[int], candidate_C: Tensor, logits_C: Tensor
     ) -> Tensor:
-        """By penalties and the like, as a row that has the chosen drafts before it."""
+        """The logits of a row after penalties and the like, with the chosen drafts before it."""
         row_1V = self._logits_MV.new_full((1, self._logits_MV.shape[1]), -torch.inf)
         row_1V[0, candidate_C] = logits_C
         request, answer = masks.sequence.request, [*masks.answer, *before]

@@ -22,7 +22,7 @@ _DECAY = 0.99
 
 
 class DraftStats:
-    """Of greedy drafts, or of sampled ones."""
+    """What is known of greedy drafts, or of sampled ones."""
 
     def __init__(self, depth: int) -> None:
         self._accepted = (_MIDDLES * _PRIOR_WEIGHT).tolist()
@@ -40,7 +40,7 @@ class DraftStats:
     def observe(
         self, confidences: Sequence[float], outcome: int, parents: Sequence[int] | None = None
     ) -> None:
-        """One verification, of a chain unless parents are given, and the node where it ended: the
+        """Learn from a verification, of a chain unless parents are given, that ended at a node: the
         drafts behind rejected ones tell nothing."""
         parents = chain(len(confidences)) if parents is None else parents
         reached = {0, *path_to(parents, outcome)}
@@ -62,8 +62,8 @@ class DraftStats:
         prospects: Prospects,
         parents: Sequence[int] | None = None,
     ) -> None:
-        """A sequence's new drafts, a chain unless parents are given: how likely each is accepted,
-        and what is made of them."""
+        """Learn from a sequence's new drafts, a chain unless parents are given: how likely each is
+        accepted, and what is made of them."""
         parents = chain(len(accept)) if parents is None else parents
         survivals, depths = reaches_of(parents, accept)[1:], depths_of(parents)[1:]
         alone = sum(max(0.0, survival - prospects.price) for survival in survivals)

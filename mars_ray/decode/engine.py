@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode, widest_rows
 from mars_ray.decode.adapter import FusedAdapter, fused
-from mars_ray.decode.attention.choice import backend_of
+from mars_ray.decode.attention.backend import backend_of
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_model import Drafter
 from mars_ray.decode.fused_model import FusedModel
@@ -49,7 +50,7 @@ _Read = tuple[Rows, int, Proposals]
 
 
 class Engine:
-    """Not thread-safe: one thread owns it (`decode.async_engine`)."""
+    """Decodes requests in batches. Not thread-safe: one thread owns it (`decode.async_engine`)."""
 
     def __init__(
         self,
@@ -112,9 +113,9 @@ class Engine:
         """Sequences that are not admitted yet, or were sent back for want of pages."""
         return self._scheduler.waiting
 
-    @property
+    @cached_property
     def info(self) -> EngineInfo:
-        """What it runs as."""
+        """What the engine runs as."""
         device = self.model.device
         return EngineInfo(
             engine="mars-ray",
@@ -127,7 +128,7 @@ class Engine:
         )
 
     def snapshot(self) -> Snapshot:
-        """What it does and has done, between two steps; later steps do not change it."""
+        """What the engine does and has done so far, in values that later steps do not change."""
         scheduler, control = self._scheduler, self.control
         return Snapshot(
             info=self.info,
@@ -154,7 +155,7 @@ class Engine:
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the model was trained to, so that it needs no adapter for it."""
+        """Whether the model was trained to make drafts, so that it needs no adapter for it."""
         return self._own_card.block_size > 0
 
     def check_adapter(self, adapter: DraftAdapter) -> None:
@@ -174,8 +175,8 @@ class Engine:
         return own
 
     def set_adapter(self, adapter: DraftAdapter | None, name: str | None = None) -> None:
-        """Who makes drafts from the next step on: an adapter, or without one the model itself, if
-        it was trained to.
+        """Set who makes drafts from the next step on: an adapter, or without one the model itself,
+        if it was trained to.
 
         Sequences under way go on: what the last one proposed are only drafts. `name` says in
         events and completions whose drafts a sequence had. Raises ModelError if the adapter is not
@@ -257,7 +258,7 @@ class Engine:
         self._scheduler.add(sequence)
 
     def step(self, meanwhile: Callable[[], None] = nothing) -> list[TokenEvent]:
-        """One forward, or the end of the requests that are late: what is new of whom.
+        """Make one forward, or end the requests that are late; an event for each that has news.
 
         `meanwhile` is called in every forward, the draft model's too, once all is asked of the
         device; it must not touch the engine. If a step raises, nothing was committed: `step_apart`
@@ -285,7 +286,7 @@ class Engine:
     def _read(
         self, work: list[Work], reader: Sampler, meanwhile: Callable[[], None]
     ) -> Iterator[_Read]:
-        """Of every plan: what its rows say, where its step ends, and what masks propose there."""
+        """For every plan what its rows say, where its step ends, and what masks propose there."""
         planned = [(item.sequence, item.plan) for item in work if item.plan]
         rows = reader.rows(meanwhile)
         outcomes = [
@@ -296,7 +297,7 @@ class Engine:
         return zip(rows, outcomes, reader.proposals(outcomes, tokens), strict=True)
 
     def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
-        """What the forward's rows mean for each sequence."""
+        """Commit what the forward's rows mean for each sequence."""
         events, moves = [], Moves(self.config.page_size)
         for item in work:
             sequence = item.sequence
@@ -319,7 +320,7 @@ class Engine:
         return events
 
     def _prepare(self, running: list[Sequence], meanwhile: Callable[[], None]) -> None:
-        """What the next step may do for each sequence that runs."""
+        """Set what the next step may do for each sequence that runs: threshold, masks, drafts."""
         for sequence in running:
             if quality := sequence.request.quality:
                 sequence.threshold = self.thresholds.of(quality)
@@ -334,7 +335,7 @@ class Engine:
     def _absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> TokenEvent:
-        """What the sequence's rows commit, and what is learnt from them."""
+        """Commit what the sequence's rows say, and learn from them."""
         disagreed = sequence.disagreed
         tokens = strategy_of(sequence).absorb(sequence, plan, rows, outcome, proposals)
         if self.control:
@@ -383,7 +384,7 @@ class Engine:
 
 
 def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[TokenLogprobs, ...]:
-    """Row i has predicted the i-th token of the event, whatever the strategy."""
+    """Log-probabilities of an event: row i has predicted its i-th token."""
     count = len(event.tokens)
     chosen = log_p_NV[:count].gather(
         -1, torch.tensor(event.tokens, device=log_p_NV.device)[:, None]

@@ -40,7 +40,7 @@ Turn = tuple[Tensor, Tensor]
 
 
 class Attention(Protocol):
-    """Of one forward's rows, over what the cache holds and over each other."""
+    """Attention of one forward's rows over what the cache holds and over each other."""
 
     def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
         """Turn queries and keys, store the rows' keys and values, attend: (N, query heads * D)."""
@@ -55,7 +55,7 @@ class FusedModel:
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
-        """For sequences of at most so many positions. Raises ModelError for what is unsupported."""
+        """For sequences of at most `positions`. Raises ModelError for what is unsupported."""
         base: Any = model.base_model
         rope = base.rotary_emb.rope_type
         if rope not in _ROPE_TYPES:
@@ -115,7 +115,7 @@ class FusedModel:
         return embedding(ids_N, self._embedding)
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """From the next forward on."""
+        """Set the adapter of masks from the next forward on."""
         self.adapter = adapter
         # What the sequential head multiplies candidates with. A reordered matrix is of no use then.
         self.vocabulary_VH = None
@@ -123,14 +123,14 @@ class FusedModel:
             self.vocabulary_VH = self._embedding if self._is_tied else self._head.dense()
 
     def logits(self, hidden_PH: Tensor) -> Tensor:
-        """Float32, (P, V)."""
+        """Logits of rows in float32, (P, V)."""
         started = time.perf_counter()
         logits_PV = self._head(hidden_PH).float()
         self.seconds += time.perf_counter() - started
         return logits_PV
 
     def read_again(self, hidden_PH: Tensor, logits_PV: Tensor) -> None:
-        """The largest logits of each row once more, as float32 products, in place.
+        """Compute the largest logits of each row once more, as float32 products, in place.
 
         In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and the likeliest token is
         often one of several equals. Nothing is done where the vocabulary's matrix is reordered.
@@ -163,7 +163,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _HeadNorm:
-    """Qwen3's, of every query and key head by itself."""
+    """Qwen3's norm of every query and key head by itself."""
 
     weight_TD: Tensor
     epsilon: float

@@ -82,25 +82,26 @@ class PagedCache:
         return window_PC.index_select(0, most - 1 - index_X)
 
     def move(self, from_X: np.ndarray, to_X: np.ndarray) -> None:
-        """Copy what lies at some places to others, which may be among the former."""
+        """Copy what lies at some places to others, which may be among them."""
         device = self._all.device
         moved = self._all.index_select(1, torch.from_numpy(from_X).to(device))
         self._all.index_copy_(1, torch.from_numpy(to_X).to(device), moved)
 
     def clear(self, place_N: np.ndarray) -> None:
-        """Zeros again: what a forward has left there is nobody's."""
+        """Set places to zeros again: what a forward has left there is nobody's."""
         place = torch.from_numpy(place_N).to(self.layers[0].device)
         for layer in self.layers:
             layer.index_fill_(0, place, 0.0)
 
     @property
     def bytes(self) -> int:
-        """Memory held."""
+        """Memory that the cache holds."""
         return sum(layer.nbytes for layer in self.layers)
 
 
 class Moves:
-    """Of a step: what of accepted drafts does not lie where that of committed tokens goes."""
+    """What a step has to copy: keys and values of accepted drafts that do not lie where those of
+    committed tokens go."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -108,7 +109,7 @@ class Moves:
         self._to: list[int] = []
 
     def add(self, pages: Sequence[int], first: int, path: Sequence[int]) -> None:
-        """A sequence's: its pages, its first draft's place, and the drafts that are accepted, by
+        """Note a sequence: its pages, its first draft's place, and the drafts that are accepted, by
         their numbers (`core.tree`)."""
         for offset, node in enumerate(path):
             if node != offset + 1:
@@ -116,7 +117,7 @@ class Moves:
                 self._to.append(self._place(pages, first + offset))
 
     def make(self, cache: PagedCache) -> None:
-        """All in one copy."""
+        """Make all of them in one copy."""
         if self._from:
             cache.move(np.array(self._from), np.array(self._to))
 

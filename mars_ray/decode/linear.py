@@ -42,7 +42,7 @@ def linear_of(modules: list[nn.Linear], keep: Tensor) -> "Linear | ReorderedLine
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Transposed as matrix products want it."""
+    """A product with the weight transposed, as matrix products want it."""
 
     weight_IO: Tensor
     bias_O: Tensor | None
@@ -64,7 +64,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class ReorderedLinear:
-    """In oneDNN's blocks. The operations are those that torch.compile writes for frozen weights."""
+    """A product with the weight in oneDNN's blocks.
+
+    The operations are those that torch.compile writes for frozen weights.
+    """
 
     weight: Any  # opaque
     bias_O: Tensor | None

@@ -38,7 +38,8 @@ def load_engine(
 
 
 def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Models of others often say only where texts end. One without a template is for texts."""
+    """Let answers of a model with a chat template end with a turn: many models say only where
+    texts end."""
     if tokenizer.chat_template:
         try:
             stop_at_turn_end(model, tokenizer)
@@ -47,7 +48,8 @@ def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _draft_config(config: EngineConfig) -> EngineConfig:
-    """Its prompts are texts with drafts behind them; small pages lose little of what is shared."""
+    """The draft model's engine: its prompts are texts with drafts behind them, and small pages lose
+    little of what is shared."""
     changes = {
         "draft_model": None,
         "draft_adapter": None,
@@ -88,7 +90,7 @@ def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
 
 
 def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dtype:
-    """The checkpoint's own, but for what the device cannot do."""
+    """The checkpoint's own type, but for what the device cannot do."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     stored = stored_dtype(directory)

@@ -39,7 +39,7 @@ def score(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None
 
 
 def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
-    """Penalties, biases and grammars of the requests that have some, in place."""
+    """Apply penalties, biases and grammars of the requests that have some, in place."""
     for block in blocks:
         request, own = block.request, block.own
         if request.sampling.changes_logits:
@@ -111,7 +111,7 @@ def best(
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: the forward is still at work there."""
+    """Copy to the device without waiting for it: the forward is still at work there."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

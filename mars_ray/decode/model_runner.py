@@ -12,7 +12,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 import torch
 
-from mars_ray.decode.attention.base import Backend
+from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Work
@@ -20,12 +20,15 @@ from mars_ray.errors import EngineError
 
 
 def nothing() -> None:
-    """What there is to do while a device works, if nobody says otherwise."""
+    """Do nothing while a device works."""
 
 
 @torch.inference_mode()
 def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) -> Sampler:
-    """Forward [pending | drafts | masks] of every sequence; what reads the rows."""
+    """Forward [pending | drafts | masks] of every sequence; the sampler reads the rows.
+
+    Raises EngineError if the model gives numbers that are none; on a GPU the sampler does.
+    """
     tables = Tables.of(work, backend.cache.page_size)
     position_N = tables.positions()
     # An adapter's masks are told by their depths.

@@ -1,17 +1,24 @@
-"""What goes into a decoder and what comes out."""
+"""What goes into a decoder and what comes out.
+
+A grammar holds an answer to a form (`structured_output.py` has the real one). Rows of one token
+after another are masked by the grammar's state before them, so they never have a token that it
+forbids. A mask's row stands behind tokens that nobody knows yet: it is not masked, and what it
+proposes is kept up to the first token that the grammar forbids.
+
+Shape suffixes: R rows, V vocabulary.
+"""
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import Sampling
-from mars_ray.config.modes import (
-    Mode,
-)
-from mars_ray.decode.constraint import Grammar
+from mars_ray.config.modes import Mode
 from mars_ray.decode.thresholds import Quality
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
@@ -19,6 +26,35 @@ from mars_ray.model.shape import most_positions, sliding_window
 
 _MOST_LOGPROBS = 20  # OpenAI's limit
 FinishReason = Literal["stop", "length", "deadline"]
+
+
+class GrammarState(Protocol):
+    """Where one answer stands in its grammar."""
+
+    def allowed(self, back: int, tokens: Several[int]) -> NDArray[np.bool_]:
+        """What may follow, (R, V): each of the last `back` tokens but one, the answer so far, and
+        each of `tokens` behind it. Rows behind a forbidden token are all True."""
+        ...
+
+    def admissible(self, tokens: Several[int]) -> int:
+        """How many tokens, from the first one on, the grammar lets follow."""
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens of the only text that can follow; none if there is a choice."""
+        ...
+
+    def consume(self, tokens: Several[int]) -> None:
+        """Go on behind these tokens of the answer."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar, shared by all answers of a request."""
+
+    def start(self) -> GrammarState:
+        """The state at the beginning of an answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +136,7 @@ class TokenEvent:
 
 
 def as_one(events: Several[TokenEvent]) -> TokenEvent:
-    """What several forwards, one after the other, did for one request."""
+    """The event of several forwards for one request, one after the other."""
     if len(events) == 1:
         return events[0]
     return replace(

@@ -32,7 +32,7 @@ _AT_ONCE = 16
 
 
 class Sampler:
-    """Of one forward. Sequences without a plan are passed over: nobody asks for their rows."""
+    """Reads one forward. Sequences without a plan are passed over: nobody asks for their rows."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Sampler:
     def rows(self, meanwhile: Callable[[], None]) -> list[Rows]:
         """For every plan the rows from its last real token on, and those under review before it.
 
-        `meanwhile` as in `batch.forward`.
+        `meanwhile` is called once all is asked of the device.
         """
         index = list(chain.from_iterable(planned.rows for planned in self._planned))
         if not index:
@@ -105,7 +105,7 @@ class Sampler:
         return choose_drafts(self._runner, hidden_MH, logits_MV, position_M, masks)
 
     def _logits(self, index: list[int]) -> Tensor:
-        """Of these rows; with few rows of all masks too."""
+        """Logits of these rows; where rows are few, of all masks too."""
         masks = len(self._hidden_NH) - self._first_mask
         is_at_once = 0 < masks <= _AT_ONCE - len(index)
         wanted = [*index, *range(self._first_mask, len(self._hidden_NH))] if is_at_once else index
@@ -167,7 +167,7 @@ class _Planned:
 
     @property
     def rows(self) -> range:
-        """From the first under review to the last draft's."""
+        """Rows from the first under review to the last draft's."""
         first = self.first + self.item.count - 1 - self.plan.review
         return range(first, self.first + self.item.count + len(self.plan.drafts))
 
@@ -184,7 +184,7 @@ class _Planned:
 
 
 def _lists(runner: FusedModel, columns: Several[Tensor]) -> list[list[float]]:
-    """On the host, from a GPU in one copy. Token ids are exact in float32 up to 2^24."""
+    """Columns on the host, from a GPU in one copy. Token ids are exact in float32 up to 2^24."""
     if runner.device.type == "cpu":
         return [column.tolist() for column in columns]
     started = time.perf_counter()
@@ -196,7 +196,7 @@ def _lists(runner: FusedModel, columns: Several[Tensor]) -> list[list[float]]:
 def _rows(
     plan: Plan, tokens: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
 ) -> Rows:
-    """Apart from the rows under review, which come first."""
+    """A plan's rows, with the tokens of those under review, which come first, by themselves."""
     first = plan.review
     return Rows(
         tokens[first:],

@@ -16,7 +16,7 @@ _PROMPTS_SHARE = 8
 
 
 def decoding_rows(config: EngineConfig) -> int:
-    """Of a step, those that decoding sequences may fill whoever else waits."""
+    """Rows of a step that decoding sequences may fill whoever else waits."""
     return config.max_step_tokens - config.max_step_tokens // _PROMPTS_SHARE
 
 
@@ -57,31 +57,31 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Sequences that hold pages."""
+        """Number of sequences that hold pages."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Sequences that hold no pages."""
+        """Number of sequences that hold no pages."""
         return len(self._waiting)
 
     def all(self) -> Iterator[Sequence]:
-        """Everybody, running or waiting."""
+        """All sequences, running or waiting."""
         yield from self._running.values()
         yield from (sequence for _, sequence in self._waiting)
 
     def running_sequences(self) -> list[Sequence]:
-        """Those that hold pages."""
+        """All sequences that hold pages."""
         return list(self._running.values())
 
     def next_sequences(self) -> list[Sequence]:
-        """Those of the next step, if there is room for all: who runs, and who comes in."""
+        """Sequences of the next step, if there is room for all: who runs, and who comes in."""
         room = self._config.max_batch - self.running
         coming = heapq.nsmallest(room, self._waiting) if room and self._waiting else []
         return [*self._running.values(), *(sequence for _, sequence in coming)]
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, behind those of its priority."""
+        """Queue a new sequence behind those of its priority."""
         self._arrivals += 1
         sequence.arrival = self._arrivals
         heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -152,7 +152,7 @@ class Scheduler:
         return comes or any(map(_is_prompt, self._running.values()))
 
     def _item(self, sequence: Sequence, budget: int) -> Work | None:
-        """As much of a sequence as fits the budget."""
+        """The part of a sequence that fits the budget."""
         pending = sequence.committed - sequence.cached
         if pending <= budget:
             item = Work(sequence, pending, strategy_of(sequence).plan(sequence))
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def _send_back(self, sequence: Sequence) -> None:
-        """What its pages held is computed again when it comes back, or found if still there."""
+        """Let a sequence wait; what its pages held is computed again, or found if still there."""
         del self._running[sequence.arrival]
         self._give_back(sequence)
         heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -216,7 +216,7 @@ class Scheduler:
         sequence.pages, sequence.published, sequence.cached = [], 0, 0
 
     def _contents(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Of the full pages of its first tokens; none is computed twice, as long as it may wait."""
+        """Hashes of the full pages of its first `count` tokens; none is computed twice."""
         full = count // self._config.page_size
         if full > len(sequence.hashes):
             tokens = sequence.tokens[:count]
@@ -228,7 +228,7 @@ class Scheduler:
 
 
 def _turn(sequence: Sequence) -> tuple[bool, int, int, int]:
-    """Decoding before prompts; then by priority, then whoever has waited longest."""
+    """The order of sequences: decoding before prompts, then by priority, then by time waited."""
     return _is_prompt(sequence), sequence.request.priority, sequence.served, sequence.arrival
 
 

@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 
 from mars_ray.core.draft_choice import Choice
 from mars_ray.core.tree import chain, first_chain, renumbered
-from mars_ray.decode.constraint import GrammarState
-from mars_ray.decode.request import Completion, FinishReason, Request, TokenEvent
+from mars_ray.decode.request import (
+    Completion,
+    FinishReason,
+    GrammarState,
+    Request,
+    TokenEvent,
+)
 
 
 @dataclass(slots=True)
@@ -94,7 +99,7 @@ class Sequence:
 
     @property
     def masks(self) -> int:
-        """Of all groups of the next step, at most."""
+        """Masks of all groups of the next step, at most."""
         return self.widest * self.groups if self.choice is None else sum(self.choice.masks)
 
     def check(self) -> None:
@@ -104,7 +109,7 @@ class Sequence:
         assert self.cached < self.committed, f"{self.request.id}: nothing to forward"
 
     def refit(self, depth: int, rows: int) -> None:
-        """Masks have at most this depth from now on, and a forward at most so many rows."""
+        """Adapt to masks of at most this depth and to forwards of at most so many rows."""
         mode = self.request.mode
         widest = mode.widest(depth)
         if mode.needs_draft_model:
@@ -121,12 +126,12 @@ class Sequence:
     def set_drafts(
         self, tokens: list[int], probabilities: list[float], parents: list[int] | None = None
     ) -> None:
-        """The next step has these to verify: a chain, unless their parents are given."""
+        """Set what the next step has to verify: a chain, unless parents are given."""
         self.drafts, self.draft_probabilities = tokens, probabilities
         self.draft_parents = chain(len(tokens)) if parents is None else parents
 
     def keep_drafts(self, nodes: Several[int]) -> None:
-        """Of the drafts only these, in increasing order and none without its parent."""
+        """Keep only these drafts, in increasing order and none without its parent."""
         self.set_drafts(
             [self.drafts[node - 1] for node in nodes],
             [self.draft_probabilities[node - 1] for node in nodes],
@@ -139,8 +144,8 @@ class Sequence:
             self.adapters.append(adapter)
 
     def kept(self, tokens: list[int]) -> list[int]:
-        """Those of a forward that are committed: up to a stop token, the limit, or one that the
-        grammar forbids."""
+        """The tokens of a forward that are committed: up to a stop token, the limit, or one that
+        the grammar forbids."""
         kept = tokens[: self.remaining]
         stop = next((i for i, t in enumerate(kept) if t in self.request.stop_ids), len(kept))
         kept = kept[: stop + 1]
@@ -163,7 +168,7 @@ class Sequence:
         return self.event(tuple(kept), completion)
 
     def event(self, tokens: tuple[int, ...], completion: Completion | None) -> TokenEvent:
-        """What is new."""
+        """The event of these tokens."""
         return TokenEvent(
             self.request.id,
             tokens,

@@ -30,7 +30,7 @@ _AT_ONCE = 1000
 
 @dataclass(slots=True)
 class StepTotals:
-    """Means over any span are differences of two readings."""
+    """Sums over all steps: means over any span are differences of two readings."""
 
     steps: int = 0
     seconds: float = 0.0  # of whole steps, with what they commit
@@ -42,7 +42,7 @@ class StepTotals:
     decode_rows: int = 0  # of those
 
     def add(self, work: Several[Work]) -> None:
-        """A step before its tokens are committed."""
+        """Count a step, before its tokens are committed."""
         self.steps += 1
         self.prompt_steps += any(not item.sequence.forwards for item in work)
         for item in work:
@@ -72,7 +72,7 @@ class ModeMeasures:
     _least: list[float] = field(default_factory=list)
 
     def add_step(self, values: Several[float]) -> None:
-        """The confidences of a step's proposals, or what its drafts were judged by."""
+        """Count a step by its proposals' confidences, or by what its drafts were judged by."""
         self.forwards += 1
         self._least += accumulate(values, min)
         if len(self._least) > _AT_ONCE:
@@ -94,11 +94,6 @@ class ModeMeasures:
         """The curve of T/F over thresholds, as far as single steps can tell it."""
         forwards = max(1, self.forwards)
         return {t: n / forwards for t, n in zip(THRESHOLDS, self.tokens_at, strict=True)}
-
-    @property
-    def disagreement(self) -> float:
-        """Share of all checked tokens; 0 if there were none."""
-        return self.disagreed / self.checked if self.checked else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +118,7 @@ class Snapshot:
 
 
 class LiveMeasures:
-    """Fed by the engine with every step of every sequence."""
+    """Measures by mode, fed by the engine with every step of every sequence."""
 
     def __init__(self) -> None:
         self.by_mode: dict[str, ModeMeasures] = {}
@@ -132,7 +127,7 @@ class LiveMeasures:
 
     @property
     def accepted_at(self) -> dict[str, list[int]]:
-        """By mode, for every place beyond the first, the tokens that steps committed there."""
+        """Tokens that steps committed at every place beyond their first, by mode."""
         return {
             mode: [sum(n for count, n in steps.items() if count > at) for at in range(max(steps))]
             for mode, steps in self._beyond.items()
@@ -147,7 +142,7 @@ class LiveMeasures:
         proposals: Proposals,
         tokens: Several[int],
     ) -> None:
-        """Before the step's `tokens` are committed."""
+        """Count a sequence's step, before its `tokens` are committed."""
         mode = sequence.request.mode
         if len(tokens) > 1:
             self._beyond.setdefault(mode.type, Counter())[len(tokens) - 1] += 1
@@ -173,7 +168,7 @@ class LiveMeasures:
 
 
 def _ratios(plan: Plan, rows: Rows, path: list[int]) -> list[float]:
-    """Of the drafts on the path that was taken, and on from its end of the best that follow."""
+    """Ratios of the drafts on the path that was taken, and from its end of the best that follow."""
     ratios = rows.numbers["ratio"]
     if plan.is_chain:
         return ratios[: len(plan.drafts)]

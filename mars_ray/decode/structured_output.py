@@ -24,7 +24,7 @@ class Grammars:
         self._tokenizer = from_tokenizer(tokenizer, vocabulary, sorted(stop_ids))
 
     def compiled(self, lark: str, field: str) -> "CompiledGrammar":
-        """From llguidance's variant of Lark's notation, which may contain JSON schemas.
+        """A grammar in llguidance's variant of Lark's notation, which may contain JSON schemas.
 
         Raises RequestError that names `field` if it is wrong or too complex.
         """
@@ -32,7 +32,7 @@ class Grammars:
 
 
 class CompiledGrammar:
-    """See `constraint.Grammar`."""
+    """See `request.Grammar`."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str, field: str) -> None:
         """Raises RequestError if the grammar is wrong or too complex."""
@@ -47,7 +47,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """See `constraint.GrammarState`. Its methods raise RequestError once the grammar has become too
+    """See `request.GrammarState`. Its methods raise RequestError once the grammar has become too
     complex to follow."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, field: str) -> None:

@@ -15,19 +15,19 @@ _FIRST, _GAIN, _LOWEST = 0.5, 0.1, 0.001
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """The service's set-point, but never below `floor`."""
+    """A request that follows the service's set-point, but never below `floor`."""
 
     floor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """At most this share of the answer's tokens may differ from AR decoding."""
+    """A request of whose tokens at most this share may differ from AR decoding."""
 
     share: float
 
     def allows(self, disagreed: int, tokens: int) -> bool:
-        """Whether one more of them may, as the last of so many tokens."""
+        """Whether one more token may differ, as the last of so many."""
         return disagreed + 1 <= self.share * tokens
 
 
@@ -42,13 +42,13 @@ class Thresholds:
         self._log_of: dict[float, float] = {}  # by budget, see `_key`
 
     def of(self, quality: Quality) -> float:
-        """For a step of a request."""
+        """The threshold of a request's next step."""
         if isinstance(quality, Elastic):
             return max(quality.floor, self.set_point)
         return math.exp(self._log_of.get(_key(quality), math.log(_FIRST)))
 
     def observe(self, budget: Budget, tokens: int, disagreed: int) -> None:
-        """A step has committed so many tokens: the threshold rises if too many of them differ.
+        """Learn from a step's tokens: the threshold rises if too many of them differ.
 
         It moves until, in the long run, the share that differs is the budget.
         """
@@ -58,5 +58,5 @@ class Thresholds:
 
 
 def _key(budget: Budget) -> float:
-    """To the thousandth: clients may name any number, and what is learnt of one stays for ever."""
+    """The share to the thousandth: clients name any, and what is learnt of one stays for ever."""
     return round(budget.share, 3)

@@ -8,7 +8,7 @@ import torch
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.core.step_cost import StepCost, row_counts
-from mars_ray.decode.attention.base import Backend
+from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
@@ -25,8 +25,8 @@ _LEAST_SHARE = 0.1
 
 
 def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> StepCost:
-    """Steps of as many rows as the largest batch can have in `verified` with one group, and one
-    sequence with a group for every outcome.
+    """The cost of steps of up to as many rows as the largest batch can have in `verified` with one
+    group, and one sequence with a group for every outcome.
 
     Overwrites the first pages of the cache.
     """
@@ -56,7 +56,7 @@ def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> St
 def _least_seconds(
     backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
 ) -> float:
-    """Of several such steps, the first one not counted."""
+    """Least seconds of several such steps, the first one not counted."""
     step_seconds(backend, card, config, rows, sequences)
     times: list[float] = []
     while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
@@ -67,7 +67,7 @@ def _least_seconds(
 def step_seconds(
     backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
 ) -> float:
-    """One step of so many rows, spread evenly over the sequences; all of them on the same pages."""
+    """Seconds of a step of so many rows, spread evenly over sequences that share all pages."""
     work = list(_work(rows, sequences, card.block_size, config))
     if backend.runner.device.type == "cuda":
         torch.cuda.synchronize()
@@ -91,7 +91,7 @@ def _work(rows: int, sequences: int, depth: int, config: EngineConfig) -> Iterat
 
 
 def _plan(rows: int, depth: int) -> Plan:
-    """As they usually are: more masks than drafts, behind one outcome after the other."""
+    """A usual plan: more masks than drafts, behind one outcome after the other."""
     masks = 2 * rows // 3 if depth else 0
     drafts = rows - masks
     groups = tuple(

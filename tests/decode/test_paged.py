@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.attention import paged
-from mars_ray.decode.attention.choice import backend_of
+from mars_ray.decode.attention.backend import backend_of
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.paged import PagedBackend, padded_row_counts
 from mars_ray.decode.attention.tables import Tables

@@ -33,10 +33,10 @@ class DenseBackend:
         self.cache = cache
 
     def warm_up(self) -> None:
-        """Nothing waits for the first step."""
+        """Do nothing: no first step is slow here."""
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Masks are the adapter's from the next forward on."""
+        """Set the adapter of masks from the next forward on."""
         self.runner.set_adapter(adapter)
 
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
@@ -92,7 +92,7 @@ class DenseAttention:
 
 
 def _turn(x_NTD: Tensor, turn: Turn) -> None:
-    """Rotary position embedding, in place."""
+    """Apply the rotary position embedding, in place."""
     cos_N1D, sin_N1D = turn
     swapped_NTD = x_NTD.roll(x_NTD.shape[-1] // 2, dims=-1)
     x_NTD.mul_(cos_N1D).addcmul_(swapped_NTD, sin_N1D)
@@ -101,7 +101,7 @@ def _turn(x_NTD: Tensor, turn: Turn) -> None:
 def _attend_group(
     pages: Tensor, heads: int, group: Group, query_NTD: Tensor, scale: float
 ) -> Tensor:
-    """The group's rows, padding included: (B * Q, T * D)."""
+    """Attention of the group's rows, padding included, (B * Q, T * D)."""
     query_XTD = query_NTD if group.row_X is None else query_NTD.index_select(0, group.row_X)
     rows, queries, size = query_XTD.shape
     batch, shared = group.batch, queries // heads

@@ -47,7 +47,7 @@ class Inputs:
         self.tile_A3, self.page_SM = views["tile_A3"], views["page_SM"]
 
     def rehearse(self, rows: int, tile_rows: int) -> None:
-        """So many times the first place of one sequence."""
+        """Fill with a step that is so many times the first place of one sequence."""
         self._wait()
         self._host.zero_()
         self._arrays["order_N"][:] = np.arange(len(self._arrays["order_N"]))
@@ -63,7 +63,8 @@ class Inputs:
         page_size: int,
         tile_rows: int,
     ) -> None:
-        """A step's; its padding writes nothing, and sees the first place of the first sequence."""
+        """Fill with a step; its padding writes nothing, and sees the first place of the first
+        sequence."""
         clean_N, begin_N, bits_N = tables.sight()
         columns = {
             "ids_N": ids_N,
@@ -98,7 +99,7 @@ class Inputs:
         self._arrays["tile_A3"][len(tile_A3) :, 2] = 0
 
     def _wait(self) -> None:
-        """Until the device has what was written here last."""
+        """Wait until the device has what was written here last."""
         if self._copied:
             self._copied.synchronize()
 

@@ -38,8 +38,8 @@ _MOST_ROWS = 1024
 
 
 class PagedBackend:
-    """Not thread-safe. Memory: a graph holds what a forward of its number of rows needs, and all
-    graphs share that of the largest."""
+    """Runs forwards as CUDA graphs. Not thread-safe. Memory: a graph holds what a forward of its
+    number of rows needs, and all graphs share that of the largest."""
 
     name = "triton"
 
@@ -80,7 +80,7 @@ class PagedBackend:
                 self._run(rows, has_masks)
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Masks are the adapter's from the next forward on. What was recorded with another one is
+        """Set the adapter of masks from the next forward on. What was recorded with another one is
         recorded again when it is needed."""
         self.runner.set_adapter(adapter)
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
@@ -107,7 +107,8 @@ class PagedBackend:
         return hidden_NZ
 
     def _record(self, rows: int, has_masks: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs once before: what an operation does when it is first used cannot be recorded."""
+        """Record a forward, after one that is not: what an operation does at first cannot be
+        recorded."""
         assert self._stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -161,7 +162,7 @@ def padded_row_counts(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _PagedAttention:
-    """Of so many rows, whatever the inputs say about them."""
+    """Attention of so many rows, whatever the inputs say about them."""
 
     kernels: Any
     cache: PagedCache
@@ -241,7 +242,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _shares(programs: int, processors: int) -> int:
-    """Into how many each sequence's places are cut, so that there are two programs a processor."""
+    """Number of shares of each sequence's places, so that there are two programs a processor."""
     shares = 1
     while shares < _MOST_SHARES and programs * shares < 2 * processors:
         shares *= 2

@@ -47,7 +47,7 @@ class Tables:
 
     @classmethod
     def of(cls, work: Several[Work], page_size: int) -> "Tables":
-        """For the sequences in their order."""
+        """The tables of a step's sequences, in their order."""
         masks_S = np.array([item.plan.masks if item.plan else 0 for item in work])
         width_S = np.array([item.rows for item in work])
         real_S = width_S - masks_S
@@ -77,7 +77,7 @@ class Tables:
 
     @property
     def width_S(self) -> np.ndarray:
-        """All rows of a sequence."""
+        """Rows of each sequence, of both kinds."""
         return self.real_S + self.masks_S
 
     @property
@@ -87,7 +87,7 @@ class Tables:
 
     @property
     def masks(self) -> int:
-        """Of the forward's rows, the last ones."""
+        """Number of masks: they are the forward's last rows."""
         return int(self.masks_S.sum())
 
     def places(self, page_size: int) -> np.ndarray:
@@ -125,7 +125,7 @@ class Tables:
         return np.where(is_row_BQ, row_BQ, first_B1), is_row_BQ
 
     def _row(self, group: Apart) -> int:
-        """Where it begins among the forward's rows."""
+        """Where a group begins among the forward's rows."""
         masks_before = group.row - int(self.real_S[group.sequence])
         if masks_before < 0:
             return int(self.first_S[group.sequence]) + group.row

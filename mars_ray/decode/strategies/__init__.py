@@ -11,7 +11,8 @@ from mars_ray.config.modes import (
 )
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Strategy
-from mars_ray.decode.strategies.confidence import BlockCached, Confidence
+from mars_ray.decode.strategies.block_cached import BlockCached
+from mars_ray.decode.strategies.confidence import Confidence
 from mars_ray.decode.strategies.exact import Exact
 from mars_ray.decode.strategies.jacobi import Jacobi
 from mars_ray.decode.strategies.speculative import Speculative

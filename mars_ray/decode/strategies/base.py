@@ -100,7 +100,7 @@ class Proposals:
 
 
 class Strategy(Protocol):
-    """Stateless: state lives in the sequence."""
+    """How a mode decodes. It has no state: that lives in the sequence."""
 
     def drafts_wanted(self, sequence: Sequence) -> int:
         """How many tokens a draft model should add to the sequence's drafts before `plan`."""

@@ -11,7 +11,8 @@ from mars_ray.decode.strategies.verified import Verified
 
 
 class Speculative(Verified):
-    """From the second forward on: the first is the prompt's."""
+    """As `verified`, with a draft model's tokens from the second forward on: the first is the
+    prompt's."""
 
     def drafts_wanted(self, sequence: Sequence) -> int:
         mode = sequence.request.mode

@@ -70,7 +70,7 @@ class Verified(Strategy):
 
 
 def _plan(sequence: Sequence, nodes: Several[int], groups: tuple[MaskGroup, ...] = ()) -> Plan:
-    """With these of the sequence's drafts."""
+    """A plan with these of the sequence's drafts."""
     return Plan(
         [sequence.drafts[node - 1] for node in nodes],
         groups,
@@ -81,7 +81,7 @@ def _plan(sequence: Sequence, nodes: Several[int], groups: tuple[MaskGroup, ...]
 
 
 def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
-    """What was chosen for another step may not be there any more."""
+    """The plan that window control chose; what it chose for another step may be gone."""
     masks = {0: choice.masks[0]}
     for node, count in zip(choice.nodes, choice.masks[1:], strict=True):
         if node <= len(sequence.drafts) and sequence.draft_parents[node - 1] in masks:
@@ -91,7 +91,8 @@ def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
 
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
-    """Nothing is cut at the limit here: it would change which outcomes are the likeliest."""
+    """A plan with masks behind the likeliest outcomes. Nothing is cut at the limit: it would change
+    which those are."""
     parents = sequence.draft_parents
     outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups, parents)
     groups = tuple(MaskGroup(after, sequence.window) for after in outcomes if sequence.window)

@@ -1,0 +1,37 @@
+"""`block_cached`, the paper's rule in the paper's own way.
+
+No step reaches over the end of a cache block, and the cache is extended by whole blocks, so the
+tokens of an unfinished block are forwarded again in every step.
+"""
+
+from mars_ray.config.modes import BlockCachedMode
+from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.strategies.base import Plan, Proposals, Rows
+from mars_ray.decode.strategies.confidence import Confidence
+
+
+class BlockCached(Confidence):
+    """As the paper, but without its waiting: rows of other sequences are never waited for."""
+
+    def plan(self, sequence: Sequence) -> Plan:
+        left_in_block = _block_end(sequence) - sequence.committed
+        return self._plan(sequence, min(sequence.window, left_in_block - 1))
+
+    def absorb(
+        self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
+    ) -> list[int]:
+        # What of the unfinished block is in the cache already is forgotten.
+        begin = _block_end(sequence) - _block_size(sequence)
+        sequence.cached = max(sequence.cached, begin)
+        return self._committed(sequence, rows, proposals)
+
+
+def _block_size(sequence: Sequence) -> int:
+    assert isinstance(sequence.request.mode, BlockCachedMode)
+    return sequence.request.mode.cache_block
+
+
+def _block_end(sequence: Sequence) -> int:
+    """End of the answer's cache block that the next token lies in."""
+    size = _block_size(sequence)
+    return sequence.committed + size - (sequence.committed - len(sequence.request.prompt)) % size
