@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fastapi.encoders import jsonable_encoder
 
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
@@ -84,7 +85,7 @@ def test_replicas_add_up():
         "verified", 0.4, "b@2", 2, 3, 0.0, 0.5, tokens=10, forwards=10, disagreed=1, engine=INFO
     )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
-    assert model_status("m", [one, two], decided) == {
+    assert jsonable_encoder(model_status("m", [one, two], decided)) == {
         "id": "m",
         "replicas": 2,
         "running": 3,
