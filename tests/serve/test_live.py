@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fastapi.encoders import jsonable_encoder
 
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
@@ -106,7 +107,7 @@ def test_replicas_add_up():
         engine=INFO,
     )
     decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
-    assert model_status("m", [one, two], decided) == {
+    assert jsonable_encoder(model_status("m", [one, two], decided)) == {
         "id": "m",
         "replicas": 2,
         "running": 3,

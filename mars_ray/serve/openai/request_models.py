@@ -392,9 +392,9 @@ def _refusal(error: ErrorDetails) -> ErrorInfo:
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
     param = _param(error)
-    message, code = f"'{param}': {error['msg']}", "invalid_value"
     if error["type"] in ("missing", "union_tag_not_found"):
-        message, code = f"'{param}' is missing", "missing_required_parameter"
-    elif error["type"] == "extra_forbidden":
-        message, code = f"'{param}' is not supported by this server", "unsupported_parameter"
-    return ErrorInfo(400, message, param=param, code=code)
+        return ErrorInfo(400, f"'{param}' is missing", param, code="missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        message = f"'{param}' is not supported by this server"
+        return ErrorInfo(400, message, param, code="unsupported_parameter")
+    return ErrorInfo(400, f"'{param}': {error['msg']}", param, code="invalid_value")
