@@ -117,7 +117,7 @@ def test_the_policy_hears_what_happened(engine):
         before = await counts()
         prompt = ("one two three",)
         call = GenerationRequest("c", prompt, VerifiedMode(), Sampling(), 12, 100, n=2)
-        async for _ in engine.answer(replace(call, quality_class="fast")):
+        async for _ in engine.generate(replace(call, quality_class="fast")):
             pass
         return before, await counts()
 
