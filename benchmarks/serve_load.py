@@ -31,6 +31,7 @@ from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
@@ -133,7 +134,8 @@ def _first_tokens(
 ) -> dict[str, dict[str, float]]:
     """Milliseconds to the first text on an idle system: over HTTP, in this process, in turn."""
     job = ServeJob(checkpoint=checkpoint, engine=config, limits=Limits())
-    text_engine = LLMServer(*load_engine(checkpoint, config), job)
+    engine, tokenizer = load_engine(checkpoint, config)
+    text_engine = LLMServer(AsyncEngine(engine), tokenizer, job)
     text_engine.start()
 
     async def inside(number: int, question: str) -> float:

@@ -163,5 +163,4 @@ class Kept:
         self._values[name] = value
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([self._work, name, value]) + "\n")
+            append(self._path, [self._work, name, value])

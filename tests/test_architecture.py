@@ -111,6 +111,19 @@ def test_heavy_packages_stay_in_their_shells():
     assert not wrong
 
 
+def test_a_replica_knows_its_engine_by_its_client():
+    """Guards the border that another engine can stand behind (`serve/replica/engine_client.py`)."""
+    engine = ("mars_ray.decode.engine", "mars_ray.decode.async_engine")
+    importing = {
+        path.name
+        for path in FILES
+        if path.parent == PACKAGE / "serve" / "replica"
+        for name, _ in imports(ast.parse(path.read_text()))
+        if name in engine
+    }
+    assert importing == {"deployment.py"}
+
+
 def test_first_party_imports_stand_at_the_top():
     """Only two import late: the command line, which parses first, and what may lack Triton."""
     for path in FILES:

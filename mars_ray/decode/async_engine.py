@@ -1,4 +1,4 @@
-"""One thread owns the engine; asyncio code streams from it.
+"""An engine for asyncio: one thread owns it, and streams hand out its events.
 
 Everything the outside asks for goes through one queue, and is done between two steps.
 """
@@ -13,12 +13,16 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.isolation import step_apart, works
-from mars_ray.decode.request import Completion, Request, TokenEvent
-from mars_ray.errors import EngineError, PoisonError, RequestError
+from mars_ray.decode.request import Completion, EngineFacts, Request, TokenEvent
+from mars_ray.decode.stats import Snapshot
+from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
+from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
+from mars_ray.model.stop import stop_ids
 
 _log = logging.getLogger(__name__)
 _Deliver = Callable[[TokenEvent], None]
@@ -52,7 +56,7 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     async def take(self) -> list[TokenEvent]:
-        """All there are, at least one."""
+        """All events there are, at least one."""
         while not self._events:
             self._woken.clear()
             self._is_awaited = True
@@ -64,7 +68,7 @@ class Mailbox:
         return taken
 
     async def pause(self, seconds: float) -> None:
-        """So long, or until a request's first or last event is here."""
+        """Wait so long, or until a request's first or last event is here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._urgent_put <= self._urgent_taken:
@@ -77,10 +81,17 @@ def _is_urgent(event: TokenEvent) -> bool:
 
 
 class AsyncEngine:
-    """An engine that works by itself. `start` it before use, `stop` it at the end."""
+    """An engine that works by itself. `start` it before use, `stop` it at the end.
 
-    def __init__(self, engine: Engine) -> None:
+    The service knows it as an `EngineClient` (`serve/replica/engine_client.py`).
+    """
+
+    def __init__(self, engine: Engine, directory: str | Path | None = None) -> None:
+        """`directory` is the model's, which draft adapters are compared with."""
         self._engine = engine
+        self._directory = directory
+        self._adapter: tuple[str, DraftAdapter] | None = None  # ready, but not in use
+        self.can_draft = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
         self._undelivered: list[tuple[_Deliver, TokenEvent]] = []
@@ -94,8 +105,16 @@ class AsyncEngine:
 
     @property
     def open_requests(self) -> int:
-        """Requests waiting or running."""
+        """Number of requests that wait or run."""
         return len(self._listeners)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What holds for every request. Raises ModelError if answers would never end."""
+        model, config = self._engine.model, self._engine.config
+        return EngineFacts(
+            config.max_context, config.max_batch, model.config.vocab_size, stop_ids(model)
+        )
 
     def start(self) -> None:
         """Begin to work."""
@@ -156,6 +175,47 @@ class AsyncEngine:
         but for those that are on their way. Raises EngineError once the engine has ended."""
         self._command(lambda: self._abort(request_id))
 
+    async def set_threshold(self, threshold: float) -> None:
+        """Sets the threshold of requests that tolerate it, from the next step on."""
+
+        def change(engine: Engine) -> None:
+            engine.thresholds.set_point = threshold
+
+        await self.ask(change)
+
+    async def snapshot(self) -> Snapshot:
+        """The engine between two steps."""
+        return await self.ask(Engine.snapshot)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Get a draft adapter ready; the one made ready before it is forgotten.
+
+        Raises ModelError if it cannot be read or does not fit the model.
+        """
+        dtype = self._engine.model.dtype
+        adapter = await asyncio.to_thread(read_draft_adapter, directory, self._directory, dtype)
+        await self.ask(lambda engine: engine.check_adapter(adapter))
+        self._adapter = name, adapter
+
+    async def use_adapter(self, name: str | None) -> None:
+        """The adapter made ready last makes drafts from the next step on, or with None the model
+        itself, if it was trained to. Raises ModelError, and then nothing has changed."""
+        ready, self._adapter = self._adapter, None
+        adapter = None
+        if name is not None:
+            if ready is None or ready[0] != name:
+                raise ModelError(f"draft adapter {name} is not ready: load it first")
+            adapter = ready[1]
+        # Before the engine is asked, with nothing in between: what is submitted until then comes to
+        # it first, with drafts, and what is submitted later comes as the next step can decode it.
+        before = self.can_draft
+        self.can_draft = adapter is not None or self._engine.drafts_itself
+        try:
+            await self.ask(lambda engine: engine.set_adapter(adapter, name))
+        except ModelError:
+            self.can_draft = before
+            raise
+
     async def ask(self, question: Callable[[Engine], Answer]) -> Answer:
         """What the engine's own thread says between two steps.
 
@@ -207,7 +267,7 @@ class AsyncEngine:
         self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
-        """All commands there are; without work, wait for one."""
+        """Do all commands there are; without work, wait for one."""
         if not self._engine.has_work:
             self._deliver()
             if self._is_unchecked:
@@ -264,7 +324,7 @@ class AsyncEngine:
         return events
 
     def _submit(self, requests: Iterable[Request], deliver: _Deliver) -> None:
-        """All of them, or up to the first that cannot be: with it, its stream is over."""
+        """Submit the requests up to the first that cannot be: with it, its stream is over."""
         if not self._listeners:
             self.last_step_s = time.monotonic()
         for request in requests:
@@ -311,7 +371,7 @@ def _failed(request_id: str, failure: Exception) -> TokenEvent:
 
 
 def _error_of(request_id: str, failure: Exception) -> Exception:
-    """What the client learns: where its request went too far, but nothing of faults of ours."""
+    """What a client learns: where its request went too far, but nothing of faults of ours."""
     if isinstance(failure, RequestError):
         return failure
     _log.error("request %s failed", request_id, exc_info=failure)

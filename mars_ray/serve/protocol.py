@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What an answer may call."""
+    """The tools that an answer may call."""
 
     definitions: tuple[dict[str, Any], ...]  # as in the request: type, function
     is_required: bool = False
@@ -84,7 +84,7 @@ class GenerationRequest:
 
     @property
     def choices(self) -> int:
-        """Answers in all; those to one prompt stand together."""
+        """Number of answers in all; those to one prompt stand together."""
         return len(self.prompts) * self.n
 
     @property

@@ -6,7 +6,11 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
+from mars_ray.config.serve import ServeJob
+from mars_ray.decode.async_engine import AsyncEngine
+from mars_ray.decode.loading import load_engine
 from mars_ray.serve.replica.llm_server import LLMServer
+from mars_ray.serve.replica.stats import Observer
 
 ASK = "count from one to ten"
 
@@ -34,6 +38,12 @@ def error_of(response, status: int) -> dict:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+def load_server(job: ServeJob, observer: Observer | None = None) -> LLMServer:
+    """A server over an engine of this process; it is not started."""
+    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    return LLMServer(AsyncEngine(engine, job.checkpoint), tokenizer, job, observer)
 
 
 def wait_until_free(engine: LLMServer) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from serve.asking import wait_until_free
+from serve.asking import load_server, wait_until_free
 from serve.real_port import served
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.loading import load_engine
 from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -83,7 +82,7 @@ def job(checkpoint: Path) -> ServeJob:
 
 @pytest.fixture(scope="session")
 def text_engine(job: ServeJob) -> Iterator[LLMServer]:
-    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job)
+    engine = load_server(job)
     engine.start()
     yield engine
     engine.stop()
@@ -95,7 +94,7 @@ def roomy_url(job: ServeJob) -> Iterator[str]:
     sizes = job.engine.model_copy(update={"max_context": 1200})
     limits = Limits(new_tokens=300)
     roomy = job.model_copy(update={"engine": sizes, "limits": limits})
-    engine = LLMServer(*load_engine(roomy.checkpoint, roomy.engine), roomy)
+    engine = load_server(roomy)
     engine.start()
     with served(build_api(roomy, {"tiny": engine})) as url:
         yield url

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 from serve import bigram
-from serve.asking import ASK, ask, error_of, text_of, wait_until_free
+from serve.asking import ASK, ask, error_of, load_server, text_of, wait_until_free
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.frontier import FRONTIER_FILE
-from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, EngineError, ModelError
 from mars_ray.model.places import adapter_name
 from mars_ray.serve.deploy import check, service_model
@@ -65,10 +64,9 @@ def with_adapter(job: ServeJob, place: Path | str) -> ServeJob:
 @pytest.fixture(scope="module")
 def served(job) -> Iterator[tuple[LLMServer, Adapters]]:
     """An engine that starts without an adapter."""
-    engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    text = LLMServer(engine, tokenizer, job)
+    text = load_server(job)
     text.start()
-    yield text, Adapters(text.drafting, Path(job.checkpoint), "", engine.model.dtype)
+    yield text, Adapters(text._engine, "")
     wait_until_free(text)
     text.stop()
 
@@ -243,9 +241,9 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
 
 async def _steps_pass(text: LLMServer, answers: list[asyncio.Task]) -> None:
     """Two more steps of the engine: an adapter that none was made with would serve nobody."""
-    before = await text._thread.ask(lambda engine: engine.totals.steps)
+    before = (await text._engine.snapshot()).totals.steps
     while not all(answer.done() for answer in answers):
-        if await text._thread.ask(lambda engine: engine.totals.steps) >= before + 2:
+        if (await text._engine.snapshot()).totals.steps >= before + 2:
             return
         await asyncio.sleep(0)
 

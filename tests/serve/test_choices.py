@@ -10,6 +10,7 @@ import pytest
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
@@ -47,7 +48,7 @@ class Served:
 @pytest.fixture
 def served(job) -> Iterator[Served]:
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    served = Served(LLMServer(engine, tokenizer, job), engine)
+    served = Served(LLMServer(AsyncEngine(engine), tokenizer, job), engine)
     served.server._observer = served
     served.server.start()
     yield served

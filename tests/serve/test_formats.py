@@ -8,13 +8,12 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion
-from serve.asking import ask, error_of, text_of
+from serve.asking import ask, error_of, load_server, text_of
 from transformers import AutoTokenizer
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.loading import load_engine
 from mars_ray.decode.structured_output import Grammars
 from mars_ray.errors import RequestError
 from mars_ray.serve.ingress.routes import build_api
@@ -61,7 +60,7 @@ def job(checkpoint) -> ServeJob:
 
 @pytest.fixture(scope="module")
 def text_engine(job) -> Iterator[LLMServer]:
-    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job)
+    engine = load_server(job)
     engine.start()
     yield engine
     engine.stop()

@@ -8,6 +8,7 @@ from serve.fuzzing import PLAIN, SHARES, Fuzzed, fuzz
 from serve.real_port import served
 
 from mars_ray.config.serve import Limits
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.replica.llm_server import LLMServer
@@ -22,7 +23,7 @@ def test_no_request_breaks_the_service(job):
     limits = Limits(body_bytes=20_000, new_tokens=8, waiting_requests=64, choices=4)
     job = job.model_copy(update={"limits": limits})
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    text_engine = LLMServer(engine, tokenizer, job)
+    text_engine = LLMServer(AsyncEngine(engine), tokenizer, job)
     text_engine.start()
     fuzzed = Fuzzed()
     with served(build_api(job, {"tiny": text_engine})) as url:

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 from fastapi.testclient import TestClient
-from serve.asking import ask, text_of
+from serve.asking import ask, load_server, text_of
 from serve.real_port import served
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.serve import Limits
-from mars_ray.decode.loading import load_engine
 from mars_ray.evaluate.tasks import FINAL_ANSWER, gsm8k_problems, is_correct
 from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.replica.llm_server import LLMServer
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -63,7 +61,7 @@ def test_lm_eval_says_what_the_service_says(job, tmp_path):
     (tmp_path / "data").symlink_to(DATA)
     sizes = EngineConfig(max_batch=2, max_context=1500, device="cpu", threads=1)
     job = job.model_copy(update={"engine": sizes, "limits": Limits()})
-    text_engine = LLMServer(*load_engine(job.checkpoint, job.engine), job)
+    text_engine = load_server(job)
     text_engine.start()
     api = build_api(job, {"tiny": text_engine})
     with served(api) as url:

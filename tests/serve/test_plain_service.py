@@ -12,17 +12,15 @@ from fastapi.testclient import TestClient
 from model.toys import build
 from pydantic import TypeAdapter
 from ray import serve
-from serve.asking import error_of, text_of
+from serve.asking import error_of, load_server, text_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.loading import load_engine
 from mars_ray.serve.deploy import _checked, start
 from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.status import MarsStatusReply
 
 CHAT = [{"role": "user", "content": "How many apples are left?"}]
@@ -76,7 +74,7 @@ def test_a_plain_model_answers_as_transformers_does(architecture, tmp_path):
     job = _checked(job_of(checkpoint))
     # It is `exact` as long as nothing drafts, and an adapter may come while the service runs.
     assert job.mode == VerifiedMode()
-    engine = LLMServer(*load_engine(checkpoint, job.engine), job)
+    engine = load_server(job)
     engine.start()
     api = TestClient(build_api(job, {"plain": engine}))
     body = {"model": "plain", "messages": CHAT} | WISHES

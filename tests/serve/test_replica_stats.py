@@ -4,15 +4,14 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from serve.asking import load_server
 
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.sample import ReplicaCounts
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.decode.loading import load_engine
 from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.serve.protocol import GenerationRequest
-from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.stats import AnswerStats
 
 
@@ -33,7 +32,7 @@ def kept():
 
 @pytest.fixture(scope="module")
 def engine(job, kept):
-    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job, kept)
+    engine = load_server(job, kept)
     engine.start()
     yield engine
     engine.stop()
@@ -68,7 +67,7 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
 
 def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
     """The fast loop: no policy has said so, and without rungs it is the policy's again."""
-    engine = LLMServer(*load_engine(job.checkpoint, job.engine), job, kept)
+    engine = load_server(job, kept)
     engine.start()
     rungs = (Rung(1.0, 2.0, 1.0, 0.0), Rung(0.3, 4.0, 1.0, 1.0))
 
@@ -117,7 +116,7 @@ def test_the_policy_hears_what_happened(engine):
         before = await counts()
         prompt = ("one two three",)
         call = GenerationRequest("c", prompt, VerifiedMode(), Sampling(), 12, 100, n=2)
-        async for _ in engine.answer(replace(call, quality_class="fast")):
+        async for _ in engine.generate(replace(call, quality_class="fast")):
             pass
         return before, await counts()
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mars_ray import __version__
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
 from mars_ray.serve.ingress.routes import build_api
@@ -124,7 +125,7 @@ def test_the_end_token_is_counted_but_not_shown(checkpoint, job):
     engine, tokenizer = load_engine(checkpoint, job.engine)
     assert engine.model.generation_config is not None
     engine.model.generation_config.eos_token_id = [end]
-    chat = LLMServer(engine, tokenizer, job)
+    chat = LLMServer(AsyncEngine(engine), tokenizer, job)
     chat.start()
     reply = ask(TestClient(build_api(job, {"tiny": chat})))
     chat.stop()
@@ -139,7 +140,7 @@ def test_a_model_that_does_not_say_how_it_ends_is_refused(checkpoint, job):
     assert engine.model.generation_config is not None
     engine.model.generation_config.eos_token_id = None
     with pytest.raises(ModelError, match="eos_token_id"):
-        LLMServer(engine, tokenizer, job)
+        LLMServer(AsyncEngine(engine), tokenizer, job)
 
 
 def test_special_tokens_in_a_message_are_text(client, checkpoint):
@@ -274,7 +275,7 @@ def test_an_engine_that_fails_answers_so(checkpoint, job, monkeypatch, caplog):
     """
     caplog.set_level(logging.CRITICAL)
     engine, tokenizer = load_engine(checkpoint, job.engine)
-    chat = LLMServer(engine, tokenizer, job)
+    chat = LLMServer(AsyncEngine(engine), tokenizer, job)
 
     def broken(_meanwhile) -> list:
         raise RuntimeError("secret")
@@ -341,7 +342,7 @@ def test_half_a_request_is_no_fault_of_ours(job, text_engine, caplog):
 def test_closing_an_answer_cancels_it_in_the_engine(checkpoint, job):
     """Guards a sequence that runs on for nobody."""
     engine, tokenizer = load_engine(checkpoint, job.engine)
-    chat = LLMServer(engine, tokenizer, job)
+    chat = LLMServer(AsyncEngine(engine), tokenizer, job)
     chat.start()
 
     async def one_piece() -> None:

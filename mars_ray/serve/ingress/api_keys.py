@@ -47,7 +47,7 @@ class ApiKey(Config):
 
     @property
     def digest(self) -> str:
-        """What is compared: no key is kept in memory longer than needed."""
+        """The hash that is compared, so that no key is kept in memory longer than needed."""
         return self.sha256 or _digest(self.key or "")
 
 
@@ -90,7 +90,7 @@ class ApiKeys:
 
     @contextmanager
     def lease(self, key: ApiKey | None, answers: int) -> Iterator[None]:
-        """For as long as the answers are written. Raises ApiError if there would be too many."""
+        """Held while the answers are written. Raises ApiError if the key would have too many."""
         if key is None:
             yield
             return

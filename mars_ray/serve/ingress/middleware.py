@@ -35,7 +35,7 @@ _NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
 
 
 class Gate:
-    """Open until it is closed for good."""
+    """Lets requests in until it is closed for good, and counts those inside."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -104,14 +104,14 @@ class Entry:
     def called(
         self, call: GenerationRequest, model: str, user: str | None, *, with_prompt: bool
     ) -> None:
-        """The request was right, and is sent to a replica."""
+        """Notes that the request was right, and is sent to a replica."""
         self.mode, self.model, self.user = call.mode.type, model, user
         self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]
 
     def told(self, message: OutputDelta | ErrorInfo) -> None:
-        """The replica has said something."""
+        """Notes what the replica has said."""
         if isinstance(message, ErrorInfo):
             self.ending = message.code
             return
@@ -130,7 +130,7 @@ class Entry:
             self.mode = finish.mode or self.mode
 
     def line(self) -> str:
-        """As JSON, without what there is none of."""
+        """The entry as JSON, without what there is none of."""
         self.total_s = self._elapsed_s
         values = asdict(self).items()
         shown = {name: v for name, v in values if v is not None and not name.startswith("_")}
@@ -185,7 +185,7 @@ def _to_stdout() -> logging.Handler:
 
 
 def _clean(request_id: str) -> str:
-    """Without what could break a line, a shell or a dashboard."""
+    """The id without what could break a line, a shell or a dashboard."""
     return _NOT_IN_ID.sub("_", request_id[:_ID_CHARS])
 
 

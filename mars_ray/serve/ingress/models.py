@@ -12,10 +12,10 @@ from mars_ray.serve.status import Decided, ReplicaStatus
 
 
 class Backend(Protocol):
-    """What answers: an engine in this process, or replicas behind a handle."""
+    """What answers for a model: an engine in this process, or replicas behind a handle."""
 
     def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """Ends when every choice has finished, or with a refusal; closing it ends the work."""
+        """Deltas until every choice has finished, or an error; closing it ends the work."""
         ...
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
@@ -31,17 +31,17 @@ class Backend(Protocol):
         ...
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        """Of each replica that answers."""
+        """The status of each replica that answers."""
         ...
 
     async def decided(self) -> Decided | None:
-        """By the autoscaling policy lately, if one is in charge."""
+        """The latest decision of the autoscaling policy, if one is in charge."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One of them; `job` is the service's as if it were the only one."""
+    """A model of the service; `job` is the service's as if it were the only one."""
 
     name: str
     job: ServeJob
@@ -49,7 +49,7 @@ class Model:
 
 
 class Models:
-    """All of them, and who may use which."""
+    """All models of a service, and who may use which."""
 
     def __init__(self, job: ServeJob, backends: Mapping[str, Backend]) -> None:
         jobs = job.each()
@@ -57,7 +57,7 @@ class Models:
         self._models = {name: Model(name, jobs[name], backends[name]) for name in jobs}
 
     def of(self, key: ApiKey | None) -> list[Model]:
-        """Those that the key is good for."""
+        """The models that the key is good for."""
         allowed = None if key is None else key.models
         return [model for name, model in self._models.items() if allowed is None or name in allowed]
 

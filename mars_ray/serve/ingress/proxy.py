@@ -57,7 +57,7 @@ class SlowReaders:
 
 
 def _hang_up(send: Send) -> None:
-    """Without waiting for the client: closing would first send what it does not read."""
+    """Ends the connection at once: closing would first send what the client does not read."""
     cycle = getattr(send, "__self__", None)
     if isinstance(cycle, httptools_impl.RequestResponseCycle | h11_impl.RequestResponseCycle):
         cycle.transport.abort()

@@ -55,7 +55,7 @@ class Recent(Generic[Value]):
         self._known: tuple[float, Value] | None = None
 
     async def get(self) -> Value:
-        """Raises what `ask` raises."""
+        """The value, from now or from before. Raises what `ask` raises."""
         async with self._lock:
             now = time.monotonic()
             if self._known is None or now - self._known[0] > self._fresh_s:
@@ -64,7 +64,7 @@ class Recent(Generic[Value]):
 
 
 async def _next(messages: AsyncIterator[Message], until: float | None) -> Message | None:
-    """None at the end. Raises TimeoutError if nothing comes until then and a little longer."""
+    """The next message, or None at the end. Raises TimeoutError a little after `until`."""
     left_s = None if until is None else until + _GRACE_S - time.monotonic()
     async with asyncio.timeout(left_s):
         return await anext(messages, None)
@@ -171,7 +171,7 @@ class ReplicaClient:
         return await self._decided.get() if self._job.replicas == "auto" else None
 
     async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:
-        """None where there are no replicas at all."""
+        """The status of the replicas that answer, or None where there are no replicas at all."""
         try:
             replies = await self._handle.broadcast("status").results_async(
                 timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True

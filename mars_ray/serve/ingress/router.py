@@ -27,7 +27,7 @@ class PrefixRouter(RequestRouter):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """By Serve, in every process with a handle to the deployment."""
+        """Made by Serve, in every process with a handle to the deployment."""
         super().__init__(*args, **kwargs)
         self._turn = asyncio.Lock()
         self._table: PrefixTable[ReplicaID] = PrefixTable(_TABLE_BLOCKS)
@@ -53,16 +53,16 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """The replica has accepted the request."""
+        """Notes that the replica has accepted the request."""
         self._table.add(_blocks(pending_request), replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """These are all there are now."""
+        """Notes which replicas there are now."""
         super().update_replicas(replicas)
         self._table.keep(self.curr_replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Before the controller has noticed it."""
+        """Forgets the replica before the controller has noticed its death."""
         super().on_replica_actor_died(replica_id)
         self._table.keep(self.curr_replicas)
 
@@ -87,7 +87,7 @@ class PrefixRouter(RequestRouter):
 
 
 def _blocks(request: PendingRequest | None) -> tuple[int, ...]:
-    """Of a call's first prompt; other requests have none."""
+    """The blocks of a call's first prompt; other requests have none."""
     if request and request.args and isinstance(call := request.args[0], GenerationRequest):
         return prefix_blocks(call.prompts[0])
     return ()

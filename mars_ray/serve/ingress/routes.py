@@ -288,7 +288,7 @@ def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> Generati
 async def _collect(
     answers: list[Answer], first: Message, rest: AsyncIterator[Message], entry: Entry
 ) -> None:
-    """Every answer to its end. Raises ApiError if one fails on its way."""
+    """Reads every answer to its end. Raises ApiError if one fails on its way."""
     message = first
     while True:
         entry.told(message)
@@ -336,7 +336,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods."""
+    """The reply to an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     # Not request.url: it is made of the Host header, which may be anything.
     message = f"{request.method} {request.scope['path']}: {error.detail}"

@@ -1,4 +1,4 @@
-"""Who is let in: as many answers as there are places, and under overload a share of the rest."""
+"""Admission of calls: as many answers as there are places, and of those a share in an overload."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Admission:
     _owed: float = 0.0  # of a refusal
 
     def refusal(self, call: GenerationRequest) -> ErrorInfo | None:
-        """None for a call that may come in."""
+        """The error for a call that may not come in, else None."""
         if self.open + call.choices > self.places:
             message = f"{self.open} answers are being written or wait; try again later"
             return ErrorInfo(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)

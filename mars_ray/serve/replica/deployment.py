@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
 from mars_ray.model.places import adapter_name, local_adapter, local_copy
@@ -55,9 +56,9 @@ class Replica:
         # Of what runs here, before anything else is said in this process's log.
         print(f"{job.name}: {engine.info}", flush=True)
         self._metrics = ReplicaMetrics()
-        self._engine = LLMServer(engine, tokenizer, job, self._metrics)
-        drafting, dtype = self._engine.drafting, engine.model.dtype
-        self._adapters = Adapters(drafting, checkpoint, job.model_cache, dtype)
+        client = AsyncEngine(engine, checkpoint)
+        self._engine = LLMServer(client, tokenizer, job, self._metrics)
+        self._adapters = Adapters(client, job.model_cache)
         self._built_s = setting.at_s
         self._engine.start()
         self._looking = asyncio.create_task(self._look())
@@ -110,7 +111,7 @@ class Replica:
         self._swap = swap
 
     async def _steer(self) -> None:
-        """The fast loop, for as long as the engine lives."""
+        """Run the fast loop for as long as the engine lives."""
         with contextlib.suppress(EngineError):
             while True:
                 await asyncio.sleep(_STEER_S)
@@ -134,7 +135,7 @@ class Replica:
         os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve hands it to the autoscaling policy."""
+        """The sums that Serve hands to the autoscaling policy."""
         return await self._engine.sums()
 
     def check_health(self) -> None:

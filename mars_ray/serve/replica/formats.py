@@ -24,7 +24,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 def grammar_of(call: GenerationRequest) -> str | None:
-    """None if any text will do."""
+    """The grammar of the answers to a call, or None if any text will do."""
     if call.tools is None:
         return None if call.schema is None else _lark(["start: json", _json(call.schema)])
     calls = "call (LINE call)*" if call.tools.is_parallel else "call"

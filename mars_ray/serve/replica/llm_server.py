@@ -1,11 +1,11 @@
-"""A replica's work without Ray: from a checked call to the pieces of its answers."""
+"""A replica's work without Ray: it makes requests to the engine of a call, and deltas of events."""
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -14,12 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.threshold_control import LocalLoop
+from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import Message as ChatTurn
 from mars_ray.data.chat import encode_prompt, writes_tool_calls
-from mars_ray.decode.async_engine import AsyncEngine
-from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
@@ -32,7 +31,6 @@ from mars_ray.errors import (
     PromptTooLongError,
     RequestError,
 )
-from mars_ray.model.stop import stop_ids
 from mars_ray.serve.openai.sse import internal_error
 from mars_ray.serve.protocol import (
     ErrorInfo,
@@ -46,8 +44,8 @@ from mars_ray.serve.protocol import (
     Turn,
     joined,
 )
-from mars_ray.serve.replica.adapters import Drafting
 from mars_ray.serve.replica.admission import Admission
+from mars_ray.serve.replica.engine_client import EngineClient
 from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
 from mars_ray.serve.replica.stats import (
@@ -89,45 +87,41 @@ class LLMServer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
         job: ServeJob,
         observer: Observer | None = None,
     ) -> None:
         """Raises ModelError if the model does not say how an answer ends."""
         self._observer = observer
-        self._config = engine.config
-        self._thread = AsyncEngine(engine)
+        self._engine = engine
+        self._facts = facts = engine.facts
         self._tokenizer = tokenizer
         self._bytes = TokenBytes(tokenizer)
-        self._vocabulary = engine.model.config.vocab_size
         self._job = job
-        self._stop_ids = stop_ids(engine.model)
-        grammars = Grammars(tokenizer, self._vocabulary, self._stop_ids)
+        grammars = Grammars(tokenizer, facts.vocabulary, facts.stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._live = Live()
         self._tally = Tally()
         self._local = LocalLoop(job.scaling, job.set_point)
-        self._threshold = engine.thresholds.set_point
-        self.drafting = Drafting(self._thread, engine)
-        places = engine.config.max_batch + job.limits.waiting_requests
-        self._admission = Admission(places)
+        self._threshold: float | None = None  # that the engine was told last
+        self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
 
     def start(self) -> None:
         """Let the engine's thread begin."""
-        self._thread.start()
+        self._engine.start()
 
     def stop(self) -> None:
         """End the engine's thread."""
-        self._thread.stop()
+        self._engine.stop()
 
     def check_health(self) -> None:
         """Raises EngineError if the engine is dead or stuck."""
-        self._thread.check_health(_STALLED_S)
+        self._engine.check_health(_STALLED_S)
 
     async def ended(self) -> None:
         """Returns once the engine is dead."""
-        await self._thread.ended()
+        await self._engine.ended()
 
     async def is_ready(self) -> bool:
         """Whether the engine is alive."""
@@ -139,7 +133,7 @@ class LLMServer:
 
     async def seen(self) -> Snapshot:
         """The engine between two steps. Raises EngineError if it is dead."""
-        return await self._thread.ask(Engine.snapshot)
+        return await self._engine.snapshot()
 
     async def status(self) -> tuple[ReplicaStatus]:
         """What this engine is doing at the moment. Raises EngineError if it is dead."""
@@ -149,11 +143,11 @@ class LLMServer:
         """No policy is in charge of an engine by itself."""
 
     async def sums(self) -> dict[str, float]:
-        """For the autoscaling policy. Raises EngineError if the engine is dead."""
+        """The sums that the autoscaling policy gets. Raises EngineError if the engine is dead."""
         return to_metrics(await self.seen(), self._tally)
 
     async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
-        """For requests that pin nothing: the threshold, and the share of the new ones to refuse.
+        """Sets the threshold of requests that pin nothing, and the share of the new ones to refuse.
 
         With rungs the engine may go below that threshold when its own queue is too long. Raises
         EngineError if the engine is dead.
@@ -163,16 +157,13 @@ class LLMServer:
         await self.steer()
 
     async def steer(self) -> None:
-        """The threshold by this engine's own queue. Raises EngineError if the engine is dead."""
+        """Sets the threshold by this engine's own queue. Raises EngineError if it is dead."""
         arrived = self._tally.quality_class.total()
         threshold = self._local.tick(self._admission.open, arrived, time.monotonic())
 
-        def change(engine: Engine) -> None:
-            engine.thresholds.set_point = threshold
-
         if threshold != self._threshold:
             self._threshold = threshold
-            await self._thread.ask(change)
+            await self._engine.set_threshold(threshold)
 
     @property
     def open_answers(self) -> int:
@@ -196,7 +187,7 @@ class LLMServer:
             requests = await self._requests(call)
             answers |= {r.id: self._begun(call, r, choice) for choice, r in enumerate(requests)}
             interval_s = 0.0 if call.delivery == "steps" else self._job.stream_interval_s
-            async with aclosing(self._thread.stream(*requests, interval_s=interval_s)) as steps:
+            async with aclosing(self._engine.stream(*requests, interval_s=interval_s)) as steps:
                 async for events in steps:
                     for some in _apart(events, by_step=call.delivery == "steps"):
                         answer = answers[some[0].request_id]
@@ -207,7 +198,7 @@ class LLMServer:
                         if delta.finish:
                             unfinished -= 1
                             if unfinished and not some[-1].is_last:  # a stop string
-                                await self._thread.abort(some[0].request_id)
+                                await self._engine.abort(some[0].request_id)
                     if not unfinished:
                         return
         except Exception as error:  # noqa: BLE001 - the edge of a replica: errors go on as values
@@ -221,17 +212,17 @@ class LLMServer:
                 self._ended(answer, "abort")
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
-        """As the prompt of a request. Special tokens are such in a text, but not in a message."""
+        """A prompt's tokens, as those of a request; in a message nothing is a special token."""
         try:
             tokens = await _encoded(partial(self._encode, prompt), prompt)
-            return Tokenized(tokens, self._config.max_context)
+            return Tokenized(tokens, self._facts.max_context)
         except DataError as error:
             return ErrorInfo(400, str(error), param="messages", code="invalid_value")
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         """The text of tokens, special ones included."""
-        if any(token >= self._vocabulary for token in tokens):
-            message = f"a token is outside the vocabulary of {self._vocabulary}"
+        if any(token >= self._facts.vocabulary for token in tokens):
+            message = f"a token is outside the vocabulary of {self._facts.vocabulary}"
             return ErrorInfo(400, message, param="tokens", code="invalid_value")
         text = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
@@ -247,7 +238,7 @@ class LLMServer:
         return tuple(part for part in prompt if isinstance(part, int))
 
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
-        """Compiled beside the loop, which would stand still meanwhile. Raises RequestError."""
+        """The grammar, compiled beside the loop, which would stand still. Raises RequestError."""
         if call.tools and not writes_tool_calls(self._tokenizer):
             raise RequestError(
                 "the chat template of this model does not write tool calls as "
@@ -262,16 +253,18 @@ class LLMServer:
         )
 
     async def _requests(self, call: GenerationRequest) -> list[Request]:
-        """One for each choice, as the engine can decode it now.
+        """A request for each choice, in a mode that the engine can decode now.
 
-        They must go to the engine before anything else is awaited.
+        The requests must go to the engine before anything else is awaited.
         """
         grammar = await self._grammar(call)
         made = await _encoded(partial(self._made, call, grammar), call.prompts, call.tools)
-        return [self.drafting.decodable(call, request) for request in made]
+        if self._engine.can_draft or not (call.is_mode_open and call.mode.needs_masks):
+            return made
+        return [replace(request, mode=ExactMode(), quality=None) for request in made]
 
     def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        """One for each choice; those to one prompt differ in their seeds."""
+        """A request for each choice; those to one prompt differ in their seeds."""
         requests = []
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         for number, given in enumerate(call.prompts):
@@ -279,7 +272,7 @@ class LLMServer:
             # At least one, so that a prompt without room is refused, and by the engine; as one that
             # leaves too little for the least length.
             least = max(1, call.sampling.min_new_tokens)
-            room = max(least, self._config.max_context - len(prompt))
+            room = max(least, self._facts.max_context - len(prompt))
             for copy in range(call.n):
                 seed = (call.sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2
                 request = Request(
@@ -288,7 +281,7 @@ class LLMServer:
                     mode=call.mode,
                     sampling=call.sampling.model_copy(update={"seed": seed}),
                     max_new_tokens=call.max_new_tokens or min(room, call.new_tokens_limit),
-                    stop_ids=self._stop_ids,
+                    stop_ids=self._facts.stop_ids,
                     logprobs=call.logprobs,
                     grammar=grammar,
                     quality=call.quality,
@@ -322,7 +315,7 @@ class LLMServer:
     def _processed(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta:
-        """With what was held back so far."""
+        """What steps add to an answer, behind what was held back so far; they are counted."""
         try:
             delta, event = answer.output.add(events)
         except Exception as error:
@@ -338,7 +331,7 @@ class LLMServer:
         return answer.held
 
     def _ended(self, answer: "_Answer", ending: Ending) -> None:
-        """Tells it to who counts answers, once."""
+        """Tells those who count answers, once, that this one is over."""
         if answer.is_over:
             return
         answer.is_over = True
@@ -393,7 +386,7 @@ def _count(stats: AnswerStats, event: TokenEvent, gap_s: float) -> None:
 
 
 def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
-    """What the client learns; faults of ours are logged."""
+    """What the client learns of an error; faults of ours are logged."""
     match error:
         case PromptTooLongError():
             return ErrorInfo(400, str(error), _prompt_param(call), "context_length_exceeded")
@@ -413,7 +406,7 @@ def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
 
 
 def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEvent]]:
-    """Events of a request together, or each by itself."""
+    """The events in groups: those of a request together, or each by itself."""
     if by_step:
         return [[event] for event in events]
     of_request: dict[str, list[TokenEvent]] = {}

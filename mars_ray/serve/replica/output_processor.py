@@ -94,7 +94,8 @@ class Detokenizer:
         return text
 
     def push_all(self, tokens: Sequence[int]) -> str:
-        """As one by one, but decoded in one go if their last character is whole."""
+        """The text which these tokens complete; it is decoded in one go if its last character is
+        whole."""
         self._tokens += tokens
         text = self._held_text()
         if text and not text.endswith(REPLACEMENT):
@@ -166,7 +167,7 @@ class Writer:
     """An answer's text in the making: detokenised, and cut at the first stop string."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], least: int = 0) -> None:
-        """Stop strings are looked for behind so many tokens."""
+        """`least` is the number of tokens before which no stop string is looked for."""
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stops)
         self._has_stops = bool(stops)
@@ -192,7 +193,7 @@ class Writer:
 
 
 class OutputProcessor:
-    """Add events until a piece has a finish."""
+    """Turns the events of a request into deltas of its answer, the last of which has a finish."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class OutputProcessor:
         return replace(piece, finish=self._finish(reason, event)) if reason else piece
 
     def _count(self, event: TokenEvent, tokens: int) -> None:
-        """What the answer has so far, and under which adapter it got it."""
+        """Counts what the answer has, and under which adapter it got it."""
         forwards = event.forward - self._forwards
         self._tokens, self._forwards = self._tokens + tokens, event.forward
         adapter = event.adapter if self._is_drafted else None
@@ -283,7 +284,7 @@ class OutputProcessor:
         )
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
-        """Of the first tokens of an event, if the request asked for any."""
+        """Log-probabilities of an event's first tokens, if the request asked for any."""
         return tuple(
             replace(
                 self._token_text(token, entry.logprob),

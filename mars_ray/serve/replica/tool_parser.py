@@ -39,7 +39,7 @@ _CLOSING = re.compile(_cut_anywhere(_SPACE, r"\}", _SPACE, *CALL_END))
 
 
 class ToolCallReader:
-    """For one answer. What it says does not depend on how the text is cut into pieces."""
+    """Reads one answer. What it says does not depend on how the text is cut into pieces."""
 
     def __init__(self, answer_id: str) -> None:
         self._id = answer_id
@@ -91,7 +91,7 @@ class ToolCallReader:
         return said, begun
 
     def _inside(self) -> ToolCallDelta | None:
-        """The arguments that have come."""
+        """What has come of the call's arguments."""
         assert self._value
         length = self._value.push(self._held)
         more, self._held = self._held[:length], self._held[length:]
