@@ -76,7 +76,7 @@ def _draw_curve(axes: Axes, mode: str, points: list[FrontierPoint]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrialPoint:
-    """What is drawn of a trial."""
+    """The data of a trial that the plot shows."""
 
     label: str
     finished: bool
@@ -88,8 +88,8 @@ class TrialPoint:
 
 
 def plot_sweep(trials: Sequence[TrialPoint], start: FrontierPoint, path: Path) -> None:
-    """Left, teacher-forced: clean loss against expected T/F. Right, generated: accuracy in `exact`
-    against T/F, with 95% intervals; the line is the model that all trials started from."""
+    """Draw two panels. Left, teacher-forced: clean loss against expected T/F. Right, generated:
+    accuracy in `exact` against T/F, with 95% intervals; the line is the common starting model."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
     cheap, generated = figure.subplots(1, 2)
