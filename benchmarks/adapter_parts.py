@@ -1,4 +1,4 @@
-"""What each part of a draft adapter gains: the same short training with one part left out.
+"""Measures the gain of each part of a draft adapter by short trainings with one part left out.
 
     python benchmarks/adapter_parts.py ADAPTATION OUTPUT.json [STEPS [VARIANT ...]]
 

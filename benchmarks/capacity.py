@@ -1,4 +1,4 @@
-"""Where a lower threshold adds capacity: `python benchmarks/capacity.py`.
+"""Computes the capacity of a replica by threshold: `python benchmarks/capacity.py`.
 
 Writes results/capacity.json: tokens per second of a replica by batch and quality level. Step costs
 are measured where there are measurements, and otherwise computed (service_models.py). render.py

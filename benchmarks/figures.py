@@ -147,7 +147,7 @@ def answer(trace: dict[str, Any]) -> Figure:
 
 
 def step_cost(result: dict[str, Any]) -> Figure:
-    """A measured step by positions for each sequence, beside one position for each."""
+    """The measured cost of a step by positions per sequence, relative to one position for each."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     batches = sorted({step["batch"] for step in result["steps"]})

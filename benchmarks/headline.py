@@ -76,7 +76,7 @@ def _chunk_functions(result: Result) -> float:
 
 
 def _test_minutes(result: Result) -> float:
-    """How long `make test` takes without its checks."""
+    """Duration of `make test` without its checks, in minutes."""
     return (result["fast_s"] + result["ray_s"]) / 60
 
 

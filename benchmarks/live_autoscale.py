@@ -1,6 +1,6 @@
-"""A live autoscaled service beside its simulation.
+"""Compares a live autoscaled service with its simulation.
 
-Sends load to Ray Serve on this machine, by a trace or at rates that rise and fall, then runs the
+Sends load to Ray Serve on this machine, by a trace or at rates that rise and fall. Then runs the
 same requests and the same policy in the simulator (live_simulation.py). The committed results were
 made on an otherwise idle machine after `mars-ray train jobs/train-gsm8k.toml`: one with the
 defaults, live_lossless.json with `--floor 1`, and live_kill.json with

@@ -13,7 +13,7 @@ _LIVE, _SIMULATED, _GREY = "#D55E00", "#0072B2", "#888888"
 
 
 def plot(result: dict[str, Any]) -> Figure:
-    """Load, replicas and threshold; the simulated run of the same requests beside the live one."""
+    """Plot load, replicas and threshold of the live run and of the simulated one."""
     figure = Figure(figsize=(8.5, 6.2), layout="constrained")
     load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1.2, 1, 1))
     lines = [("live", _LIVE, "-", result["timeline"])]

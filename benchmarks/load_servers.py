@@ -23,7 +23,7 @@ _STOP_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a server on a port, and which route says that it is ready."""
+    """The command that starts a server on a port, and the route that reports readiness."""
 
     words: list[str]
     ready: str

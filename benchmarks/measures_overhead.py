@@ -1,4 +1,4 @@
-"""What the live measures cost: `python benchmarks/measures_overhead.py CHECKPOINT [ROUNDS]`.
+"""The cost of live measures: `python benchmarks/measures_overhead.py CHECKPOINT [ROUNDS]`.
 
 Measures their share of the engine's time, which includes the cost of reading the clock, and prints
 one JSON object. Running with and without them in turn cannot resolve a percent on a machine whose

@@ -236,7 +236,7 @@ def capacity(result: dict[str, Any]) -> list[str]:
 
 
 def serve_load(result: dict[str, Any]) -> list[str]:
-    """The live service beside the bare engine and vLLM, and at rising rates."""
+    """The live service compared with the bare engine and vLLM, and at rising rates."""
     lines = ["| mode | bare engine | service | share | tokens per chunk |", "|---|---|---|---|---|"]
     lines += [
         f"| {mode} | {row['engine_tokens_per_s']:,.0f} | {row['service_tokens_per_s']:,.0f} | "

@@ -1,4 +1,4 @@
-"""Tables of simulations and of live runs beside them, for render.py."""
+"""Tables of simulations and of their comparison with live runs, for render.py."""
 
 import statistics
 from typing import Any
@@ -90,7 +90,7 @@ def _fleets_facts(result: dict[str, Any]) -> str:
 
 
 def live(result: dict[str, Any]) -> list[str]:
-    """A live autoscaled run beside the simulation of the same requests."""
+    """A live autoscaled run compared with the simulation of the same requests."""
     rows = (
         ("requests", "requests", "{:,.0f}"),
         ("in time", "attainment", "{:.1%}"),

@@ -79,6 +79,6 @@ def difference(row: dict[str, Any], measure: str, form: str) -> str:
 
 
 def machine(facts: dict[str, Any]) -> str:
-    """Where a result was measured, in a few words."""
+    """A short description of the machine that a result was measured on."""
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"

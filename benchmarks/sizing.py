@@ -1,4 +1,4 @@
-"""How many GPUs the training of a model takes and for how long: the table in docs/training.md.
+"""Computes the GPUs and hours that the training of a model takes: the table in docs/training.md.
 
     python benchmarks/sizing.py           rewrite it
     python benchmarks/sizing.py --check   exit code 1 if it differs from this script's output

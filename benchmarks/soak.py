@@ -273,7 +273,7 @@ async def _watch(process: psutil.Process, until: float) -> dict[str, list[float]
 
 
 def _judged(name: str, mib: list[float], seen: Seen) -> dict[str, float]:
-    """Growth by a straight line through the samples after the warm-up; no samples is a fault."""
+    """Growth by a straight line through the samples after the warm-up; lack of them is a fault."""
     if len(mib) < 2:
         seen.wrong.append(f"{name} was not watched")
         return {}

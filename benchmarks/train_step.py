@@ -77,7 +77,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 _DRAFT_AND_SFT = ("sft", "draft, 1 grid", "draft")
 _TRAINER = "transformers.Trainer, sft"
-# As training sets it; otherwise the times would include glibc returning and requesting memory.
+# The same as in training; otherwise the times would include glibc returning and requesting memory.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "268435456"}
 
 
@@ -102,7 +102,7 @@ CASES = {
     "qwen2.5-0.5b": Case(
         "qwen2.5-0.5b", False, rows=2, max_length=256, packing=True, warmup_steps=1, repeats=3
     ),
-    # As adapters are trained: one conversation at a time, in bfloat16 where that is fast.
+    # The setting of adapter training: one conversation at a time, in bfloat16 where that is fast.
     "smollm2-135m": Case(
         "smollm2-135m",
         torch.cuda.is_available() or multiplies_bfloat16(),

@@ -343,7 +343,7 @@ def _job(
 
 
 def _seen_from(directory: str, path: Path) -> str:
-    """The path relative to the directory if it lies below it; any other path in full."""
+    """The path relative to the directory if it is below it; any other path in full."""
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 

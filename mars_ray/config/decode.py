@@ -1,4 +1,4 @@
-"""How tokens are sampled, and the size of an engine."""
+"""Settings of sampling, and of an engine's size."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal

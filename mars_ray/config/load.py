@@ -61,7 +61,7 @@ def parse_job(
     _read_named(table)
     for override in overrides:
         _apply(table, override)
-        # After each override, because the next one may change a key of the file that it named.
+        # After each override, because the next one may set a key in a file that this one named.
         _read_named(table)
     kind = table.get("kind")
     if not isinstance(kind, str) or kind not in kinds:

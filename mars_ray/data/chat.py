@@ -1,4 +1,4 @@
-"""From a conversation to tokens, through the tokenizer's own chat template.
+"""Turns a conversation into tokens through the tokenizer's own chat template.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     [               prompt, no loss                      )[ response      )[ no loss

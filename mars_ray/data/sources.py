@@ -153,7 +153,7 @@ def _form(
 
 
 def _at(content: Mapping[str, Any], name: str) -> Any:
-    """A field by its name, or what lies inside it by a dotted path such as `turns.0`."""
+    """A field by its name, or a value inside it by a dotted path such as `turns.0`."""
     if name in content:
         return content[name]
     value: Any = content

@@ -28,7 +28,7 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one decoder answered to all prompts."""
+    """One decoder's answers to all prompts."""
 
     tokens: list[list[int]]
     seconds: float

@@ -82,8 +82,8 @@ class TrialPoint:
     finished: bool
     expected_tokens_per_forward: float
     clean_ce: float
-    exact: FrontierPoint | None  # of survivors
-    fastest: FrontierPoint | None  # of survivors
+    exact: FrontierPoint | None  # None unless it survived
+    fastest: FrontierPoint | None  # None unless it survived
     best: bool
 
 

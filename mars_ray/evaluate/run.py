@@ -78,7 +78,7 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
     anything is measured if a mode or a prompt cannot be decoded or nothing can be written.
     """
     problems = problems_of(job.task)
-    # Before the output directory is made, which by default is in the checkpoint's.
+    # Before the output directory is made, which by default is the checkpoint's.
     read_card(job.checkpoint)
     directory = Path(job.output_dir or job.checkpoint).expanduser()
     check_writable(directory / f".{FRONTIER_FILE}", "output_dir")

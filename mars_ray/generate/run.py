@@ -246,8 +246,8 @@ def _model(job: GenerateJob) -> str:
     """
     directory = Path(job.checkpoint).resolve()
     output = Path(job.output).expanduser().resolve()
-    # Not included: the frontier that an evaluation may write beside the model meanwhile; outputs of
-    # this job and others, each with a table of the same name; and temporary files of all these.
+    # Excluded are files that may appear in the model's directory meanwhile: an evaluation's
+    # frontier, outputs of this and other jobs with their tables, and temporary files of all these.
     others = {directory / FRONTIER_FILE, output.with_suffix(".json")}
     others |= {path.with_suffix(".json") for path in directory.glob("*.jsonl")}
     others |= set(directory.glob(".*"))

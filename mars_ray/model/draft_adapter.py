@@ -48,7 +48,7 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftCard:
-    """What an adapter was trained for, and how."""
+    """The purpose and the training of an adapter."""
 
     depths: int  # most masks of a group: the block size of its training
     base: str  # the model's name, for people

@@ -95,7 +95,7 @@ def check_report(report: dict[str, Any], complaint: str) -> None:
 
 
 def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
+    """The tokenizer in a model's directory.
 
     Raises ModelError if there is none, or if its mask token is not the one that the model was
     trained with. With another model's tokenizer the answers are nonsense, and no other check would

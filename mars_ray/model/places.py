@@ -53,7 +53,7 @@ def local_copy(place: Place, cache: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The size of what was written."""
+    """The size of an export."""
 
     files: int
     bytes: int

@@ -17,8 +17,8 @@ class ModelShape:
     layers: int
     query_heads: int
     query_size: int  # heads times head size
-    key_size: int  # of all key heads
-    biases: bool  # of the projections to queries, keys and values
+    key_size: int  # total size of the key heads
+    biases: bool  # whether the projections to queries, keys and values have biases
     head_norms: int  # parameters of the norms of queries and keys in a layer
     tied: bool
 

@@ -30,7 +30,7 @@ from mars_ray.storage.place import Place, explained, shown
 
 logger = logging.getLogger(__name__)
 
-# Files that a model or adapter needs. Not *.bin and *.pt, which can run code, and no code.
+# Files that a model or adapter needs. Excludes *.bin and *.pt, which can run code, and source code.
 WANTED = (".safetensors", ".json", ".txt", ".model", ".jinja")
 _DIGEST_CHARS = 12
 # An empty file that exists until the last one has arrived: the files beside it are unfinished.

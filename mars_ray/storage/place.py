@@ -48,7 +48,7 @@ class Place:
 
 def shown(uri: str) -> str:
     """A URI without possible secrets: user, password and options. Other names are unchanged."""
-    # With one slash it is no URI, but a mistake, and an error message will show it.
+    # Also with one slash: that is no URI but a typing error, which a message may quote.
     uri = _USER.sub(r"\1", uri)
     if "://" not in uri:
         return uri

@@ -27,7 +27,7 @@ class TrialRecord:
     trial: str
     values: dict[str, Any]  # its settings by key of the space; under PBT the latest
     scores: list[tuple[int, float]] = field(default_factory=list)  # (step, score)
-    metrics: dict[str, float] = field(default_factory=dict)  # of its last evaluation
+    metrics: dict[str, float] = field(default_factory=dict)  # from its last evaluation
     status: Status = "running"
     errors: list[str] = field(default_factory=list)
     model: str | None = None  # relative to the sweep's directory, once finished

@@ -39,7 +39,7 @@ class Row:
     tokens_per_forward: float | None  # of the same point
     tokens_per_forward_lossless: float | None
     attempts_failed: int
-    error: str | None  # of the last failed attempt
+    error: str | None  # from the last failed attempt
     values: dict[str, Any]
 
 

@@ -133,7 +133,7 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     # Tokenises the data once, before the first trial needs it.
     stage_plan(job.train, job.stage_name, plan.start_model)
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
-    # Tune warns that the result files are missing which it was told not to write.
+    # Otherwise Tune warns about missing result files, which it was configured not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     path = Path(job.output_dir) / LEDGER_FILE
     with warnings.catch_warnings():

@@ -83,13 +83,13 @@ class Entry:
     request_id: str | None  # the client's, or its proxy's
     method: str
     path: str
-    id: str | None = None  # of the reply
+    id: str | None = None  # id of the reply
     key: str | None = None
     user: str | None = None
     model: str | None = None
     mode: str | None = None
     status: int | None = None  # HTTP status; None if the client left before it
-    ending: str | None = None  # of the answers: stop, length, tool_calls, abort, or an error's code
+    ending: str | None = None  # stop, length, tool_calls, abort, or an error's code
     prompt_tokens: int = 0
     completion_tokens: int = 0
     forwards: int = 0

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 _STALLED_S = 60.0
 _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
-# Longer texts take the tokenizer milliseconds, in which no stream of the event loop could go on.
+# Longer texts take the tokenizer milliseconds, which would block all streams of the event loop.
 _LONG_CHARS = 8192
 _SEEDS = 1 << 64
 Made = TypeVar("Made")

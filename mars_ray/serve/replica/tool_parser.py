@@ -44,7 +44,7 @@ class ToolCallReader:
     def __init__(self, answer_id: str) -> None:
         self._id = answer_id
         self._held = ""
-        self._value: _Value | None = None  # of the call that is being read
+        self._value: _Value | None = None  # value of the call that is being read
         self.count = 0
 
     @property
