@@ -1,10 +1,10 @@
-"""A draft adapter from a model directory, without Ray: on the GPU at hand, if there is one.
+"""Train a draft adapter for a model directory without Ray, on this machine's GPU if it has one.
 
     python benchmarks/adapt_alone.py JOB.toml DIRECTORY [KEY=VALUE ...]
 
-Prompts, answers and training of an adapt job in this process; the adapter is then at
-DIRECTORY/adapter. For machines that have torch and not Ray. Run again it goes on with the answers;
-training begins anew.
+Prompts, answers and training of an adapt job run in this process; the adapter is written to
+DIRECTORY/adapter. For machines that have torch and not Ray. When run again, it resumes the answers
+and starts the training from the beginning.
 """
 
 import math
@@ -31,7 +31,7 @@ from mars_ray.model.load import multiplies_bfloat16
 
 
 class EngineHere:
-    """One engine in this process, as `run_generation` asks for engines."""
+    """One engine in this process, with the interface that `run_generation` expects."""
 
     def __init__(self, job: GenerateJob, say: Callable[[str], None]) -> None:
         self._worker = Worker(job.checkpoint, job.engine)
@@ -47,7 +47,7 @@ class EngineHere:
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
-        """All requests as they finish; none is begun after `until`."""
+        """Yields all requests as they finish; none is started after `until`."""
         waiting, held = list(requests)[::-1], 0
         while waiting or held:
             if time.monotonic() > until:
@@ -60,7 +60,7 @@ class EngineHere:
 
 
 def main() -> None:
-    """Raises MarsError for what an adaptation may end with."""
+    """Run the adaptation. Raises MarsError if it fails."""
     source, directory, *overrides = sys.argv[1:]
     job = load_job(source, [*overrides, f"output_dir={directory}"])
     assert isinstance(job, AdaptJob), f"{source} adapts no model"

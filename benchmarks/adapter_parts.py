@@ -1,13 +1,13 @@
-"""What each part of a draft adapter brings: the same short training with one part left out.
+"""Measures the gain of each part of a draft adapter by short trainings with one part left out.
 
     python benchmarks/adapter_parts.py ADAPTATION OUTPUT.json [STEPS [VARIANT ...]]
 
 ADAPTATION is the directory of a `mars-ray adapt` run: its model, its answers and its recipe. Every
-variant is trained on one rank, from the start, for STEPS conversations of the same answers in the
-same order (those of own and of real prompts alone aside), with a schedule that ends there. What is
-told is teacher-forced over the held-out answers: the tokens per forward with masks behind every
-outcome, and with masks behind all drafts only. Variants that are done lie in OUTPUT.parts/; a run
-that was stopped goes on with the next one. Needs no Ray.
+variant is trained from scratch on one rank for STEPS conversations, with a schedule that ends
+there. All see the same answers in the same order, except the two variants that train on own or on
+real prompts alone. The result is teacher-forced over the held-out answers: the tokens per forward
+with masks behind every outcome, and with masks behind all drafts only. Finished variants are in
+OUTPUT.parts/; a run that was stopped continues with the next one. Needs no Ray.
 """
 
 import json
@@ -34,17 +34,17 @@ from mars_ray.train.plan import stage_plan, with_absolute_paths
 from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 
-STEPS = 280  # some 50,000 mask tokens with two grids
+STEPS = 280  # about 50,000 mask tokens with two grids
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A recipe's changes."""
+    """The changes of one variant to the recipe."""
 
     adapter: dict[str, Any] = field(default_factory=dict)
-    prompts: str | None = None  # only answers to these: own or real
+    prompts: str | None = None  # only answers to these prompts: own or real
     seed: int = 0
-    times: int = 1  # so many times the steps
+    times: int = 1  # factor on the number of steps
 
 
 VARIANTS = {
@@ -61,7 +61,7 @@ VARIANTS = {
 
 
 def rows_of(adaptation: Path, prompts: str | None, scratch: Path) -> Path:
-    """The answers that train, or those to own or to real prompts alone."""
+    """The file of training answers: all, or only those to own or to real prompts."""
     source = adaptation / "train.jsonl"
     if prompts is None:
         return source
@@ -75,7 +75,7 @@ def rows_of(adaptation: Path, prompts: str | None, scratch: Path) -> Path:
 
 
 def job_of(adaptation: Path, variant: Variant, steps: int, scratch: Path) -> TrainJob:
-    """The recipe's training, changed."""
+    """The recipe's training job with the changes of a variant."""
     job = AdaptJob.model_validate_json((adaptation / "adapt.json").read_text())
     recipe, base = job.recipe, Places(adaptation).base
     model = base if (base / CONFIG_FILE).exists() else Path(job.model)
@@ -107,7 +107,7 @@ def job_of(adaptation: Path, variant: Variant, steps: int, scratch: Path) -> Tra
 
 
 def train(job: TrainJob) -> dict[str, Any]:
-    """What the last evaluation says. Raises MarsError."""
+    """Train, and return the metrics of the last evaluation. Raises MarsError."""
     job = with_absolute_paths(job)
     ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert isinstance(job.model, PretrainedModel)
@@ -124,13 +124,13 @@ def train(job: TrainJob) -> dict[str, Any]:
         "survival": survival,
         "tokens_per_forward": said["tokens_per_forward"],
         "rows_alone": said.get("row_tokens_per_forward"),
-        # Drafts, and masks behind all of them: a rejection costs a step without drafts.
+        # With masks behind all drafts only, a rejection costs a step without drafts.
         "one_group": 1 + sum(survival) / (2 - survival[-1]),
     }
 
 
 def main() -> None:
-    """All variants that are not done yet."""
+    """Train all variants that are not done yet."""
     adaptation, output = Path(sys.argv[1]), Path(sys.argv[2])
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else STEPS
     names = sys.argv[4:] or list(VARIANTS)

@@ -1,8 +1,8 @@
-"""Where the threshold is capacity: `python benchmarks/capacity.py` writes results/capacity.json.
+"""Computes the capacity of a replica by threshold: `python benchmarks/capacity.py`.
 
-Tokens per second of a replica by batch and quality level, from measured step costs where there are
-any and from stated arithmetic where there are none (service_models.py); render.py makes the tables
-of docs/autoscaling.md.
+Writes results/capacity.json: tokens per second of a replica by batch and quality level. Step costs
+are measured where there are measurements, and otherwise computed (service_models.py). render.py
+makes the tables of docs/autoscaling.md.
 """
 
 import json
@@ -35,7 +35,7 @@ CACHE_TOKENS_70B = 450_000
 
 
 def main() -> None:
-    """All models and their capacities."""
+    """Write the capacities of all models."""
     paper = load_service_model(MODELS / "7b-paper.json")
     models = {
         "demo_cpu": (load_service_model(MODELS / "demo-cpu.json"), Mix(48, 53)),
@@ -72,7 +72,7 @@ def _seventy_billion(levels: tuple[Level, ...]) -> ServiceModel:
 
 
 def _gsm8k_rates() -> list[float]:
-    """By depth, from the survival that was measured on the test split."""
+    """Acceptance rates by depth, from the survival that was measured on the test split."""
     metrics = _read("gsm8k")["metrics"]["mars"]
     survival = [1.0, *(metrics[f"eval_acceptance_{depth}"] for depth in range(1, DEPTH + 1))]
     return [survival[depth] / survival[depth - 1] for depth in range(1, DEPTH + 1)]

@@ -1,20 +1,20 @@
-"""How large the code is, and what became of it since an earlier commit.
+"""The size of the code, and how it changed since an earlier commit.
 
     python benchmarks/code_size.py [BEFORE]
 
 compares BEFORE (default: the last commit of the old layout) with HEAD, prints one JSON object and
-writes it to results/code_size.json. What is not committed does not count. Standard library and git
-only.
+writes it to results/code_size.json. Uncommitted changes do not count. Needs only the standard
+library and git.
 
 Lines are all lines of Python files, blank ones and comments included. `git diff --numstat
---find-renames --find-copies` says which file came from which, and how many lines were put in and
-taken out. A file counts for the part of the tree where it is now, also before, so that what went
-from one part to another is no loss of the one and no gain of the other. Of each part
+--find-renames --find-copies` says which file came from which, and how many lines were inserted and
+deleted. A file counts on both sides for the part of the tree where it is now: a move from one part
+to another is neither a loss nor a gain. For each part:
 
 moved      lines of files that have another path now and the same content
-rewritten  lines that were taken out, as far as others were put in anywhere in the part: lines that
-           went to another file of it are among them
-deleted    lines that were taken out and that nothing was put in for: lines_before less lines
+rewritten  deleted lines that inserted lines anywhere in the part make up for; includes lines that
+           went to another file of the part
+deleted    deleted lines that no inserted line makes up for: lines_before less lines
 """
 
 import json
@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "code_size.json"
 BEFORE = "e8532cb"
-# The first that fits. The simulator has been in several places.
+# The first match counts. The simulator has been in several places.
 PARTS = {
     "simulator": (
         "mars_ray/simulator/",
@@ -45,7 +45,7 @@ PARTS = {
 
 
 class Change(NamedTuple):
-    """What happened to one file: lines put in and taken out, and its path on each side."""
+    """The change of one file: lines inserted and deleted, and its path on each side."""
 
     before: str
     after: str
@@ -54,7 +54,7 @@ class Change(NamedTuple):
 
 
 def main() -> None:
-    """The comparison, as one JSON object."""
+    """Print and write the comparison as one JSON object."""
     before = git("rev-parse", sys.argv[1] if len(sys.argv) > 1 else BEFORE).strip()
     changes = parse_changes(git("diff", "--numstat", "-z", "-M", "-C", before, "HEAD"))
     result = {
@@ -73,7 +73,7 @@ def main() -> None:
 def compare(
     before: dict[str, int], after: dict[str, int], changes: list[Change]
 ) -> dict[str, dict[str, int]]:
-    """Files, lines and what became of them, by part. Sizes are lines by path."""
+    """Number of files, lines and changed lines, by part. `before` and `after` are lines by path."""
     successor = {c.before: c.after for c in changes if c.before not in after}
     parts = {}
     for part in PARTS:
@@ -102,12 +102,12 @@ def part_of(path: str) -> str | None:
 
 
 def parse_changes(numstat: str) -> list[Change]:
-    """From `git diff --numstat -z`: a renamed or copied file has its two paths behind the line."""
+    """Parse `git diff --numstat -z`: two paths follow the line of a renamed or copied file."""
     changes, fields = [], iter(numstat.split("\0")[:-1])
     for field in fields:
         inserted, removed, path = field.split("\t")
         before, after = (path, path) if path else (next(fields), next(fields))
-        if inserted != "-":  # of a binary file
+        if inserted != "-":  # "-": a binary file
             changes.append(Change(before, after, int(inserted), int(removed)))
     return changes
 
@@ -120,7 +120,7 @@ def sizes(commit: str) -> dict[str, int]:
 
 
 def git(*words: str) -> str:
-    """What git says. Raises CalledProcessError where it fails."""
+    """The output of a git command. Raises CalledProcessError if it fails."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 

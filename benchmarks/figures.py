@@ -1,8 +1,8 @@
 """The figures of docs/concepts.md: `python benchmarks/figures.py [--checkpoint MODEL]`.
 
-With a checkpoint a question is answered anew, and `results/answer_trace.json` says which forward
-brought which token. The figures are drawn from that, from measured step costs and from the layout
-and the mask that training uses.
+With a checkpoint, a question is answered again, and `results/answer_trace.json` records which
+forward gave which token. The figures are drawn from that file, from measured step costs, and from
+the layout and the mask that training uses.
 """
 
 import argparse
@@ -42,21 +42,21 @@ _FORWARDS = ("#9ecae1", "#fdd0a2", "#a1d99b", "#dadaeb")
 
 
 def main() -> None:
-    """All figures as SVG."""
+    """Write all figures as SVG."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", help="as of jobs/demo-tiny.toml: answer the question anew")
     parser.add_argument("--output", type=Path, default=ROOT / "docs")
     arguments = parser.parse_args()
     if arguments.checkpoint:
         TRACE.write_text(json.dumps(answer_trace(arguments.checkpoint), indent=1) + "\n")
-    # The same picture is the same file.
+    # A fixed salt makes the same picture the same file.
     matplotlib.rcParams["svg.hashsalt"] = "mars-ray"
     for name, figure in figures().items():
         figure.savefig(arguments.output / f"{name}.svg", metadata={"Date": None})
 
 
 def figures() -> dict[str, Figure]:
-    """By the name of their file."""
+    """The figures by the name of their file."""
     cost = json.loads((RESULTS / "decode_0_5b.json").read_text())
     return {
         "who-sees-whom": who_sees_whom(),
@@ -147,7 +147,7 @@ def answer(trace: dict[str, Any]) -> Figure:
 
 
 def step_cost(result: dict[str, Any]) -> Figure:
-    """A measured step by positions for each sequence, beside one position for each."""
+    """The measured cost of a step by positions per sequence, relative to one position for each."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     batches = sorted({step["batch"] for step in result["steps"]})

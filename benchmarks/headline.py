@@ -1,7 +1,7 @@
 """The headline numbers, each computed from a committed result.
 
 `python benchmarks/headline.py` prints one JSON object, {name: {"value", "from"}}, and on stderr the
-names whose result is not there yet. README and docs take them from here (`render.py`):
+names whose result does not exist yet. `render.py` puts them into README and docs:
 
     <!-- headline:smollm2.tf_groups .2f -->2.31<!-- /headline -->
 
@@ -18,19 +18,19 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
-# What a result lacks that is of another shape, or not complete yet.
+# Errors from reading a result that has another shape or is not complete yet.
 _MISSING = (FileNotFoundError, KeyError, TypeError)
 
 
 def speed_ratio(own: Result, other: Result) -> float:
-    """How many times as many tokens/s one decoder gave as another: the median over interleaved
-    rounds. Both are `cases` of one `mars-ray bench decode`."""
+    """The tokens/s of one decoder over those of another: the median over interleaved rounds. Both
+    are `cases` of one `mars-ray bench decode`."""
     rounds = zip(own["seconds"], other["seconds"], strict=True)
     return statistics.median((own["tokens"] / a) / (other["tokens"] / b) for a, b in rounds)
 
 
 def _at(*keys: str) -> Callable[[Result], float]:
-    """The number at this place in a result."""
+    """A function that takes the number at this place from a result."""
 
     def value(result: Result) -> float:
         for key in keys:
@@ -42,7 +42,7 @@ def _at(*keys: str) -> Callable[[Result], float]:
 
 
 def _times(label: str, base: str, batch: int | None = None) -> Callable[[Result], float]:
-    """Of a decoder over another at one batch size; without one, the least over all of them."""
+    """Speed-up of a decoder over another at one batch size, by default the least over all sizes."""
 
     def value(result: Result) -> float:
         cases = {(case["label"], case["batch"]): case for case in result["cases"]}
@@ -71,12 +71,12 @@ def _identical(label: str) -> Callable[[Result], float]:
 
 
 def _chunk_functions(result: Result) -> float:
-    """How many functions a chunk of a streamed answer goes through."""
+    """The number of functions that a chunk of a streamed answer passes through."""
     return len(result["chunk"]["after"])
 
 
 def _test_minutes(result: Result) -> float:
-    """How long `make test` takes without its checks."""
+    """Duration of `make test` without its checks, in minutes."""
     return (result["fast_s"] + result["ray_s"]) / 60
 
 
@@ -111,7 +111,7 @@ HEADLINES = {
     "adapter.step_memory_over_sft": Headline(
         "adapter_step", _most("draft, 1 grid", "memory_ratio")
     ),
-    # Of the package without its simulator.
+    # The package without its simulator.
     "code.lines": Headline("code_size", _at("parts", "mars_ray", "lines")),
     "code.lines_before": Headline("code_size", _at("parts", "mars_ray", "lines_before")),
     "code.deleted": Headline("code_size", _at("parts", "mars_ray", "deleted")),
@@ -121,7 +121,7 @@ HEADLINES = {
 
 
 def headlines(results: Path = RESULTS) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Values with where they are from, and of the names that have none, why."""
+    """The values with their sources, and the reason for each name that has no value."""
     found: dict[str, dict[str, Any]] = {}
     lacking: dict[str, str] = {}
     for name, headline in HEADLINES.items():
@@ -136,7 +136,7 @@ def headlines(results: Path = RESULTS) -> tuple[dict[str, dict[str, Any]], dict[
 
 
 def main() -> None:
-    """Print them."""
+    """Print the headline numbers."""
     found, lacking = headlines()
     for name, why in lacking.items():
         print(f"no {name}: {why}", file=sys.stderr)

@@ -1,15 +1,17 @@
-"""Are the original model's answers untouched? Ours beside `transformers.generate`, token by token.
+"""Are the original model's answers unchanged? Our answers beside those of `transformers.generate`.
 
     python benchmarks/identity.py jobs/evaluate-smollm2.toml OUTPUT.json [KEY=VALUE ...]
 
-Every prompt of the job is answered greedily by transformers in batches of 16 (and the first 100
-alone), and by this engine in `exact` and in every mode of the job at threshold 1, with the job's
-draft adapter and without; modes with trees of drafts answer the first 100 only. Kinds of prompts
-take turns, so that the first 100 are of all kinds. Float32: where two answers differ, the first
-difference is listed with the margin between the two likeliest tokens, as transformers alone
-computes it. bfloat16, on a GPU or a processor that multiplies it: our modes against our own
-`exact`, and `exact` against itself in batches of another size as the floor. Answers lie in
-OUTPUT.answers/ as they come, so a run that was stopped goes on.
+transformers answers every prompt of the job greedily in batches of 16, and the first 100 one by
+one. This engine answers them in `exact` and in every mode of the job at threshold 1, with the job's
+draft adapter and without; modes with trees of drafts answer the first 100 only. The kinds of
+prompts alternate, so that the first 100 include all kinds.
+
+Answers are compared token by token. float32: for each pair that differs, the first difference is
+listed with the margin between the two likeliest tokens, as transformers computes it. bfloat16, on
+hardware that multiplies it: our modes against our own `exact`, with `exact` against itself in
+batches of another size as the floor. Each answer is written to OUTPUT.answers/ as it finishes, so a
+run that was stopped can continue.
 """
 
 import hashlib
@@ -47,7 +49,7 @@ Answers = list[dict[str, Any]]  # tokens and forwards of each prompt
 
 
 class Comparison:
-    """One run: prompts, and answers by who gave them."""
+    """One run: the prompts, and the answers of each decoder."""
 
     def __init__(self, job: EvaluateJob, folder: Path, console: Console) -> None:
         self.job, self.folder, self.console = job, folder, console
@@ -56,7 +58,7 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
 
     def answers(self, name: str, give: Callable[[], Answers]) -> Answers:
-        """What lies in the folder, or what is given now."""
+        """The answers kept in the folder, or else those that `give` produces now."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             self.console.print(name, markup=False)
@@ -66,15 +68,15 @@ class Comparison:
         return json.loads(path.read_text())
 
     def engine(self, **changes: Any) -> Engine:
-        """Of the job, changed."""
-        own = {"prefix_cache": False, "window_control": False}  # so all masks are there
+        """An engine with the job's settings and these changes."""
+        own = {"prefix_cache": False, "window_control": False}  # so that every step has all masks
         config = self.job.engine.model_copy(update=own | changes)
         return load_engine(self.job.checkpoint, EngineConfig(**config.model_dump()))[0]
 
     def ours(
         self, name: str, engine: Engine, mode: Mode, prompts: Sequence[tuple[int, ...]]
     ) -> Answers:
-        """By this engine, in batches of its own size."""
+        """The answers of this engine, in batches of its own size."""
         return self.answers(name, lambda: self._generated(engine, mode, prompts))
 
     def _generated(self, engine: Engine, mode: Mode, prompts: Sequence[tuple[int, ...]]) -> Answers:
@@ -96,7 +98,7 @@ def _answer(completion: Completion) -> dict[str, Any]:
 def theirs(
     model: Any, prompts: Sequence[tuple[int, ...]], stops: list[int], limit: int, batch: int
 ) -> Answers:
-    """By transformers, padded on the left."""
+    """The answers of transformers, with prompts padded on the left."""
     config = GenerationConfig(
         max_new_tokens=limit, do_sample=False, eos_token_id=stops, pad_token_id=stops[0]
     )
@@ -126,7 +128,7 @@ def original(directory: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def compared(name: str, reference: Answers, answers: Answers) -> dict[str, Any]:
-    """How many are the same, and where the others leave."""
+    """The number of equal answers, and where the others first differ."""
     pairs = [(a["tokens"], b["tokens"]) for a, b in zip(reference, answers, strict=True)]
     differ = [
         {"prompt": index, "at": _first_difference(*pair)}
@@ -149,7 +151,7 @@ def _first_difference(a: Tokens, b: Tokens) -> int:
 
 @torch.inference_mode()
 def add_margins(result: dict[str, Any], model: Any, prompts: Any, reference: Answers) -> None:
-    """To each first difference, the margin between the two likeliest logits there."""
+    """Add to each first difference the margin between the two likeliest logits there."""
     for difference in result["differences"]:
         index = difference["prompt"]
         text = [*prompts[index], *reference[index]["tokens"][: difference["at"]]]
@@ -158,7 +160,7 @@ def add_margins(result: dict[str, Any], model: Any, prompts: Any, reference: Ans
 
 
 def tokens_per_forward(answers: Answers, kinds: list[str]) -> dict[str, Any]:
-    """T/F over all answers, over those that end in no loop, and by kind of prompt without loops."""
+    """T/F over all answers, over those that do not end in a loop, and over the latter by kind."""
     loops = [is_looping(answer["tokens"]) for answer in answers]
     straight = [a for a, loop in zip(answers, loops, strict=True) if not loop]
     by_kind = {
@@ -181,7 +183,7 @@ def _ratio(answers: Answers) -> float | None:
 
 
 def tensor_hashes(directory: str) -> str:
-    """Of every tensor of the base, in one."""
+    """One hash over the hashes of all tensors of the base model."""
     digest = hashlib.sha256()
     for name in weight_files(Path(directory)):
         for key, value in sorted(load_file(Path(directory) / name).items()):
@@ -190,7 +192,7 @@ def tensor_hashes(directory: str) -> str:
 
 
 def main() -> None:
-    """Both precisions, one after the other."""
+    """Compare in both precisions, one after the other."""
     job = load_job(sys.argv[1], sys.argv[3:])
     assert isinstance(job, EvaluateJob), "a job of kind evaluate"
     output = Path(sys.argv[2])
@@ -217,14 +219,14 @@ def main() -> None:
 
 
 def drafts_of(mode: VerifiedMode) -> str:
-    """What a mode's drafts are."""
+    """A description of a mode's drafts."""
     if (mode.branches or 1) > 1:
         return "tree"
     return "groups" if (mode.groups or 1) > 1 else "one_group"
 
 
 def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
-    """Everything against transformers."""
+    """Compare all modes with transformers."""
     job = run.job
     engine = run.engine(dtype="float32", max_batch=BATCH)
     model = original(job.checkpoint, torch.float32, engine.model.device)
@@ -269,7 +271,7 @@ def float32(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
 
 
 def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
-    """Against our own `exact`; the floor is `exact` against itself in another batch."""
+    """Compare with our own `exact`; the floor is `exact` against itself in another batch size."""
     engine = run.engine(dtype="bfloat16", max_batch=BATCH)
     modes = [mode for mode in modes if drafts_of(mode) != "tree"]
     kinds = [problem.kind or "" for problem in run.problems]

@@ -1,9 +1,9 @@
-"""A live autoscaled service beside its simulation.
+"""Compares a live autoscaled service with its simulation.
 
-Load from outside, by a trace or at rates that rise and fall, against Ray Serve on this machine;
-then the same requests and the same policy in the simulator (live_simulation.py). Of the committed
-results one was made by the defaults, on an otherwise idle machine, after `mars-ray train
-jobs/train-gsm8k.toml`, live_lossless.json with `--floor 1`, and live_kill.json with
+Sends load to Ray Serve on this machine, by a trace or at rates that rise and fall. Then runs the
+same requests and the same policy in the simulator (live_simulation.py). The committed results were
+made on an otherwise idle machine after `mars-ray train jobs/train-gsm8k.toml`: one with the
+defaults, live_lossless.json with `--floor 1`, and live_kill.json with
 
     --rates 1 3 1 --stage-s 60 150 60 --ttft-s 1 --kill-at 150
 """
@@ -46,12 +46,12 @@ from mars_ray.simulator.engine.result import Outcome, summarise
 from mars_ray.simulator.traces.load import load_trace
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
-_PINNED_EVERY = 10  # requests: one of so many pins threshold 1
-_SETTLED_S = 15.0  # a replica that was there so long ago serves
+_PINNED_EVERY = 10  # one request in this many pins threshold 1
+_SETTLED_S = 15.0  # a replica that was listed this long ago is serving
 
 
 def main() -> None:
-    """The live run, its simulation, and both figures side by side."""
+    """Do the live run and its simulation, and compare their figures."""
     asked = _arguments()
     kept = json.loads(asked.again.read_text()) if asked.again else {}
     job = ServeJob.model_validate(kept["job"]) if "job" in kept else _job(asked)
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _live_run(asked: argparse.Namespace, job: ServeJob) -> dict[str, Any]:
-    """What is kept of it."""
+    """The record of a live run, for the result file."""
     rows = _arrivals(asked)
     questions = _questions(asked, len(rows))
     tokenizer = load_tokenizer(asked.checkpoint)
@@ -157,7 +157,7 @@ def _job(asked: argparse.Namespace) -> ServeJob:
 
 
 def _arrivals(asked: argparse.Namespace) -> list[Asked]:
-    """Of the trace only when they come: questions and answers are the model's own."""
+    """The requests. A trace gives arrival times only: questions and answers are the model's own."""
     if asked.rates:
         at_s = _poisson(asked)
     else:
@@ -173,7 +173,7 @@ def _trace(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _poisson(asked: argparse.Namespace) -> list[float]:
-    """Stage by stage."""
+    """Poisson arrival times, stage by stage."""
     draw = random.Random(asked.seed)
     at_s, begin = [], 0.0
     for rate, seconds in zip(asked.rates, asked.stage_s, strict=True):
@@ -204,11 +204,11 @@ def _service(job: ServeJob) -> Iterator[str]:
 async def _live(
     url: str, job: ServeJob, asked: argparse.Namespace, rows: list[Asked], questions: list[str]
 ) -> tuple[list[Asked], Watched, list[Decided]]:
-    """The rows come back with what has become of them."""
+    """Run the load; the rows return with their outcomes."""
     watched = Watched()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         loop = asyncio.get_running_loop()
-        # Which is there once it has said the time, the same in both processes.
+        # The pool's process is up once it has told the time; both processes share this clock.
         begin = await loop.run_in_executor(pool, time.perf_counter)
         watching = asyncio.create_task(_watch(watched, job, begin))
         kills = [_kill(job, begin + at) for at in (asked.kill_at,) if at]
@@ -228,7 +228,7 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         states = status.applications[APP_NAME].deployments[job.deployment].replica_states
         counts = {str(getattr(state, "value", state)): n for state, n in states.items()}
         point = await control.wait.remote(None)
-        # Nothing is awaited between these: they are cut off together.
+        # No await between these, so that all lists have the same length when cancelled.
         watched.at_s.append(time.perf_counter() - begin)
         watched.ready.append(counts.get("RUNNING", 0))
         watched.starting.append(counts.get("STARTING", 0))
@@ -238,7 +238,7 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
 
 
 async def _kill(job: ServeJob, at: float) -> None:
-    """One that has been there for a while, not one that has just been ordered."""
+    """Kill a replica that has been up for a while, not one that was just started."""
     await asyncio.sleep(at - _SETTLED_S - time.perf_counter())
     old = _replicas(job)
     await asyncio.sleep(at - time.perf_counter())
@@ -303,7 +303,7 @@ def _simulated_timeline(outcome: Outcome) -> dict[str, list[float]]:
 
 
 def _reasons(history: list[Decided]) -> list[tuple[float, str]]:
-    """Of the decisions that changed something; seconds since the first one."""
+    """Reasons of the decisions that changed something, with seconds since the first decision."""
     changed, before = [], None
     for entry in history:
         if (entry.replicas, entry.threshold) != before:

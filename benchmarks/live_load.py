@@ -1,4 +1,4 @@
-"""The clients of a live run: a process of their own, in which nothing else keeps them waiting."""
+"""The clients of a live run, in a process of their own so that nothing else delays them."""
 
 import asyncio
 import time
@@ -9,12 +9,12 @@ from load_client import Client, Streamed
 
 NAME = "live"
 _NEW_TOKENS = 128
-_AGAIN_S = 1.0  # after a refusal
+_AGAIN_S = 1.0  # wait after a refusal
 
 
 @dataclass(slots=True)
 class Asked:
-    """One request, by seconds since the beginning of the run."""
+    """One request; times are seconds since the beginning of the run."""
 
     at_s: float
     prompt_tokens: int
@@ -23,17 +23,17 @@ class Asked:
     end_s: float = 0.0
     tokens: int = 0
     threshold: float | None = None
-    cut: int = 0  # streams that broke off and were asked for again
+    cut: int = 0  # streams that broke off and were requested again
     refused: int = 0
 
     @property
     def pace_s(self) -> float:
-        """Seconds a token after the first."""
+        """Seconds per token after the first."""
         return (self.end_s - self.first_s) / max(1, self.tokens - 1)
 
 
 def load(url: str, rows: list[Asked], questions: list[str], begin: float) -> list[Asked]:
-    """All of them, each at its time; `begin` is of `time.perf_counter`, the same for all."""
+    """Sends each request at its time; `begin` is their common start on `time.perf_counter`."""
     return asyncio.run(_load(url, rows, questions, begin))
 
 
@@ -44,7 +44,7 @@ async def _load(url: str, rows: list[Asked], questions: list[str], begin: float)
 
 
 async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
-    """Until there is a whole answer: what breaks off is asked for again, what is refused later."""
+    """Asks until an answer is whole: again at once after a broken stream, later after a refusal."""
     await asyncio.sleep(max(0.0, begin + row.at_s - time.perf_counter()))
     body: dict[str, Any] = {
         "model": NAME,

@@ -13,7 +13,7 @@ _LIVE, _SIMULATED, _GREY = "#D55E00", "#0072B2", "#888888"
 
 
 def plot(result: dict[str, Any]) -> Figure:
-    """Load, replicas and threshold; the simulated run of the same requests beside the live one."""
+    """Plot load, replicas and threshold of the live run and of the simulated one."""
     figure = Figure(figsize=(8.5, 6.2), layout="constrained")
     load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1.2, 1, 1))
     lines = [("live", _LIVE, "-", result["timeline"])]
@@ -26,7 +26,7 @@ def plot(result: dict[str, Any]) -> Figure:
     if "rates" in result:
         _stages(load, result)
     load.set_ylabel("requests in the system")
-    # Above the axes: rates are written inside.
+    # Above the axes, because rates are written inside.
     load.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
     replicas.set_ylabel("replicas ready")
     replicas.set_ylim(bottom=0)
@@ -45,7 +45,7 @@ def plot(result: dict[str, Any]) -> Figure:
 
 
 def _stages(axes: Axes, result: dict[str, Any]) -> None:
-    """The offered rate, written above its stage."""
+    """Write the offered rate above each stage."""
     begin = 0.0
     for rate, seconds in zip(result["rates"], result["stage_s"], strict=True):
         axes.axvline(begin, color=_GREY, lw=0.5, alpha=0.6)
@@ -57,7 +57,7 @@ def _stages(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Where to and of what the arguments say."""
+    """Plot the result that the arguments name into the file that they name."""
     source, target = sys.argv[1:]
     plot(json.loads(Path(source).read_text())).savefig(target, metadata={"Date": None})
 

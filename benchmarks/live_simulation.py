@@ -1,12 +1,16 @@
 """The simulation of a live run (live_autoscale.py): the same requests, the same policy.
 
-What the simulator is told of the machine is how many times longer than by the service model steps
-take, for each ten seconds with answers at threshold 1, so that these take together as long as they
-did (two shared cores run replicas, proxy, ingress, controller and clients, and the host has other
-guests); how long each replica took to start; and what a reply's way added to a first token at the
-median of those who met nobody; and for how long the policy had seen no requests before. When
-requests wait, for how long, how many replicas there are when, and what threshold is in force, it
-has to find by itself.
+The simulator is given four facts about the live run:
+
+- how many times longer steps take than the service model says. It is fitted for each ten seconds
+  with answers at threshold 1, so that these take as long in total as they did live. Two shared
+  cores run replicas, proxy, ingress, controller and clients, and the host has other guests.
+- how long each replica took to start
+- what the path of a reply added to a first token: the median over requests that met no other
+- for how long the policy had seen no requests before
+
+It has to find by itself when requests wait and for how long, the number of replicas over time, and
+the threshold in force.
 """
 
 import statistics
@@ -27,35 +31,35 @@ from mars_ray.simulator.engine.run import Deciding, Fixture, simulate
 from mars_ray.simulator.traces.trace import Trace
 
 LOOK_S = 0.5
-_APPROACHES = 6  # to the slowness of the engines
-_PACE_S = 10.0  # for which it holds
-_FEW = 2  # answers that tell nothing of it
+_APPROACHES = 6  # iterations that fit the slowness of the engines
+_PACE_S = 10.0  # window for which one slowness holds
+_FEW = 2  # this many answers are too few to fit it
 _COLD_S = 15.0  # if no replica was started
-_QUIET_S = 5.0  # where a kept run does not say how long the policy had looked on by second 0
+_QUIET_S = 5.0  # for kept runs that do not record how long the policy had been running by second 0
 
 
 @dataclass(slots=True)
 class Watched:
-    """The service from outside, every LOOK_S."""
+    """The service as seen from outside, every LOOK_S."""
 
     at_s: list[float] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
     starting: list[int] = field(default_factory=list)
-    quiet_s: float = _QUIET_S  # for which the policy had looked on when the first request came
+    quiet_s: float = _QUIET_S  # how long the policy had been running at the first request
     stopping: list[int] = field(default_factory=list)
     threshold: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The simulated run, and what it was told."""
+    """The simulated run, and the facts it was given."""
 
     outcome: Outcome
     told: Cluster
 
     @property
     def answers_s(self) -> list[float]:
-        """Seconds of whole answers, of those that were given."""
+        """Durations of the whole answers."""
         rows = self.outcome.requests[self.outcome.requests["outcome"] == DONE]
         return (rows["end_s"] - rows["arrival_s"] + self.told.overhead_s).tolist()
 
@@ -67,7 +71,7 @@ def simulated(
     watched: Watched,
     kill_at_s: float | None,
 ) -> Twin:
-    """Of a live run that is over."""
+    """The simulation of a live run that is over."""
     starts = _cold_starts(watched) or [_COLD_S]
     told = Cluster(
         first_cold_starts_s=tuple(starts),
@@ -99,9 +103,10 @@ def _cold_starts(watched: Watched) -> list[float]:
 
 
 def _paced(told: Cluster, run: Callable[[Cluster], Outcome], rows: list[Asked]) -> Cluster:
-    """With which the answers of each window take as long as live; batches grow with it.
+    """The cluster with slowdowns that make the answers of each window take as long as live.
 
-    Answers that neither run lowered: else a threshold would be taken for the machine's pace.
+    It is found by iteration, because batches grow with the slowdown. Only answers whose threshold
+    neither run lowered count: a lower one would be mistaken for a faster machine.
     """
     tokens, first_s, end_s = (
         np.array([getattr(row, name) for row in rows]) for name in ("tokens", "first_s", "end_s")
@@ -122,7 +127,7 @@ def _paced(told: Cluster, run: Callable[[Cluster], Outcome], rows: list[Asked]) 
 
 
 def _slowdowns(known: list[int], slowness: np.ndarray) -> tuple[Slowdown, ...]:
-    """Each until the next; the first from the beginning."""
+    """The slowdowns, each in force until the next; the first from the beginning."""
     return tuple(
         Slowdown(at_s=i * _PACE_S if i != known[0] else 0.0, slowness=float(slowness[i]))
         for i in known
@@ -130,7 +135,7 @@ def _slowdowns(known: list[int], slowness: np.ndarray) -> tuple[Slowdown, ...]:
 
 
 def _overhead(rows: list[Asked], outcome: Outcome) -> float:
-    """Seconds of a reply's way: what first tokens took beyond the engine's, with nobody before."""
+    """Seconds of a reply's path: first-token time beyond the engine's, with no request ahead."""
     at_s, end_s = (np.array([getattr(row, name) for row in rows]) for name in ("at_s", "end_s"))
     first_s = np.array([row.first_s for row in rows])
     free = [bool((end_s[:i] < at_s[i]).all()) for i in range(len(rows))]

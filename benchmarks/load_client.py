@@ -1,7 +1,7 @@
-"""A light client for measurements: streams over plain sockets, so that it takes little of the CPU.
+"""A light client for measurements: it streams over plain sockets and so takes little CPU time.
 
-A public load tool takes more of two cores than the service does; what is compared closely is
-measured with this one, and the tool is run beside it.
+A public load tool takes more of two cores than the service does. Close comparisons are therefore
+measured with this client, and the public tool is run as well.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ class Streamed:
     total_s: float
     tokens: int
     chunks: int
-    threshold: float | None  # the lowest in force; None of other servers
+    threshold: float | None  # the lowest in force; None for other servers
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Many answers, so many at a time."""
+    """Many answers, given at one level of concurrency."""
 
     concurrency: int
     seconds: float
@@ -35,7 +35,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Number of tokens of all answers."""
         return sum(answer.tokens for answer in self.answers)
 
     def figures(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ class Client:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def chat(self, body: dict[str, Any]) -> Streamed:
-        """Raises RuntimeError for whatever is not a whole stream."""
+        """Streams one answer. Raises RuntimeError unless the stream is whole."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address)
         reader, writer = self._streams
@@ -91,7 +91,7 @@ class Client:
         while (line := await reader.readline()) != b"data: [DONE]\n":
             if not line:
                 raise RuntimeError("the stream broke off")
-            # The first chunk of some servers has a role only.
+            # Some servers send a first chunk with only a role.
             if line.startswith(b"data: "):
                 if not first and b'"content":""' not in line:
                     first = time.perf_counter()
@@ -105,13 +105,13 @@ class Client:
         return Streamed(first - begin, total - begin, tokens, chunks, threshold)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._streams:
             self._streams[1].close()
 
 
 async def load(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> Load:
-    """All of them, each client asking again as soon as it has its answer."""
+    """Sends all requests; each client sends the next as soon as it has its answer."""
     clients = [Client(url) for _ in range(concurrency)]
     waiting = iter(bodies)
     answers: list[Streamed] = []

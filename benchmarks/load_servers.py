@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts and ends, by their process ids."""
+"""Servers that a benchmark starts, and ends by their process ids."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ _STOP_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a server on a port, and which route says that it is ready."""
+    """The command that starts a server on a port, and the route that reports readiness."""
 
     words: list[str]
     ready: str
@@ -50,14 +50,14 @@ def vllm_command(python: str, checkpoint: str, batch: int) -> Command:
 
 
 class Server:
-    """One that was started."""
+    """A server process that was started."""
 
     def __init__(self, command: Command, log: IO[str]) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._ready = self.url + command.ready
         self._log = log
-        # A session of its own, so that what it starts can be ended with it.
+        # A session of its own, so that its children can be ended with it.
         self.process = subprocess.Popen(
             [word.format(port=port) for word in command.words],
             stdout=log,
@@ -67,7 +67,7 @@ class Server:
         )
 
     def wait(self) -> str:
-        """The URL, once it is ready. Raises RuntimeError with the end of its log if it is not."""
+        """The URL once the server is ready. Raises RuntimeError with the end of its log if not."""
         begin = time.monotonic()
         while time.monotonic() - begin < _START_S and self.process.poll() is None:
             with suppress(OSError), urllib.request.urlopen(self._ready, timeout=5):
@@ -80,7 +80,7 @@ class Server:
 
 @contextmanager
 def started(command: Command) -> Iterator[Server]:
-    """A server for as long as it is wanted; wait until it is ready."""
+    """A server that runs for the length of the block; call `wait` before use."""
     with tempfile.TemporaryFile("w+") as log:
         server = Server(command, log)
         try:

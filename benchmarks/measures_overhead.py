@@ -1,7 +1,8 @@
-"""What the live measures cost: `python benchmarks/measures_overhead.py CHECKPOINT [ROUNDS]`.
+"""The cost of live measures: `python benchmarks/measures_overhead.py CHECKPOINT [ROUNDS]`.
 
-Their share of the engine's time, with what reading the clock adds to it; prints one JSON object.
-With and without them in turn cannot tell a percent on a machine whose pace changes by more.
+Measures their share of the engine's time, which includes the cost of reading the clock, and prints
+one JSON object. Running with and without them in turn cannot resolve a percent on a machine whose
+speed varies by more.
 """
 
 import json
@@ -26,21 +27,21 @@ _MODES: dict[str, Mode] = {"verified": VerifiedMode(), "confidence": ConfidenceM
 
 
 class _Timed(LiveMeasures):
-    """Knows what it takes."""
+    """Live measures that sum the time they take."""
 
     seconds = 0.0
 
     def observe(
         self, sequence: Any, plan: Any, rows: Any, outcome: int, proposals: Any, tokens: Any
     ) -> None:
-        """As ever."""
+        """Observe as the base class does, timed."""
         started = time.perf_counter()
         super().observe(sequence, plan, rows, outcome, proposals, tokens)
         self.seconds += time.perf_counter() - started
 
 
 def main() -> None:
-    """For every mode and batch size."""
+    """Measure every mode and batch size."""
     checkpoint, rounds = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10
     config = EngineConfig(
         max_batch=max(_BATCHES), max_context=256, threads=1, device="cpu", window_control=False

@@ -3,7 +3,7 @@
     <!-- results:demo --> ... <!-- /results:demo -->
     <!-- headline:smollm2.prompts ,d -->500<!-- /headline -->
 
-`python benchmarks/render.py` rewrites them; `--check` fails if a table is not what the results say.
+`python benchmarks/render.py` rewrites them; `--check` fails if a table differs from the results.
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKERS = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
-# A name of headline.py, and how Python is to write its value.
+# A name of headline.py, and the format of its value.
 NUMBERS = re.compile(r"(<!-- headline:([\w.]+) (\S+) -->)[^<]*(<!-- /headline -->)")
 
 
@@ -87,7 +87,7 @@ def train_step(result: dict[str, Any]) -> list[str]:
 
 
 def identity_summary(result: dict[str, Any]) -> list[str]:
-    """What `identity` has of batch 16 with the adapter."""
+    """The rows of `identity` for batch 16 with the adapter."""
     single = result["float32"]
     rows = [row for row in single["rows"] if row["name"].endswith(", with adapter, batch 16")]
     named = [row | {"name": row["name"].removesuffix(", with adapter, batch 16")} for row in rows]
@@ -95,7 +95,7 @@ def identity_summary(result: dict[str, Any]) -> list[str]:
 
 
 def identity(result: dict[str, Any]) -> list[str]:
-    """How many answers are those of transformers, and the tokens per forward of the same runs."""
+    """How many answers equal those of transformers, and the tokens per forward of the same runs."""
     single, limit = result["float32"], result["job"]["max_new_tokens"]
     kinds = list(result["job"]["task"]["kinds"])
     lines = [
@@ -122,7 +122,7 @@ def identity(result: dict[str, Any]) -> list[str]:
 
 
 def adapter_parts(result: dict[str, Any]) -> list[str]:
-    """What trainings of a draft adapter that differ in one thing end with."""
+    """Final results of adapter trainings that differ in one part."""
     lines = [
         "| training | mask tokens | T/F, all outcomes | one group | survival by depth |",
         "|---|---|---|---|---|",
@@ -142,7 +142,7 @@ def adapter_parts(result: dict[str, Any]) -> list[str]:
 
 
 def decode(result: dict[str, Any]) -> list[str]:
-    """Tokens per second of every decoder at every batch size, and how many times the peer's."""
+    """Tokens per second of every decoder at every batch size, also as a multiple of the peer's."""
     job, cases = result["job"], result["cases"]
     labels = list(dict.fromkeys(case["label"] for case in cases))
     base = "vllm" if "vllm" in labels else labels[0]
@@ -179,7 +179,7 @@ _PAPER_TOKENS_PER_FORWARD = (1.79, 1.96, 2.19)
 
 
 def steps(result: dict[str, Any]) -> list[str]:
-    """What a step costs by positions per sequence, and what the paper's T/F would gain there."""
+    """Cost of a step by positions per sequence, and the gain of the paper's T/F at that cost."""
     of = {(step["batch"], step["positions"]): step["seconds"] for step in result["steps"]}
     counts = sorted({positions for _, positions in of})
     lines = [
@@ -216,7 +216,7 @@ def measures_overhead(result: dict[str, Any]) -> list[str]:
 
 
 def capacity(result: dict[str, Any]) -> list[str]:
-    """Tokens per second of a replica, and times those of `exact`, by batch and level."""
+    """Tokens per second of a replica, also as a multiple of `exact`, by batch and level."""
     lines = []
     for model in result["models"].values():
         base = model["levels"][0]["tokens_per_s"]
@@ -236,7 +236,7 @@ def capacity(result: dict[str, Any]) -> list[str]:
 
 
 def serve_load(result: dict[str, Any]) -> list[str]:
-    """The live service beside the bare engine and vLLM, and at rising rates."""
+    """The live service compared with the bare engine and vLLM, and at rising rates."""
     lines = ["| mode | bare engine | service | share | tokens per chunk |", "|---|---|---|---|---|"]
     lines += [
         f"| {mode} | {row['engine_tokens_per_s']:,.0f} | {row['service_tokens_per_s']:,.0f} | "
@@ -332,8 +332,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 
 def render(page: str) -> str:
-    """The page with every marked table and number made anew. Raises KeyError for a number whose
-    result is not there."""
+    """The page with every marked table and number replaced. Raises KeyError for a number whose
+    result does not exist."""
 
     def table(match: re.Match[str]) -> str:
         name = match[2].removeprefix("summary_").replace("steps", "decode")

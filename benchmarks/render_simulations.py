@@ -1,4 +1,4 @@
-"""Tables of simulations and of live runs beside them, for render.py."""
+"""Tables of simulations and of their comparison with live runs, for render.py."""
 
 import statistics
 from typing import Any
@@ -15,7 +15,7 @@ def _knob(knob: dict[str, Any]) -> str:
 
 
 def simulation(result: dict[str, Any]) -> list[str]:
-    """A comparison of policies, a block a trace; what misses the objective is marked."""
+    """A comparison of policies, one block per trace; rows that miss the objective are marked."""
     job = result["job"]
     wanted = job["scaling"]["slo"]["attainment"]
     traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
@@ -47,7 +47,7 @@ def simulation(result: dict[str, Any]) -> list[str]:
 
 
 def cold_starts(result: dict[str, Any]) -> list[str]:
-    """The same comparison by how long a replica takes to start."""
+    """The same comparison by the start time of a replica."""
     job, colds = result["job"], result["cold_starts"]
     wanted = job["scaling"]["slo"]["attainment"]
     ordered = sorted(colds, key=float)
@@ -64,7 +64,7 @@ def cold_starts(result: dict[str, Any]) -> list[str]:
 
 
 def fleets(result: dict[str, Any]) -> list[str]:
-    """How large each policy's fleet is, trace by trace."""
+    """The size of each policy's fleet, trace by trace."""
     job = result["job"]
     wanted = job["scaling"]["slo"]["attainment"]
     traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
@@ -90,7 +90,7 @@ def _fleets_facts(result: dict[str, Any]) -> str:
 
 
 def live(result: dict[str, Any]) -> list[str]:
-    """A live autoscaled run beside the simulation of the same requests."""
+    """A live autoscaled run compared with the simulation of the same requests."""
     rows = (
         ("requests", "requests", "{:,.0f}"),
         ("in time", "attainment", "{:.1%}"),

@@ -1,10 +1,10 @@
-"""Tables of sweeps and of schedules side by side, for render.py."""
+"""Tables of sweeps and of compared schedules, for render.py."""
 
 from typing import Any
 
 
 def sweep(result: dict[str, Any]) -> list[str]:
-    """What became of the trials, and the survivors' settings and measures."""
+    """How the trials ended, and the survivors' settings and measures."""
     summary = result["summary"]
     lines = [
         "| trial | settings | expected T/F | clean loss | `exact` (95%) | T/F (threshold) |",
@@ -45,7 +45,7 @@ def _setting(value: Any) -> str:
 
 
 def schedules(result: dict[str, Any]) -> list[str]:
-    """Variants at equal steps, as differences to the first one."""
+    """Variants at equal steps, as differences from the first one."""
     rows, plan = result["comparison"], result["plan"]
     lines = [
         "| variant | seeds | T/F, one group | difference | T/F, all outcomes | difference | "
@@ -72,13 +72,13 @@ def schedules(result: dict[str, Any]) -> list[str]:
 
 
 def difference(row: dict[str, Any], measure: str, form: str) -> str:
-    """The mean difference to the first variant, with its interval if there is one."""
+    """The mean difference from the first variant, with its interval if there is one."""
     half = row[f"{measure}_half_width"]
     text = format(row[f"{measure}_difference"], form)
     return text if half is None else f"{text} ± {format(half, form).lstrip('+')}"
 
 
 def machine(facts: dict[str, Any]) -> str:
-    """Where a result was measured, in a few words."""
+    """A short description of the machine that a result was measured on."""
     device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
     return f"{device}, commit {facts['commit']}"

@@ -1,25 +1,25 @@
-"""Are replies the same, byte for byte, before and after a change? Two commits, one answer.
+"""Compares the replies of two commits byte for byte.
 
     PYTHONPATH=TREE python benchmarks/replies.py record MODEL OUTPUT.jsonl
     python benchmarks/replies.py compare BEFORE.jsonl AFTER.jsonl OUTPUT.json
 
 `record` starts the service of the tree that PYTHONPATH names, else the installed one, on loopback
 with a small checkpoint directory MODEL. It sends the requests of `reply_requests.py` one after the
-other, and writes a line of JSON for each: what was sent, the status, the headers and the body. It
-uses nothing of the tree but the command `mars-ray serve`, so that trees of any age can be recorded.
-MODEL must have a context of 1024 tokens, and masks (`mars.json`) for the modes that need them; it
-is its own draft model in mode `speculative`. About two minutes on two CPU cores.
+other, and writes a line of JSON for each: the request, the status, the headers and the body. Of the
+tree it uses only the command `mars-ray serve`, so that trees of any age can be recorded. MODEL must
+have a context of 1024 tokens, and masks (`mars.json`) for the modes that need them; it serves as
+its own draft model in mode `speculative`. Takes about two minutes on two CPU cores.
 
 `compare` counts the requests whose replies are equal, lists the others with their first difference,
-writes the result with where it comes from, and ends with status 1 if any differ. Two recordings of
-one commit say first that there is nothing random: requests are greedy or have a seed, the engine
-neither measures what pays nor keeps prefixes, and in bodies these are made equal:
+writes the result with its provenance, and exits with status 1 if any differ. Two recordings of one
+commit show first that nothing is random: requests are greedy or have a seed, the engine has window
+control and prefix cache off, and in bodies these are made equal:
 
 - ids of requests and times of their creation
 - the live figures of `/v1/mars/status` (rates and sizes), and all of `/metrics` but its type
-- the text of a stream that leaves to the service how many steps travel together: chunks of one
-  choice are joined, and choices stand one behind the other. Streams with `return_forwards` have a
-  chunk for each step, and are compared as they came, choice by choice.
+- the chunks of a stream in which the service may send several steps together: those of one choice
+  are joined, and choices follow one another. Streams with `return_forwards` have a chunk for each
+  step, and are compared chunk by chunk within each choice.
 """
 
 import argparse
@@ -53,7 +53,7 @@ _LIVE = re.compile(
     r'|cache_tokens)":)(?:null|[\d.e+-]+)'
 )
 _SHOWN = 5  # differences on the terminal
-_AROUND = 80  # characters before and behind a difference
+_AROUND = 80  # characters shown on each side of a difference
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def record(model: Path, output: Path) -> None:
-    """The replies to all cases, after a line that says whose they are; whole or not at all."""
+    """Write the replies to all cases, after a line of provenance; all of them or no file."""
     draft = output.with_suffix(".draft")
     asked = cases()
     with draft.open("w") as lines, _service(model.resolve()) as port:
@@ -91,7 +91,7 @@ def record(model: Path, output: Path) -> None:
 
 
 def _provenance() -> dict[str, Any]:
-    """Of the tree that is recorded, by its own words."""
+    """The provenance that the recorded tree reports of itself."""
     code = (
         "import json; from mars_ray.provenance import provenance; print(json.dumps(provenance()))"
     )
@@ -101,8 +101,8 @@ def _provenance() -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """For processes of the recorded tree. They run in an empty directory, as Python would prefer a
-    tree that it is started in to that of PYTHONPATH."""
+    """The environment of the recorded tree's processes. They run in an empty directory, because
+    Python would prefer a tree that it is started in to that of PYTHONPATH."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))}
     return os.environ | own | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -110,7 +110,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _service(model: Path) -> Iterator[int]:
-    """The port of a service with two models of one checkpoint, which asks for keys."""
+    """The port of a service with two models of one checkpoint, which requires API keys."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "keys.toml").write_text(KEYS)
@@ -124,7 +124,7 @@ def _service(model: Path) -> Iterator[int]:
             stderr=subprocess.STDOUT,
             cwd=folder,
             env=_environment(),
-            # A session of its own, so that what it starts can be ended with it.
+            # A session of its own, so that its children can be ended with it.
             start_new_session=True,
         )
         try:
@@ -135,7 +135,7 @@ def _service(model: Path) -> Iterator[int]:
 
 
 def _job(model: str, keys: str, port: int) -> dict[str, Any]:
-    """Nothing that depends on how fast the machine is: no masks measured, no prefixes kept."""
+    """A serve job independent of the machine's speed: no window control, no prefix cache."""
     engine = {
         "max_batch": 8,
         "max_context": 1024,
@@ -161,7 +161,7 @@ def _job(model: str, keys: str, port: int) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Until it is ready. Raises RuntimeError with the end of its log if it will not be."""
+    """Wait until the service is ready. Raises RuntimeError with the end of its log if it fails."""
     begin = time.monotonic()
     url = f"http://127.0.0.1:{port}/readyz"
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -182,7 +182,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _replied(case: Case, port: int) -> dict[str, Any]:
-    """A line of the recording."""
+    """Send a case; its line of the recording."""
     status, headers, body = _answer(case, port)
     text = body.decode("utf-8", "backslashreplace")
     is_stream = headers.get("content-type", "").startswith("text/event-stream")
@@ -203,7 +203,7 @@ def _replied(case: Case, port: int) -> dict[str, Any]:
 
 
 def _answer(case: Case, port: int) -> tuple[int | None, dict[str, str], bytes]:
-    """Status, headers and body; no status where the service hangs up without a word."""
+    """Status, headers and body; the status is None if the service closes without a reply."""
     with closing(socket.create_connection(("127.0.0.1", port), timeout=_ANSWER_S)) as link:
         link.sendall(case.raw)
         reply = http.client.HTTPResponse(link, method=case.method)
@@ -218,16 +218,16 @@ def _answer(case: Case, port: int) -> tuple[int | None, dict[str, str], bytes]:
 
 
 def joined(stream: str, *, by_step: bool) -> str:
-    """A stream's events without what depends on time: choice by choice, and, unless there is a
-    chunk for each step, with the chunks of a choice joined. Events of another form are kept."""
+    """A stream's events without their dependence on time: choice by choice, with the chunks of a
+    choice joined unless `by_step`. Events of another form are kept."""
     *events, rest = stream.split("\n\n")
-    chunks: list[Any] = []  # texts as they are, or chunks that are written again the same
+    chunks: list[Any] = []  # texts as received, or chunks that serialize to the same bytes
     for event in events:
         chunk = _chunk(event)
         last = next((c for c in reversed(chunks) if _choice(c) == _choice(chunk)), None)
         if by_step or chunk is event or last is None or not _join(last, chunk):
             chunks.append(chunk)
-    # What is of no choice comes last, as it came.
+    # Events of no choice come last, in their order.
     ordered = sorted(chunks, key=_choice)
     return "".join(f"{_written(chunk)}\n\n" for chunk in ordered) + rest
 
@@ -239,7 +239,7 @@ def _written(chunk: Any) -> str:
 
 
 def _chunk(event: str) -> Any:
-    """A chunk of one choice, if writing it again gives the same bytes; else the text itself."""
+    """A chunk of one choice, if serializing it gives the same bytes; else the text itself."""
     with suppress(ValueError, KeyError, TypeError):
         chunk = json.loads(event.removeprefix("data: "))
         if len(chunk["choices"]) == 1 and _written(chunk) == event:
@@ -252,8 +252,8 @@ def _choice(chunk: Any) -> float:
 
 
 def _join(last: dict[str, Any], chunk: dict[str, Any]) -> bool:
-    """Whether the chunk only goes on with the text, the tokens or the arguments of the last one,
-    which then has them."""
+    """Append the chunk to the last one if it only continues its text, tokens or arguments; returns
+    whether it does."""
     first, second = last["choices"][0], chunk["choices"][0]
     if first["finish_reason"] or second["finish_reason"]:
         return False
@@ -277,7 +277,7 @@ def _join(last: dict[str, Any], chunk: dict[str, Any]) -> bool:
 
 
 def _is_rest(before: dict[str, Any], more: dict[str, Any]) -> bool:
-    """Whether there are more arguments of the same call, and nothing else."""
+    """Whether `more` holds only further arguments of the same call."""
     if more.keys() != {"tool_calls"} or len(more["tool_calls"]) != 1:
         return False
     (added,) = more["tool_calls"]
@@ -288,7 +288,7 @@ def _is_rest(before: dict[str, Any], more: dict[str, Any]) -> bool:
 
 
 def compare(before: Path, after: Path, output: Path) -> bool:
-    """Whether all replies are equal, as they are told and written."""
+    """Print and write the comparison; returns whether all replies are equal."""
     from mars_ray.provenance import provenance
 
     (one, first), (two, second) = _read(before), _read(after)
@@ -323,13 +323,13 @@ def compare(before: Path, after: Path, output: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Whose replies they are, and the lines by name."""
+    """The provenance of a recording, and its lines by name."""
     head, *lines = (json.loads(line) for line in path.read_text().splitlines())
     return head["provenance"], {line["name"]: line for line in lines}
 
 
 def _difference(one: dict[str, Any] | None, two: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The parts that are not the same, on both sides; None if all are."""
+    """The parts that differ, on both sides; None if all are the same."""
     if one is None or two is None:
         return {"recorded": [one is not None, two is not None]}
     differs: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""What `replies.py` asks: requests of every kind, each with a name, all greedy or with a seed."""
+"""The requests that `replies.py` sends: of every kind, each named, all greedy or with a seed."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Limits of the service that is asked.
+# Limits of the recorded service.
 BODY_BYTES = 20_000
 BODY_S = 1.0
 _ALL, _SMALL = "a-key-for-everything", "a-key-for-little-only"
@@ -21,7 +21,7 @@ new_tokens = 8
 models = ["second"]
 """
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
-# Of the built-in corpus, so that a model trained on it has something to say.
+# From the built-in corpus, so that a model trained on it can answer.
 _QUESTION = "Oscar has 6 bags with 6 lemons in each bag. How many lemons does Oscar have?"
 _PROMPTS = (
     _QUESTION,
@@ -99,19 +99,19 @@ class Case:
     """One request, as bytes for the socket."""
 
     name: str
-    kind: str  # of its reply, if that is no error
+    kind: str  # kind of its reply, if that is no error
     method: str
     path: str
     raw: bytes
     by_step: bool = False  # a stream with a chunk for each step
 
     def shown(self) -> str:
-        """The beginning of the request, for who reads the recording."""
+        """The beginning of the request, for readers of the recording."""
         return self.raw[:2000].decode("utf-8", "backslashreplace")
 
 
 def cases() -> list[Case]:
-    """All of them, in the order in which they are sent; always the same."""
+    """All cases in the order in which they are sent, which is always the same."""
     made = [
         *_decoding(),
         *_sampling(),
@@ -139,7 +139,7 @@ def _request(
     headers: dict[str, str] | None = None,
     by_step: bool = False,
 ) -> Case:
-    """`body` is JSON, or bytes as they are."""
+    """A case. `body` is an object to encode as JSON, or bytes to send unchanged."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     method = method or ("GET" if body is None else "POST")
     sent = {"Host": "127.0.0.1", "Connection": "close"}
@@ -169,13 +169,13 @@ def _answer(name: str, path: str, **fields: Any) -> Case:
 
 
 def _both(name: str, path: str, **fields: Any) -> Iterator[Case]:
-    """Whole, and as a stream."""
+    """The request twice: for a whole answer, and for a stream."""
     yield _answer(name, path, **fields)
     yield _answer(f"{name}, streamed", path, stream=True, **fields)
 
 
 def _decoding() -> Iterator[Case]:
-    """Every mode, threshold and class of quality, in both APIs, whole and step by step."""
+    """Every mode, threshold and class of quality, in both APIs, as whole answers and by step."""
     for number, mode in enumerate(_MODES):
         how = ", ".join(f"{name} {value}" for name, value in mode.items()) or "the default mode"
         yield from _both(f"chat: {how}", _CHAT, **mode, max_tokens=40)
@@ -193,7 +193,7 @@ def _decoding() -> Iterator[Case]:
 
 
 def _sampling() -> Iterator[Case]:
-    """With seeds, and what changes the probabilities."""
+    """Sampled answers with seeds, and options that change the probabilities."""
     for seed, fields in enumerate(
         (
             {"temperature": 1},
@@ -262,7 +262,7 @@ def _fields() -> Iterator[Case]:
 
 
 def _structured() -> Iterator[Case]:
-    """JSON, schemas and tools. Small models like white space best, which the penalties prevent."""
+    """JSON, schemas and tools. Penalties keep small models from writing only white space."""
     penalties = {"repetition_penalty": 5, "frequency_penalty": 2, "max_tokens": 200}
     schema = {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA}}
     for form in ({"type": "text"}, {"type": "json_object"}, schema):
@@ -286,7 +286,7 @@ def _structured() -> Iterator[Case]:
 
 
 def _conversations() -> Iterator[Case]:
-    """Of several messages."""
+    """Conversations of several messages."""
     parts = [{"type": "text", "text": "How many "}, {"type": "text", "text": "apples?"}]
     talks: dict[str, list[dict[str, Any]]] = {
         "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
@@ -306,7 +306,7 @@ def _conversations() -> Iterator[Case]:
 
 
 def _plain() -> Iterator[Case]:
-    """Routes that need no engine, and tokens."""
+    """Routes that need no engine, and token counts."""
     for path in ("/", "/healthz", "/readyz"):
         yield _request(f"{path} without a key", path, key=None)
     for path in ("/version", "/v1/models", "/v1/mars/status", "/metrics", "/openapi.json"):

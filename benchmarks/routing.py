@@ -1,7 +1,8 @@
-"""What prefix-aware routing is worth: `python benchmarks/routing.py CHECKPOINT [ROUNDS]`.
+"""What prefix-aware routing gains: `python benchmarks/routing.py CHECKPOINT [ROUNDS]`.
 
-Conversations of several turns, some at a time, against a service of two replicas, with each router
-in turn; prints one JSON object. `hit_share` is the share of prompt tokens that were in a cache.
+Holds several conversations of several turns at a time with a service of two replicas, with each
+router in turn, and prints one JSON object. `hit_share` is the share of prompt tokens that were in a
+cache.
 """
 
 import json
@@ -26,12 +27,12 @@ from mars_ray.serve.deploy import start
 Router = Literal["prefix", "power_of_two"]
 _ROUTERS: tuple[Router, ...] = ("prefix", "power_of_two")
 _CONVERSATIONS, _TURNS, _AT_A_TIME, _NEW_TOKENS = 24, 5, 4, 24
-# Replicas export their counters every second or so, and Ray's agent every few.
+# Replicas export their counters about every second, and Ray's agent every few seconds.
 _EXPORTED_S = 15.0
 
 
 def main() -> None:
-    """Rounds of both routers, interleaved; medians over the rounds."""
+    """Run interleaved rounds of both routers; print medians over the rounds."""
     checkpoint, rounds = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3
     ray.init(address="local", num_cpus=4, include_dashboard=True, log_to_driver=False)
     measured: dict[Router, list[dict[str, float]]] = {router: [] for router in _ROUTERS}
@@ -58,7 +59,7 @@ def _round(checkpoint: str, router: Router, seed: int) -> dict[str, float]:
         engine=EngineConfig(max_batch=8, max_context=1024, threads=1, device="cpu"),
     )
     url = start(job)
-    # Counters of the rounds before are on the same page.
+    # The page also counts earlier rounds.
     before = _counters()
     started = time.perf_counter()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
@@ -79,7 +80,7 @@ def _round(checkpoint: str, router: Router, seed: int) -> dict[str, float]:
 
 
 def _converse(url: str, seed: int) -> list[float]:
-    """Seconds of each reply but the first, which nobody can have cached."""
+    """Seconds of each reply except the first, which cannot have been cached."""
     messages: list[dict[str, str]] = []
     times = []
     for problem in problems("test", _TURNS, seed):
@@ -99,7 +100,7 @@ def _converse(url: str, seed: int) -> list[float]:
 
 
 def _counters() -> tuple[float, float]:
-    """Tokens that were looked for in the caches so far, and those found."""
+    """Number of tokens looked up in the caches so far, and the number found."""
     (node,) = ray.nodes()
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(url, timeout=30) as reply:

@@ -3,9 +3,9 @@
     python benchmarks/schedules.py benchmarks/schedules.toml OUTPUT.json --seeds 0 1 2
 
 Each run trains on one thread and answers the same held-out problems in `exact` and `verified`. A
-run that stands in OUTPUT.json is not made again, so an interrupted comparison goes on. The first
-variant is what the others are compared with. `--variants` takes some of them, `--best JOB.toml`
-adds a training job, such as a sweep's best.toml.
+run that is in OUTPUT.json is not repeated, so an interrupted comparison can continue. The first
+variant is the reference for the others. `--variants` selects some of them, and `--best JOB.toml`
+adds a training job such as a sweep's best.toml.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _MEASURES = (
 
 
 def main() -> None:
-    """Make the missing runs, then write and print the comparison."""
+    """Do the missing runs, then write and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
     parser.add_argument("output", type=Path)
@@ -74,7 +74,7 @@ def main() -> None:
 def variants(
     plan: dict[str, Any], names: list[str] | None, best: Path | None
 ) -> dict[str, TrainJob]:
-    """The training jobs by name, the first one is the reference."""
+    """The training jobs by name; the first one is the reference."""
     base = load_job(plan["base"])
     assert isinstance(base, TuneJob)
     jobs = {}
@@ -89,7 +89,7 @@ def variants(
 
 
 def changed(base: TuneJob, changes: dict[str, Any]) -> TrainJob:
-    """The base job with these settings, of the stage or of the data."""
+    """The base job with these settings of the stage or of the data."""
     table = json.loads(base.train.model_dump_json(exclude_none=True))
     for key, value in changes.items():
         prefix = [] if key.startswith("data.") else ["stages", base.stage_name]
@@ -100,7 +100,7 @@ def changed(base: TuneJob, changes: dict[str, Any]) -> TrainJob:
 
 
 def run_one(job: TrainJob, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """Train and generate with one variant; what is kept of it."""
+    """Train one variant and generate with it; returns the record of the run."""
     with tempfile.TemporaryDirectory() as directory:
         job = job.model_copy(update={"seed": seed, "output_dir": directory})
         job = with_absolute_paths(job)
@@ -126,7 +126,8 @@ def run_one(job: TrainJob, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(model: Path, directory: Path, plan: dict[str, Any]) -> Frontier:
-    """Modes `exact` and `verified` at threshold 1, masks behind all drafts or for every outcome."""
+    """The frontier of `exact`, and of `verified` at threshold 1 with masks behind all drafts or for
+    every outcome."""
     job = EvaluateJob(
         checkpoint=str(model),
         output_dir=str(directory / "frontier"),
@@ -139,7 +140,7 @@ def generate(model: Path, directory: Path, plan: dict[str, Any]) -> Frontier:
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By variant: means over seeds, and paired differences to the first variant, with intervals."""
+    """Means over seeds by variant, and paired differences from the first variant with intervals."""
     reference = {run["seed"]: run for run in runs if run["variant"] == runs[0]["variant"]}
     rows = []
     for name in dict.fromkeys(run["variant"] for run in runs):
@@ -155,7 +156,7 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def half_width(values: list[float]) -> float | None:
-    """Of the 95% interval of their mean; None for one value."""
+    """Half the width of the 95% interval of the values' mean; None for one value."""
     if len(values) < 2:
         return None
     return _T_95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
@@ -164,7 +165,7 @@ def half_width(values: list[float]) -> float | None:
 def write(
     output: Path, runs: list[dict[str, Any]], plan: dict[str, Any], jobs: dict[str, TrainJob]
 ) -> None:
-    """All runs, the comparison, and what was compared."""
+    """Write all runs, the comparison, and the settings that were compared."""
     settings = {
         name: job.model_dump(mode="json", include={"data", "stages"}) for name, job in jobs.items()
     }
@@ -176,7 +177,7 @@ def write(
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """One line a variant."""
+    """Print one line per variant."""
     table = Table(title=f"against {rows[0]['variant']}, 95% intervals over seeds")
     columns = ("variant", "seeds", "T/F", "difference", "all outcomes", "difference")
     for column in (*columns, "exact", "difference", "clean loss"):

@@ -1,11 +1,15 @@
 """The live service under load: `python benchmarks/serve_load.py CHECKPOINT`, a quarter of an hour.
 
-Without a checkpoint, `--random-weights qwen2.5-0.5b` serves one of that shape.
+Without a checkpoint, `--random-weights qwen2.5-0.5b` serves a model of that shape.
 
-One run, side by side: the service, behind Serve's own proxy and behind HAProxy, and the bare engine
-at the same batch, a first token with and without HTTP and Serve, both services and `vllm serve` on
-the same checkpoint, all in turn; then AIPerf (benchmarks/install_load_tool.sh) at rising rates
-against one and two replicas behind Serve's proxy.
+One run measures, in turn on the same checkpoint:
+
+- the service, behind Serve's own proxy and behind HAProxy, and the bare engine at the same batch
+- a first token with and without HTTP and Serve
+- both services and `vllm serve`
+
+Then AIPerf (benchmarks/install_load_tool.sh) sends load at rising rates to one and two replicas
+behind Serve's proxy.
 """
 
 import argparse
@@ -46,13 +50,13 @@ BATCH = 8
 CLIENTS = 2 * BATCH
 # Another seed than training's, evaluation's and the demo question's.
 PROMPT_SEED = 77
-# What stands in front, as rows of the result are called.
+# Suffixes of rows of the result, by the proxy in front.
 FRONTS = {"": (), ", HAProxy": ("--haproxy",)}
 MODES: dict[str, Mode] = {"exact": ExactMode(), "verified": VerifiedMode()}
 
 
 def main() -> None:
-    """Everything, in the order in which the servers are needed."""
+    """Run all measurements, in the order in which the servers are needed."""
     asked = _arguments()
     with ExitStack() as stack:
         if asked.random_weights:
@@ -77,7 +81,7 @@ def _measured(asked: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         peer = None
         if asked.vllm:
-            # It takes the longest to start.
+            # vLLM takes the longest to start.
             command = vllm_command(asked.vllm, asked.checkpoint, BATCH)
             peer = stack.enter_context(started(command))
         urls = {}
@@ -85,7 +89,7 @@ def _measured(asked: argparse.Namespace) -> dict[str, Any]:
             command = mars_command(asked.checkpoint, BATCH, 1, *options)
             urls[front] = stack.enter_context(started(command)).wait()
         peer_url = peer and peer.wait()
-        # Random weights write bytes that are no text: there is no first one to wait for.
+        # Random weights write bytes that are no text, so there is no first text to wait for.
         if not asked.random_weights:
             result["first_tokens"] = _first_tokens(urls, asked.checkpoint, engine, questions)
         result["engine"] = _beside_engine(urls, asked, engine, questions)
@@ -132,7 +136,7 @@ def _body(question: str, **fields: Any) -> dict[str, Any]:
 def _first_tokens(
     urls: dict[str, str], checkpoint: str, config: EngineConfig, questions: list[str]
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds to the first text on an idle system: over HTTP, in this process, in turn."""
+    """Milliseconds to the first text on an idle system, over HTTP and in this process in turn."""
     job = ServeJob(checkpoint=checkpoint, engine=config, limits=Limits())
     engine, tokenizer = load_engine(checkpoint, config)
     text_engine = LLMServer(AsyncEngine(engine), tokenizer, job)
@@ -144,7 +148,7 @@ def _first_tokens(
         begin = time.perf_counter()
         first = None
         async for piece in text_engine.generate(call):
-            # Bytes that are no character yet are no text.
+            # An incomplete character gives no text yet.
             if isinstance(piece, OutputDelta) and piece.text:
                 first = first or time.perf_counter() - begin
         assert first
@@ -181,7 +185,7 @@ def _added(over_http: list[float], in_process: list[float]) -> dict[str, float]:
 def _beside_engine(
     urls: dict[str, str], asked: argparse.Namespace, config: EngineConfig, questions: list[str]
 ) -> dict[str, Any]:
-    """Tokens/s of the service over those of the bare engine, round by round; every mode."""
+    """Tokens/s of the service over those of the bare engine, round by round, for every mode."""
     engine, tokenizer = load_engine(asked.checkpoint, config)
     prompts = [tuple(encode_prompt([Message("user", text)], tokenizer)) for text in questions]
     rows = {}
@@ -210,7 +214,7 @@ def _share(loads: list[Load], bare: list[float]) -> dict[str, float]:
 
 
 def _bare(engine: Engine, prompts: list[tuple[int, ...]], mode: Mode, new_tokens: int) -> float:
-    """Tokens per second."""
+    """Tokens per second of the bare engine."""
     stops = frozenset(stop_ids(engine.model))
     requests = [
         Request(str(number), prompt, mode, Sampling(), new_tokens, stops)
@@ -245,13 +249,13 @@ async def _beside_vllm(
 
 
 async def _load(url: str, questions: list[str], clients: int, **fields: Any) -> Load:
-    # One client alone needs no more than some answers.
+    # A single client needs only a few answers.
     some = questions if clients > 1 else questions[: len(questions) // 4]
     return await load(url, [_body(question, **fields) for question in some], clients)
 
 
 def _rates(url: str, asked: argparse.Namespace, questions: list[str]) -> list[dict[str, Any]]:
-    """What AIPerf says at every rate."""
+    """AIPerf's figures at every rate."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         prompts = Path(directory) / "prompts.jsonl"

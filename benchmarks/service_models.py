@@ -1,6 +1,6 @@
 """Writes the service models of jobs/models/: `python benchmarks/service_models.py`.
 
-From committed results and published figures; every model's provenance says which.
+They are made from committed results and published figures; every model's provenance says which.
 """
 
 import json
@@ -47,7 +47,8 @@ def demo() -> ServiceModel:
 def gsm8k() -> ServiceModel:
     """The model of jobs/train-gsm8k.toml on one CPU core: real text, so drafts are often wrong.
 
-    It is too small to do arithmetic: what it loses by a lower threshold is what little it has.
+    It is too small to do arithmetic, so its accuracy is low even before a lower threshold costs
+    any of it.
     """
     bench = json.loads((RESULTS / "decode_gsm8k.json").read_text())
     frontier = Frontier.from_json((RESULTS / "gsm8k_frontier.json").read_text())
@@ -75,8 +76,8 @@ def paper() -> ServiceModel:
 def verified() -> ServiceModel:
     """The same device with `verified`: T/F of a small model on real text.
 
-    Nobody has measured the accuracy that a relaxed threshold costs a 7B model. Assumed is what the
-    paper's rule loses at the same rise of the negative log-likelihood: 5.5 points at 8.0%.
+    No measurement exists of the accuracy that a relaxed threshold costs a 7B model. We assume the
+    loss of the paper's rule at the same rise of the negative log-likelihood: 5.5 points at 8.0%.
     """
     lossless, curve = 0.448, ((0.3, 0.468, 1.61), (0.1, 0.507, 1.70), (0.03, 0.616, 1.81))
     points = [(t, 5.5 * (nll / lossless - 1) / 0.080, f) for t, nll, f in curve]
@@ -104,7 +105,7 @@ def _h200(
 
 
 def main() -> None:
-    """One file a model."""
+    """Write one file per model."""
     folder = ROOT / "jobs" / "models"
     folder.mkdir(exist_ok=True)
     models = {

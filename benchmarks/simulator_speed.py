@@ -1,6 +1,6 @@
-"""How fast the simulator is: `python benchmarks/simulator_speed.py > .../simulator_speed.json`.
+"""The simulator's speed: `python benchmarks/simulator_speed.py > .../simulator_speed.json`.
 
-Processor seconds, so that a busy machine does not count; the compiler has finished before.
+Measures processor seconds, so that other load on the machine does not count, after compilation.
 """
 
 import json
@@ -18,15 +18,15 @@ from mars_ray.simulator.engine.run import Deciding, Fixture, Policy, simulate
 from mars_ray.simulator.traces.load import load_trace
 
 MODEL = Path(__file__).parents[1] / "jobs" / "models" / "7b-paper.json"
-# Requests a second that a replica carries with half of its places taken.
+# Requests per second of a replica with half of its places taken.
 _PER_REPLICA = 12.0
 _CASES = (("fixed", 10, 1.0), ("mars", 10, 1.0), ("fixed", 100, 1.0), ("fixed", 1000, 5.0))
 
 
 def main() -> None:
-    """A row a case: policy, replicas, seconds between ticks."""
+    """Print one row per case: policy, replicas, seconds between ticks."""
     model = load_service_model(MODEL)
-    _case(model, "fixed", 2, 1.0)  # compiles
+    _case(model, "fixed", 2, 1.0)  # first call compiles
     rows = [_case(model, *case) for case in _CASES]
     json.dump({"cases": rows, "provenance": provenance()}, sys.stdout, indent=1)
     print()

@@ -1,10 +1,10 @@
-"""How many GPUs a model takes and for how long: the table in docs/training.md.
+"""Computes the GPUs and hours that the training of a model takes: the table in docs/training.md.
 
     python benchmarks/sizing.py           rewrite it
-    python benchmarks/sizing.py --check   exit code 1 if it is not what this script says
+    python benchmarks/sizing.py --check   exit code 1 if it differs from this script's output
 
-Memory is what `mars_ray.train.memory` would refuse by. Hours are FLOPs over what the GPUs do, both
-by arithmetic that stands below; nothing here was measured on a GPU.
+Memory is the estimate by which `mars_ray.train.memory` refuses a stage. Hours are FLOPs over the
+GPUs' FLOPs per second, both computed below; nothing here was measured on a GPU.
 """
 
 import re
@@ -27,13 +27,13 @@ SHAPES = {
     "32b": ModelShape(152_064, 5_120, 27_648, 64, 40, 5_120, 1_024, True, 0, False),
 }
 GPU_BYTES = 80e9
-# What CUDA, its libraries and fragmentation take off a GPU before or beside our numbers.
+# Share of a GPU that is left beside CUDA, its libraries and fragmentation.
 USABLE_SHARE = 0.85
 PEAK_FLOPS = 989e12  # H100 SXM, bfloat16, dense, by its data sheet
 ASSUMED_UTILISATION = 0.35
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
-# Of the paper's runs (arXiv 2604.07023): about 2 million conversations, 5 epochs a stage. Lengths
-# are assumed: 350 tokens each, 220 of them of a response.
+# The paper's runs (arXiv 2604.07023): about 2 million conversations, 5 epochs per stage. Lengths
+# are assumed: 350 tokens each, of which 220 belong to a response.
 CONVERSATIONS, EPOCHS, TOKENS, RESPONSE = 2_000_000, 5, 350, 220
 ROW = RowSize(512, 512 * RESPONSE // TOKENS)
 GIB = 1 << 30
@@ -47,7 +47,7 @@ WAYS = {
 
 
 def table() -> list[str]:
-    """A line for each model and way: the fewest GPUs that do."""
+    """A line for each model and method, with the smallest sufficient number of GPUs."""
     lines = [
         "| model | how | GPUs | GiB a GPU | GiB of a node, a GPU | hours AR | hours MARS |",
         "|---|---|---|---|---|---|---|",
@@ -80,7 +80,7 @@ def _needs(shape: ModelShape, job: TrainJob, stage: StageConfig, workers: int) -
 
 
 def _hours(shape: ModelShape, workers: int, masks: int) -> float:
-    """Of one stage; `masks` rows besides the tokens of a conversation."""
+    """Hours of one stage; `masks` is the number of mask rows besides a conversation's tokens."""
     flops = ModelFlops(
         shape.body_weights, shape.vocabulary * shape.hidden, shape.layers * shape.query_size
     )

@@ -1,9 +1,9 @@
 """Minutes of mixed load on a live service: `python benchmarks/soak.py CHECKPOINT MINUTES [OUTPUT]`.
 
-Starts `mars-ray serve` and asks it from outside: every mode, streams, several answers at once,
-clients that leave, requests that are wrong, bursts beyond the queue. Afterwards memory must be
-flat, every page free and nothing open; and whatever a lossless mode said must be what transformers
-says greedily. Prints one JSON object; exits with 1 if something is not so.
+Starts `mars-ray serve` and sends requests from outside: every mode, streams, several answers at
+once, clients that leave, invalid requests, bursts beyond the queue. Afterwards memory must be flat,
+every page free and nothing open, and every answer of a lossless mode must equal transformers'
+greedy one. Prints one JSON object; exits with 1 if a check fails.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ _PROMPTS, _TOKENS = 24, 64
 _CLIENTS = 6
 _BURST, _BURST_EVERY_S = 60, 15.0
 _LOOK_S = 5.0
-# Of the time, while allocators and caches fill; memory is judged after it.
+# Share of the time in which allocators and caches fill; memory is judged after it.
 _WARM_UP = 0.25
-_MOST_GROWTH = 0.03  # of a process's memory, over the rest of the time
-# Ray names its processes by what runs in them.
+_MOST_GROWTH = 0.03  # share of a process's memory, over the rest of the time
+# Ray names its processes after what runs in them.
 _WATCHED = ("Replica-soak", "Ingress", "ProxyActor")
 _LOSSLESS = ({"mode": "exact"}, {"mode": "verified"}, {"mode": "jacobi"}, {})
 _WRONG: tuple[dict[str, Any], ...] = (
@@ -54,21 +54,21 @@ _WRONG: tuple[dict[str, Any], ...] = (
 
 @dataclass(slots=True)
 class Seen:
-    """What happened, and what was wrong with it."""
+    """Counts of what happened, and everything that was wrong."""
 
     replies: collections.Counter[str] = field(default_factory=collections.Counter)
     checked: int = 0  # replies compared with transformers
     wrong: list[str] = field(default_factory=list)
 
     def reply(self, kind: str, status: int, *allowed: int) -> bool:
-        """Whether it is a 200; any status that is not allowed is wrong."""
+        """Whether the status is 200; records any status that is not allowed as wrong."""
         self.replies[f"{kind} {status}"] += 1
         if status not in allowed:
             self.wrong.append(f"{kind}: {status}")
         return status == 200
 
     def text(self, kind: str, text: str, expected: str) -> None:
-        """A lossless answer."""
+        """Check the text of a lossless answer."""
         self.checked += 1
         if text != expected:
             self.wrong.append(f"{kind}: {text!r} instead of {expected!r}")
@@ -76,7 +76,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks one kind of thing after the other."""
+    """A client that sends one kind of request after the other."""
 
     http: httpx.AsyncClient
     answers: dict[str, str]  # transformers' own, by prompt
@@ -84,14 +84,14 @@ class Client:
     draw: random.Random
 
     async def lossless(self, *allowed: int) -> None:
-        """Not streamed, in a mode that must say what transformers says."""
+        """A whole answer in a mode whose text must equal transformers'."""
         body, expected = self._asked()
         reply = await self._post(body | self.draw.choice(_LOSSLESS))
         if self.seen.reply("lossless", reply.status_code, 200, *allowed):
             self.seen.text("lossless", reply.json()["choices"][0]["message"]["content"], expected)
 
     async def streamed(self) -> None:
-        """The same, streamed to its end."""
+        """The same as a stream, read to its end."""
         body, expected = self._asked()
         body |= self.draw.choice(_LOSSLESS) | {"stream": True}
         text, last = "", ""
@@ -124,7 +124,7 @@ class Client:
             self.seen.replies["abandoned unanswered"] += 1
 
     async def lossy(self) -> None:
-        """Sampled or eager, several answers, with everything beside them."""
+        """Sampled or at a low threshold: several answers, with every optional field."""
         body, _ = self._asked()
         body |= {"n": self.draw.randint(1, 3), "logprobs": True, "return_forwards": True}
         body |= self.draw.choice(
@@ -139,20 +139,20 @@ class Client:
         self.seen.reply("lossy", (await self._post(body)).status_code, 200, 429)
 
     async def wrong(self) -> None:
-        """What has to be refused, and said why."""
+        """An invalid request, which must be refused with a reason."""
         body, _ = self._asked()
         reply = await self._post(body | self.draw.choice(_WRONG))
-        # A full queue comes before some of what is wrong.
+        # A full queue may refuse a request before its fault is found.
         self.seen.reply("wrong", reply.status_code, 400, 404, 429)
 
     async def late(self) -> None:
-        """More than its time allows."""
+        """A request that cannot finish in its time."""
         body, _ = self._asked()
         body |= {"mode": "exact", "max_tokens": 200, "timeout_s": 0.005}
         self.seen.reply("late", (await self._post(body)).status_code, 200, 408, 429)
 
     async def on_and_on(self, until: float) -> None:
-        """A mixture, mostly of what is checked."""
+        """Send a mixture of requests, most of which are checked."""
         kinds = (self.streamed, self.abandoned, self.lossy, self.wrong, self.late)
         while time.monotonic() < until:
             if self.draw.random() < 0.4:
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def _greedy(checkpoint: str) -> dict[str, str]:
-    """What plain transformers answers to each prompt."""
+    """The greedy answer of plain transformers to each prompt."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     answers = {}
@@ -205,7 +205,7 @@ def _service(checkpoint: str) -> Iterator[tuple[psutil.Process, str]]:
     """`mars-ray serve` with a small queue, so that bursts overflow it."""
     port = free_port()
     words = ["serve", checkpoint, f"port={port}", "model_name=soak", "cpus_per_replica=0.5"]
-    # One replica that stays: memory is judged process by process.
+    # A fixed single replica, because memory is judged process by process.
     words += ["replicas=1", "engine.dtype=float32", "engine.threads=1", "engine.max_context=512"]
     words += ["engine.max_batch=8", "limits.waiting_requests=24", f"request_log={os.devnull}"]
     process = subprocess.Popen([sys.executable, "-m", "mars_ray", *words], stdout=sys.stderr)
@@ -230,7 +230,7 @@ def _is_ready(url: str) -> bool:
 async def _soaked(
     url: str, process: psutil.Process, answers: dict[str, str], seconds: float
 ) -> dict[str, Any]:
-    """Load for so long, then what is left of it."""
+    """Run the load for `seconds`, then check what the service still holds."""
     seen, until = Seen(), time.monotonic() + seconds
     limits = httpx.Limits(max_connections=2 * _BURST)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
@@ -251,18 +251,18 @@ async def _soaked(
 
 
 async def _bursts(client: Client, until: float) -> None:
-    """More at once than there are places: some are refused, the others are right."""
+    """Send more requests at once than there are places: some are refused, the others are right."""
     while time.monotonic() + _BURST_EVERY_S < until:
         await asyncio.sleep(_BURST_EVERY_S)
         await asyncio.gather(*(client.lossless(429) for _ in range(_BURST)))
 
 
 async def _watch(process: psutil.Process, until: float) -> dict[str, list[float]]:
-    """MiB of each process of the service, look by look."""
+    """MiB of each process of the service, sampled until `until`."""
     looks: dict[str, list[float]] = {name: [] for name in _WATCHED}
     while time.monotonic() < until:
         for child in process.children(recursive=True):
-            # One that has just ended has neither name nor memory.
+            # A process that has just ended has neither name nor memory.
             with suppress(psutil.Error):
                 name = " ".join(child.cmdline()[:1])
                 for part in _WATCHED:
@@ -273,7 +273,7 @@ async def _watch(process: psutil.Process, until: float) -> dict[str, list[float]
 
 
 def _judged(name: str, mib: list[float], seen: Seen) -> dict[str, float]:
-    """The straight line through what came after the warm-up; none is wrong, not flat."""
+    """Growth by a straight line through the samples after the warm-up; lack of them is a fault."""
     if len(mib) < 2:
         seen.wrong.append(f"{name} was not watched")
         return {}
@@ -287,7 +287,7 @@ def _judged(name: str, mib: list[float], seen: Seen) -> dict[str, float]:
 
 
 async def _idle(http: httpx.AsyncClient, seen: Seen) -> dict[str, Any]:
-    """What the replica still holds once nobody asks."""
+    """What the replica still holds once there are no requests."""
     left: dict[str, Any] = {}
     for _ in range(100):
         (model,) = (await http.get("/v1/mars/status")).json()["data"]

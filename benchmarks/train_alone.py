@@ -1,9 +1,9 @@
-"""All stages of a training job in this process, without Ray: on the GPU at hand, if there is one.
+"""Run all stages of a training job in this process, without Ray, on the GPU if there is one.
 
     python benchmarks/train_alone.py JOB.toml DIRECTORY [KEY=VALUE ...]
 
-The last stage's model is then at DIRECTORY/model. For machines that have torch and not Ray; what is
-in DIRECTORY already is trained again.
+The last stage's model is written to DIRECTORY/model. For machines that have torch and not Ray.
+Stages that are already in DIRECTORY are trained again.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from mars_ray.train.worker import train_stage
 
 
 def train_here(job: TrainJob) -> Path:
-    """Where the last stage's model is. Raises MarsError for what a training job may end with."""
+    """Train, and return the directory of the last stage's model. Raises MarsError if it fails."""
     shutil.rmtree(job.output_dir, ignore_errors=True)
     job = with_absolute_paths(job)
     ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -38,7 +38,7 @@ def train_here(job: TrainJob) -> Path:
 
 
 def main() -> None:
-    """The job's stages, then a copy of the model in its place."""
+    """Run the job's stages, then copy the model to its place."""
     source, directory, *overrides = sys.argv[1:]
     job = load_job(source, overrides)
     if isinstance(job, TinyDemoJob):

@@ -1,15 +1,14 @@
-"""What a step costs over an SFT step on the same tokens: MARS's, and a draft adapter's; time and
-peak memory.
+"""The cost of a MARS step and of a draft adapter's step over an SFT step on the same tokens.
 
     python benchmarks/train_step.py --output RESULT.json [--case NAME ...]
 
 Times: all objectives in one process, interleaved step by step on the same batches, medians. Memory:
-each objective in a process of its own, peak resident size over what the process held before the
-model; on a GPU, where it is the device's that counts, the peak of what torch has allocated. Every
-objective sends only rows with a loss through the head, SFT too.
+each objective in a process of its own. On a CPU it is the peak resident size over what the process
+held before the model; on a GPU it is the peak of torch's allocations. Every objective, SFT
+included, sends only rows with a loss through the head.
 
-Beside them a plain `transformers.Trainer` doing SFT on the same batches, in a process of its own;
-timed from the start of its step to the end, without loading data.
+For comparison, a plain `transformers.Trainer` does SFT on the same batches in a process of its own.
+It is timed from the start to the end of its step, without loading data.
 """
 
 import argparse
@@ -78,7 +77,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 _DRAFT_AND_SFT = ("sft", "draft, 1 grid", "draft")
 _TRAINER = "transformers.Trainer, sft"
-# As training sets it: without, glibc's giving back and asking again would be measured.
+# The same as in training; otherwise the times would include glibc returning and requesting memory.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "268435456"}
 
 
@@ -103,7 +102,7 @@ CASES = {
     "qwen2.5-0.5b": Case(
         "qwen2.5-0.5b", False, rows=2, max_length=256, packing=True, warmup_steps=1, repeats=3
     ),
-    # As adapters are trained: one conversation after another, in bfloat16 where that is fast.
+    # The setting of adapter training: one conversation at a time, in bfloat16 where that is fast.
     "smollm2-135m": Case(
         "smollm2-135m",
         torch.cuda.is_available() or multiplies_bfloat16(),
@@ -128,13 +127,13 @@ def main(words: Sequence[str] | None = None) -> None:
     # Piped output has no width of its own, and 80 columns would cut the tables.
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     result = run_bench(arguments.case or list(CASES), console)
-    # First, so that it is somewhere if the disk is full.
+    # Printed before it is written, so that the result is not lost if the disk is full.
     print(json.dumps(result), flush=True)
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def run_bench(cases: Sequence[str], console: Console) -> dict[str, Any]:
-    """Measure the cases, print a table each, and return everything with ratios to SFT."""
+    """Measure the cases, print a table for each, and return all figures with ratios to SFT."""
     os.environ.update(_MALLOC)
     results = {}
     with Bars(console) as bars:
@@ -184,7 +183,7 @@ def _measure_case(case: Case, scratch: Path, advance: Callable[[], None]) -> dic
 
 def _in_new_process(function: Any, *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
-    # Not multiprocessing's pool: that waits for ever for the answer of a process that was killed.
+    # Not multiprocessing's pool, which waits for ever for the result of a killed process.
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(function, *arguments).result()
@@ -208,7 +207,7 @@ def _prepare(case: Case, scratch: Path) -> None:
 def _time_all(
     case: Case, scratch: Path
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Seconds of each step, and what a step holds, by objective."""
+    """Seconds of each step, and the sizes of a step, by objective."""
     bench = _Bench(case, scratch)
     steps = case.warmup_steps + case.repeats
     seconds: dict[str, list[float]] = {name: [] for name in case.objectives}
@@ -240,7 +239,7 @@ def _run_trainer(case: Case, scratch: Path) -> tuple[list[float], int]:
     """Seconds of each step of a plain Trainer, and its peak memory."""
     before = _held_bytes()
     steps = case.warmup_steps + case.repeats
-    # A list is all that it needs; its annotation asks for more.
+    # Trainer needs only a list, though its annotation asks for more.
     batches: Any = [_trainer_inputs(batch) for batch in _batches(case, scratch, steps)]
     clock = _Clock()
     arguments = TrainingArguments(
@@ -290,7 +289,7 @@ class _Clock(TrainerCallback):
 
 
 def _batches(case: Case, scratch: Path, count: int) -> list[TokenBatch]:
-    """The same ones for everybody."""
+    """The batches, the same for every objective."""
     source = CorpusSource(count=400)
     config = DataConfig(train=source, max_length=case.max_length, packing=case.packing)
     loader = Loader(
@@ -307,14 +306,14 @@ def _batches(case: Case, scratch: Path, count: int) -> list[TokenBatch]:
 
 
 def _now() -> float:
-    """The clock, read when the device has done all that it was asked for."""
+    """The time once the device has finished all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _held_bytes() -> int:
-    """What is held where steps run; the peak is counted from here on."""
+    """Bytes held on the device that runs the steps; resets the peak."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -328,7 +327,7 @@ def _most_held_bytes() -> int:
 
 
 def _resident_bytes(field: str) -> int:
-    """From /proc: getrusage's peak would include what the parent held before this process."""
+    """A size from /proc: getrusage's peak would include the parent's memory before this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -336,7 +335,7 @@ def _resident_bytes(field: str) -> int:
 
 
 class _Bench:
-    """A model and an adapter of it, each with its optimizer, on one rank; made when asked for."""
+    """A model and an adapter of it on one rank, each with its optimizer, created on first use."""
 
     def __init__(self, case: Case, scratch: Path) -> None:
         self._bfloat16 = case.bfloat16
@@ -346,7 +345,7 @@ class _Bench:
         self._engines: dict[str, PlainEngine] = {}
 
     def step(self, name: str, batch: TokenBatch) -> Layout:
-        """Layout, forward, backward, update."""
+        """One step: layout, forward, backward, update."""
         config = OBJECTIVES[name]
         objective = StageObjective(config, 0, self._mask_token_id)
         layout = objective.layout(batch, 0.5)

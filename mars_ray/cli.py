@@ -45,7 +45,7 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="KEY: of the job, or SECTION.KEY."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and stop.")]
-# No Path, which would make s3:/bucket of s3://bucket.
+# Not a Path, which would turn s3://bucket into s3:/bucket.
 ServeTarget = Annotated[
     str, typer.Argument(metavar="CHECKPOINT|JOB.toml", help="Directory, hub name or URI; or a job.")
 ]
@@ -81,7 +81,7 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
     from mars_ray.provenance import provenance
     from mars_ray.train.run import run_training
 
-    # Asked before: what Ray unpacked for a submitted job may be gone once its training has ended.
+    # Read now: the directory that Ray unpacks for a submitted job may be gone after training.
     here, facts = os.getcwd(), provenance()
     with _Cluster():
         result = run_training(job)
@@ -193,8 +193,8 @@ def serve(
     with _Cluster():
         with _saying("the replicas are starting"):
             url = start(job)
-        # For the commands that change a running service, where there are several clusters. Ray
-        # shows its token to a cluster that is named only if it is told to.
+        # Printed for commands that change a running service, in case there are several clusters.
+        # Ray sends its token to a named cluster only with RAY_AUTH_MODE=token.
         token = "RAY_AUTH_MODE=token " * (os.environ.get("RAY_AUTH_MODE") == "token")
         cluster = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
         print(f"serving on {url}, Ctrl-C stops; it is at {cluster}", file=sys.stderr)
@@ -256,7 +256,7 @@ def demo(
             result = run_demo(job, _console())
         else:
             result = run_tiny_demo(job, _console())
-    # Last: until the cluster has gone, lines of its workers may come.
+    # Last, because the workers may print lines until the cluster has ended.
     _print_result(result)
 
 
@@ -343,7 +343,7 @@ def _job(
 
 
 def _seen_from(directory: str, path: Path) -> str:
-    """The path relative to the directory if it lies below it; any other path in full."""
+    """The path relative to the directory if it is below it; any other path in full."""
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
@@ -383,14 +383,14 @@ def _console() -> Any:
 
 
 def _saying(text: str) -> Any:
-    """A context that logs this text every half minute, for work that cannot be counted."""
+    """A context that logs this text every half minute, for work without a measurable progress."""
     from mars_ray.progress import Lines
 
     return Lines(_console(), lambda: text)
 
 
 def _use_haproxy() -> None:
-    """Set HAProxy up for the cluster that this command starts. Raises ConfigError if a cluster is
+    """Set up HAProxy for the cluster that this command starts. Raises ConfigError if a cluster is
     named."""
     if (address := os.environ.get("RAY_ADDRESS", "local")) != "local":
         raise ConfigError(
@@ -406,8 +406,8 @@ def _print_result(result: dict[str, Any]) -> None:
 
 
 class _Cluster:
-    """The cluster that RAY_ADDRESS names. Otherwise "local": one for as long as it takes; "auto":
-    the one that runs on this machine."""
+    """The cluster that RAY_ADDRESS names. If it names none, "local" starts one for the duration of
+    the command, and "auto" connects to the one that runs on this machine."""
 
     def __init__(self, otherwise: str = "local", *, log_to_driver: bool = True) -> None:
         self._otherwise = otherwise
@@ -423,7 +423,7 @@ class _Cluster:
             keep_private()
         try:
             ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
-        # The latter: what is named is no address.
+        # ValueError: RAY_ADDRESS is not an address.
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"no Ray cluster answers at {address!r}: {error}. Name the one you mean with "

@@ -53,7 +53,7 @@ class NonFiniteLossError(TrainingError):
 
 
 class MemoryShortError(TrainingError):
-    """A stage does not fit into memory, by the estimate or in fact."""
+    """A stage does not fit into memory: by the estimate, or when it ran."""
 
 
 class RequestError(MarsError):

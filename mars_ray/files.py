@@ -1,11 +1,11 @@
-"""Files that a job leaves: one process writes them, whole files only, journals to go on with.
+"""Output files of a job: one writer at a time, whole files only, journals to resume from.
 
-sole_writer           one process at a time writes what a job leaves
-changed_keys          whether what lies there is of the same job
-replaced, write_whole a file that is there whole or not at all
-replaced_directory    the same of a directory
-read_journal, append  JSON lines that a long run adds to, and an interrupted one goes on with
-Kept                  a long run's results by name, in such a journal
+sole_writer           lets one process at a time write a job's output
+changed_keys          tells whether existing output is of the same job
+replaced, write_whole write a file so that it exists whole or not at all
+replaced_directory    does the same for a directory
+read_journal, append  JSON lines that a long run adds to and resumes from
+Kept                  keeps a long run's results by name in such a journal
 """
 
 import json
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, which takes its place at the end. An interruption before, or a full
-    disk, leaves `path` as it was. Raises OSError."""
+    """A temporary path beside `path`, which replaces it at the end. An earlier interruption, or a
+    full disk, leaves `path` as it was. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
         yield draft
@@ -38,15 +38,15 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all. Raises OSError."""
+    """Writes a file so that it exists whole or not at all. Raises OSError."""
     with replaced(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replaced_directory(directory: Path) -> Iterator[Path]:
-    """A new directory that takes the place of `directory` when the block ends without an error.
-    Raises OSError."""
+    """A new directory that replaces `directory` when the block ends without an error. Raises
+    OSError."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside its final place: a rename is atomic only within one file system.
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -62,8 +62,8 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path, setting: str) -> None:
-    """Raises ConfigError, naming the setting, if the file cannot be written: before work that takes
-    long. Its directory is made."""
+    """Raises ConfigError, naming the setting, if the file cannot be written; call it before long
+    work. Creates its directory."""
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,13 +78,13 @@ def check_writable(path: Path, setting: str) -> None:
 
 @contextmanager
 def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
-    """Holds the lock of `place`, the file or directory that the job's `setting` names, for writing.
+    """Holds the write lock of `place`, the file or directory that the job's `setting` names.
 
     Raises ConfigError if another process holds it, or if its directory cannot be made. The system
-    lets go of it when this process ends, however it does. On shared storage processes of other
-    machines are seen too, if the storage has locks; otherwise nobody is.
+    releases it when this process ends, however it ends. On shared storage the lock also covers
+    other machines if the storage supports locks; otherwise it covers nothing.
     """
-    # Never a file in place of a lock: that would stay when this process is killed.
+    # Never a file instead of a lock: it would stay if this process is killed.
     lock = FileLock(lock_file, fallback_to_soft=False)
     try:
         lock_file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,42 +106,42 @@ def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            # While it is held: who opened it before sees that it has no name any more.
+            # Deleted while held: a process that opened it before sees that it has no name any more.
             lock_file.unlink(missing_ok=True)
         lock.release()
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, sorted: what makes a job another one."""
+    """The keys whose values differ, sorted; any of them makes it another job."""
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
 def append(path: Path, *records: Any) -> None:
-    """Adds records to a journal; they are on disk when this returns. Raises OSError."""
+    """Appends records to a journal; they are on disk when this returns. Raises OSError."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def read_journal(path: Path, *, mend: bool = True) -> list[Any]:
-    """All records that were written whole; none without a file.
+    """All records that were written whole; an empty list without a file.
 
-    What a killed run did not finish writing is cut off, so that the next line is one of its own;
-    whoever only watches does not `mend`.
+    An incomplete last line of a killed run is cut off, so that the next record starts a new line.
+    Pass `mend=False` to only read.
     """
     if not path.exists():
         return []
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if mend and len(whole) < len(content):
-        # Nothing is written: on a full disk that would lose what is there.
+        # Truncates in place: rewriting could lose the file on a full disk.
         os.truncate(path, len(whole))
     return [json.loads(line) for line in whole.splitlines()]
 
 
 class Kept:
-    """JSON values by name, each written once it is known; those of other work do not count.
+    """JSON values by name, each written to a journal once it is known.
 
-    `work` says what they are results of: with another one, a file's values are not found.
+    `work` identifies the work that the values result from; values of other work are ignored.
     """
 
     def __init__(self, path: Path | None, work: str) -> None:

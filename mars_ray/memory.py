@@ -1,4 +1,4 @@
-"""How much memory this machine has left."""
+"""Free memory of this machine."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_on_node(cgroup: Path = _CGROUP) -> float:
-    """Bytes that this machine, or the container that this process is in, has left."""
+    """Free bytes of this machine, or of the container that this process is in."""
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         used = int((cgroup / "memory.current").read_text())
-        # The kernel's cache of files counts as used, and gives way to whoever needs memory.
+        # The kernel's file cache counts as used, but is freed when memory is needed.
         used -= _numbers(cgroup / "memory.stat")["inactive_file"]
         free = min(free, int(text) - used)
     return float(free)

@@ -1,6 +1,6 @@
-"""How far a long command is: a bar on a terminal, a line every half minute anywhere else.
+"""Progress of a long command: a bar on a terminal, a line every half minute anywhere else.
 
-A submitted job has a log and no terminal; without a line now and then it looks stuck.
+A submitted job has a log but no terminal; without occasional lines it looks stuck.
 """
 
 import threading
@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
-# Seconds of silence before a line says how far it is.
+# Seconds of silence before a line reports the progress.
 EVERY_S = 30.0
 
 
 class Lines:
-    """Says what `text` returns, from start to stop, whenever nothing was said for EVERY_S.
+    """Prints the result of `text`, from start to stop, after every EVERY_S without a line.
 
-    On a terminal it only says what it is told to.
+    On a terminal it prints only the messages given to `say`.
     """
 
     def __init__(self, console: Console, text: Callable[[], str]) -> None:
@@ -38,18 +38,18 @@ class Lines:
         self.stop()
 
     def start(self) -> None:
-        """Starts the lines, once however often it is called."""
+        """Starts the lines; further calls do nothing."""
         if not self._console.is_terminal and not self._thread.is_alive():
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends it: no line comes after this."""
+        """Stops the lines: none comes after this."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def say(self, message: str) -> None:
-        """Prints a line at once; the next one is that much later."""
+        """Prints a line at once, and restarts the interval."""
         self._due = time.monotonic() + EVERY_S
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -60,7 +60,7 @@ class Lines:
 
 
 class Bars(Progress):
-    """rich's bars on a terminal; elsewhere the first unfinished task, as `Lines` say it."""
+    """rich's bars on a terminal; elsewhere `Lines` about the first unfinished task."""
 
     def __init__(self, console: Console, *columns: str | ProgressColumn, **options: Any) -> None:
         hidden = not console.is_terminal
@@ -94,5 +94,5 @@ class Bars(Progress):
 
 
 def short(path: Path) -> str:
-    """The path relative to where the command runs, if it lies below."""
+    """The path relative to the working directory if it lies below it, else the path."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

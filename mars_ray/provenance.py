@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, hardware."""
+"""The provenance of a result: commit, versions, hardware."""
 
 import os
 import platform
@@ -51,7 +51,7 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> str:
-    """The model's name, and the matrix extensions that decide which precision is fast."""
+    """The CPU's model name, and the matrix extensions that decide which precision is fast."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()

@@ -1,6 +1,6 @@
-"""The configuration reference, from the models that job files are checked by.
+"""Generates the configuration reference from the models that check job files.
 
-python tools/config_reference.py      # prints it, as Markdown
+python tools/config_reference.py      # prints it as Markdown
 """
 
 import inspect
@@ -23,7 +23,7 @@ is refused. Overrides on the command line use the same names, with dots: `stages
 
 
 def reference() -> str:
-    """The page."""
+    """The page as Markdown."""
     described: list[type[Config]] = []
     kinds = JOB_KINDS | KINDS
     for job in kinds.values():
@@ -65,7 +65,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _within(kind: Any) -> Iterator[type[Config]]:
-    """The models that an annotation names, and theirs."""
+    """The models that an annotation names, and the models within those."""
     if isinstance(kind, type) and issubclass(kind, Config):
         yield kind
         for field in kind.model_fields.values():

@@ -1,10 +1,10 @@
 """Writes the Grafana dashboard, deploy/monitoring/dashboard.json, from the declared metrics.
 
     python tools/dashboard.py            # writes it
-    python tools/dashboard.py --check    # exit code 1 if it is not what would be written
+    python tools/dashboard.py --check    # exit code 1 if the file is out of date
 
-Queries name the metrics of mars_ray/serve/replica/metrics.py as Prometheus does, by their kind. A
-metric that no panel shows, or that nobody declares, is an error.
+Queries use Prometheus's names of the metrics of mars_ray/serve/replica/metrics.py, which depend on
+their kind. A metric that no panel shows, or that is not declared, is an error.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from ray.serve.metrics import Counter, Gauge, Histogram
 from mars_ray.serve.replica.metrics import ReplicaMetrics
 
 TARGET = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
-# Of Ray Serve itself.
+# Metrics of Ray Serve itself.
 RAY_METRICS = frozenset(
     {
         "ray_serve_application_status",
@@ -32,8 +32,8 @@ RAY_METRICS = frozenset(
 _SUFFIXES = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_sum", "_count")}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _RATE = "[$__rate_interval]"
-# Each replica counts its own start in a series of its own, which never rises: the starts of an hour
-# are the series that were not there before it.
+# Each replica counts its start in a series of its own, which never rises. The starts of the last
+# hour are therefore the series that did not exist before.
 _STARTED = (
     "count by (deployment) (count_over_time(ray_serve_deployment_replica_starts_total[1h]) "
     "unless max_over_time(ray_serve_deployment_replica_starts_total[1h] offset 1h))"
@@ -42,7 +42,7 @@ _STARTED = (
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph: its queries by what their lines are called."""
+    """A graph: its queries by the labels of their lines."""
 
     title: str
     unit: str
@@ -51,7 +51,7 @@ class Panel:
 
 
 def exported() -> frozenset[str]:
-    """Names on the Prometheus endpoint of all metrics that replicas declare."""
+    """The names of all metrics that replicas declare, as on the Prometheus endpoint."""
     declared = [
         metric
         for metric in vars(ReplicaMetrics()).values()
@@ -65,7 +65,7 @@ def exported() -> frozenset[str]:
 
 
 def metrics_of(query: str) -> set[str]:
-    """Names of metrics in a query."""
+    """The names of metrics in a query."""
     return set(re.findall(r"\bray_\w+", query))
 
 
@@ -269,7 +269,8 @@ PANELS = (
 
 
 def dashboard() -> dict[str, Any]:
-    """As Grafana imports it. Raises ValueError if panels and declared metrics do not fit."""
+    """The dashboard as Grafana imports it. Raises ValueError if panels and declared metrics do not
+    match."""
     declared = exported()
     named = {
         name for panel in PANELS for query in panel.queries.values() for name in metrics_of(query)
@@ -339,7 +340,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Writes the file, or says whether it is up to date."""
+    """Writes the file, or checks whether it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     text = json.dumps(dashboard(), indent=1) + "\n"

@@ -1,10 +1,10 @@
-"""Writes what follows from one table of submissions: the lines of jobs/README.md, the RayJobs of
-jobs/kuberay/, and the PrometheusRule of the alerts.
+"""Writes the files generated from one table of submissions: the lines of jobs/README.md, the
+RayJobs of jobs/kuberay/, and the PrometheusRule of the alerts.
 
     python tools/job_manifests.py            # writes them
-    python tools/job_manifests.py --check    # exit code 1 if they are not what would be written
+    python tools/job_manifests.py --check    # exit code 1 if they are out of date
 
-A RayJob's cluster is that of clusters/kuberay/.
+The cluster of a RayJob is the one in clusters/kuberay/.
 """
 
 import argparse
@@ -27,8 +27,8 @@ _GENERATED = "# Written by tools/job_manifests.py.\n"
 class Submission:
     """A job file as it is submitted.
 
-    Training and generation ask the cluster for their workers themselves; what computes in the
-    driver (`cpus`, `gpus`) has to ask for the driver's place.
+    Training and generation request their workers from the cluster themselves. A job that computes
+    in the driver must request the driver's resources (`cpus`, `gpus`).
     """
 
     job: str
@@ -42,12 +42,12 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """As Kubernetes takes it."""
+        """The name in the form that Kubernetes accepts."""
         return self.job.replace(".", "-").replace("_", "-")
 
     @property
     def line(self) -> str:
-        """For `ray job submit`, from a checkout."""
+        """The command line with `ray job submit`, run from a checkout."""
         place = "".join(
             f" --entrypoint-num-{kind} {count}"
             for kind, count in (("cpus", self.cpus), ("gpus", self.gpus))
@@ -200,7 +200,7 @@ SUBMISSIONS = (
         cpus=1,
     ),
 )
-# Those that are no jobs of a cluster, and why.
+# Job files that are not submitted to a cluster, and why.
 OTHERS = {
     "demo": "everything on one machine: `make demo`",
     "demo-tiny": "the same from random weights: `mars-ray demo jobs/demo-tiny.toml`",
@@ -215,7 +215,7 @@ OTHERS = {
 
 
 def ray_job(submission: Submission) -> dict[str, Any]:
-    """The manifest; the image has the job files, so nothing is uploaded."""
+    """The manifest of a RayJob. The image has the job files, so nothing is uploaded."""
     cluster = yaml.safe_load((ROOT / f"clusters/kuberay/{submission.pool}.yaml").read_text())
     labels = {"app.kubernetes.io/name": "mars-ray", "app.kubernetes.io/component": "job"}
     place = {
@@ -233,7 +233,7 @@ def ray_job(submission: Submission) -> dict[str, Any]:
         "spec": {
             "entrypoint": submission.entrypoint,
             **place,
-            # Sent to a cluster of its own, which goes with it; training resumes where it was.
+            # Runs on a cluster of its own, which ends with it; training resumes from checkpoints.
             "submissionMode": "K8sJobMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
@@ -245,7 +245,7 @@ def ray_job(submission: Submission) -> dict[str, Any]:
 
 
 def prometheus_rule() -> dict[str, Any]:
-    """The alerts as the Prometheus operator takes them."""
+    """The alerts in the form of the Prometheus operator."""
     alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -256,7 +256,7 @@ def prometheus_rule() -> dict[str, Any]:
 
 
 def files() -> dict[Path, str]:
-    """All that is written, by where."""
+    """The content of all files by path."""
     written = {
         ROOT / "jobs" / "kuberay" / f"{submission.name}.yaml": _yaml(ray_job(submission))
         for submission in SUBMISSIONS
@@ -274,7 +274,7 @@ def _lines() -> str:
 
 
 def _broken(line: str) -> str:
-    """A long line over several, as a shell takes it."""
+    """A long line broken into several for a shell."""
     words = textwrap.wrap(line, 90, break_long_words=False, break_on_hyphens=False)
     return (
         " \\\n".join(
@@ -285,14 +285,14 @@ def _broken(line: str) -> str:
 
 
 def _yaml(document: dict[str, Any]) -> str:
-    # Without anchors: each place can be edited by itself.
+    # A deep copy avoids YAML anchors, so that each place can be edited by itself.
     whole = copy.deepcopy(document)
     dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
     return _GENERATED + yaml.dump(whole, Dumper=dumper, sort_keys=False, width=100)
 
 
 def main() -> int:
-    """Writes the files, or says which are not up to date."""
+    """Writes the files, or names those that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check_only = parser.parse_args().check

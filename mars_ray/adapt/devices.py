@@ -1,4 +1,4 @@
-"""Workers and engines that the connected cluster has room for."""
+"""The workers and engines that fit on the connected cluster."""
 
 from typing import Any, Literal
 
@@ -10,9 +10,9 @@ from mars_ray.model.load import multiplies_bfloat16
 
 
 def devices() -> Devices:
-    """A worker for every GPU; without GPUs two workers on a node alone, and else one a node.
+    """One worker per GPU. Without GPUs: two workers on a single node, otherwise one per node.
 
-    Answers come from one engine a node, or a GPU: a CPU's engines would share its memory bandwidth.
+    One engine per node or GPU writes answers: a CPU's engines would share its memory bandwidth.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]

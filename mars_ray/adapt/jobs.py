@@ -1,4 +1,4 @@
-"""The jobs that an adaptation consists of, made from its own."""
+"""The jobs that an adaptation consists of, derived from the adaptation's job."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 
 STAGE = "draft"
-# Share of a job's minutes that prompts and answers take at most; the rest is training's.
+# Most of a job's minutes, as a share, for prompts and answers; the rest goes to training.
 _ANSWERS_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Number of workers and of engines, and what each gets."""
+    """Number of workers and of engines, and the resources of each."""
 
     workers: int
     cpus_per_worker: float
@@ -31,21 +31,21 @@ class Devices:
 
 
 class Places:
-    """Where everything of an adaptation lies."""
+    """The paths of an adaptation's files and directories."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.base = root / "base"  # the model, if it had to be brought into another form
+        self.base = root / "base"  # the model, if it had to be converted
         self.answers = root / "answers.jsonl"
         self.training = root / "training"  # the training job's own directory
         self.adapter = root / "adapter"  # the draft adapter, with its frontier
-        self.measured = root / "speeds.json"  # there once all is measured
+        self.measured = root / "speeds.json"  # exists once everything is measured
         self.service = root / "serve.toml"
         self.report = root / "report.html"
 
 
 def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) -> GenerateJob:
-    """The job that writes prompts and answers; none of the prompts to measure is among them."""
+    """The job that writes prompts and answers, without the prompts used for measurement."""
     answers = job.answers
     measured = [path for source in job.measure.kinds.values() for path in source.paths]
     return GenerateJob(
@@ -105,7 +105,7 @@ def train_job(
 
 
 def evaluate_job(job: AdaptJob, base: Path, places: Places, split: Split) -> EvaluateJob:
-    """The job that measures all modes, on the job's own prompts or on those held out."""
+    """The job that measures all modes, on the prompts that the job names or on held-out ones."""
     measure = job.measure
     kinds = measure.kinds or {"held_out": FilesSource(paths=(str(split.held_out),))}
     return EvaluateJob(

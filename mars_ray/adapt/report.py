@@ -34,7 +34,7 @@ pre { background: #8882; padding: .6rem .8rem; overflow-x: auto; font-size: 13px
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens a second at one batch size, measured in turn."""
+    """Tokens per second at one batch size, both modes measured in turn."""
 
     batch: int
     exact: float

@@ -1,9 +1,9 @@
-"""An adaptation from end to end; run again, it goes on where it was.
+"""An adaptation from end to end. When run again, it resumes.
 
 output_dir/
   adapt.json                 the resolved job
   base/                      the model, if it was a GGUF file or a package
-  answers.jsonl              what it said, to its own prompts or to given ones
+  answers.jsonl              its answers, to its own prompts or to given ones
   train.jsonl, held_out.jsonl
   training/                  the training job
   adapter/                   the draft adapter, with frontier.json and frontier.png
@@ -56,7 +56,7 @@ _LEAST_SHARE = 0.25
 
 
 def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
-    """Do what is not done yet, on the cluster that `ray.init` has connected to.
+    """Do the remaining work, on the cluster that `ray.init` has connected to.
 
     Returns the line that the command prints last. Raises MarsError.
     """
@@ -67,7 +67,7 @@ def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
 
 
 def _claim(job: AdaptJob, places: Places) -> None:
-    """Make the directory this job's. Raises ConfigError if another one has begun here."""
+    """Claim the directory for this job. Raises ConfigError if another job has begun in it."""
     path = places.root / _JOB_FILE
     now = job.model_dump(mode="json")
     if path.exists():
@@ -120,7 +120,7 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
 
 
 def base_model(job: AdaptJob, places: Places) -> Path:
-    """The model directory that the job names, or one made from the file or package it names."""
+    """The model directory that the job names, or one made from its file or package."""
     given = Path(job.model).expanduser()
     if (given / CONFIG_FILE).is_file():
         read_config(given)
@@ -177,7 +177,7 @@ def adaptation(
     curve: list[tuple[float, float]],
     commands: list[str],
 ) -> Adaptation:
-    """What the page shows of an adapter for the job's model."""
+    """The content of the page about an adapter for the job's model."""
     return Adaptation(
         name=job.name,
         base=job.model,

@@ -1,4 +1,4 @@
-"""Tokens a second with drafts and of `exact`: one engine, the same prompts, in turn."""
+"""Tokens per second with drafts and in `exact`: one engine, the same prompts, in turn."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def measure_speeds(
     changes = {"draft_adapter": str(adapter), "prefix_cache": False}
     changes |= {"max_batch": max(config.batch_sizes)}
     engine, tokenizer = load_engine(base, config.engine.model_copy(update=changes))
-    # Prompts of all kinds alike.
+    # Prompts of all kinds in equal shares.
     step = max(1, len(problems) // config.speed_prompts)
     prompts = prompts_of(problems[::step][: config.speed_prompts], tokenizer)
     speeds = []
@@ -53,7 +53,7 @@ def _tokens_per_s(
     batch: int,
     config: MeasureConfig,
 ) -> float:
-    """Tokens a second over batches that are answered one after the other."""
+    """Tokens per second over batches that are answered one after the other."""
     stops = stop_ids(engine.model)
     tokens, seconds = 0, 0.0
     for start in range(0, max(1, len(prompts) - batch + 1), batch):

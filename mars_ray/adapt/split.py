@@ -1,12 +1,11 @@
-"""The model's answers, divided into those that train and those that are held out.
+"""Divides the model's answers into a training part and a held-out part.
 
     answers.jsonl        what `mars-ray generate` wrote
-    train.jsonl          of these, the rows that train
+    train.jsonl          the rows that train
     held_out.jsonl       the others: nothing is trained on them
 
-Which row is held out follows from its prompt, so that it does not depend on the order of rows. A
-greedy model that repeats itself for ever teaches nothing by it: answers are cut where the loop has
-been said twice.
+Whether a row is held out depends on its prompt only, not on the order of rows. A greedy model that
+repeats itself for ever teaches nothing by it, so answers are cut after the second round of a loop.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The files of the two parts, and what they hold."""
+    """The files of the two parts, and counts of their content."""
 
     train: Path
     held_out: Path

@@ -1,1 +1,1 @@
-"""Ray clusters: what their nodes have in common, and one of several nodes on this machine."""
+"""Ray clusters: the environment of their nodes, and a cluster of several nodes on this machine."""

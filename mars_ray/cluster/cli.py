@@ -1,4 +1,4 @@
-"""`mars-ray cluster`: several Ray nodes on this machine, for trying out what runs on a cluster."""
+"""`mars-ray cluster`: several Ray nodes on this machine, to try out jobs of a cluster."""
 
 import json
 from dataclasses import asdict

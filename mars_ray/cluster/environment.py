@@ -1,5 +1,5 @@
-"""What every process of a Ray cluster that runs this project has in its environment, and the token
-for which this user's clusters run code."""
+"""The environment of all processes of a Ray cluster that runs this project, and the token with
+which this user's clusters accept code."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mars_ray.cluster.port import quiet_ports
 
-# Serve's proxies read the last two when they start: what stands in front of them
-# (serve/ingress/proxy.py), and that messages go to a replica over gRPC and not as Ray's objects,
-# which takes less of a CPU for each (docs/log.md). With a token, both ask for it.
+# Serve's proxies read the last two when they start. One names their middleware
+# (serve/ingress/proxy.py). The other sends messages to a replica over gRPC and not as Ray objects,
+# which takes less CPU for each (docs/log.md). With a token, both ways require it.
 NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A job that is told to stop writes a checkpoint first; Ray kills it after 3 s otherwise.
@@ -18,12 +18,12 @@ NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
 
-# What else it has where HAProxy stands in front of the service instead of Serve's own proxy.
+# Further variables, if HAProxy is in front of the service instead of Serve's own proxy.
 HAPROXY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # HAProxy's clock for a client that owes bytes, of a head or by not reading; an hour otherwise.
+    # HAProxy's limit for a client that does not finish a head or does not read; default: an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
-    # For so long an ingress that goes away still answers, until HAProxy has heard of it.
+    # How long an ingress that is ending still answers, so that HAProxy can notice.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
 }
 
@@ -31,7 +31,7 @@ HAPROXY_ENVIRONMENT: Mapping[str, str] = {
 def haproxy_environment() -> dict[str, str]:
     """HAProxy's settings for a cluster of this machine, which may run several.
 
-    HAProxy tells its statistics on all addresses, at ports that somebody has to choose.
+    HAProxy serves its statistics on all addresses, at ports that have to be chosen here.
     """
     names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
     ports = map(str, quiet_ports(len(names)))
@@ -39,12 +39,12 @@ def haproxy_environment() -> dict[str, str]:
 
 
 def keep_private() -> None:
-    """Makes the file of Ray's token readable for its owner only, before Ray writes into it.
+    """Creates the file of Ray's token, readable for its owner only, before Ray writes into it.
 
-    Ray makes it readable for everybody, and takes an empty one for none.
+    Ray itself would make it readable for everybody. It treats an empty file as no token.
     """
     path = Path.home() / ".ray" / "auth_token"
-    # Where nothing can be written, or the file is mounted, the token comes from elsewhere.
+    # If the file cannot be written or is mounted, the token comes from elsewhere.
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
         path.touch(mode=0o600)

@@ -1,11 +1,11 @@
-"""A Ray cluster of several nodes on this machine, which stays until it is told to end.
+"""A Ray cluster of several nodes on this machine, which runs until it is ended.
 
 Each node is a `ray start --block` with processes of its own. The dashboard listens on loopback, the
-nodes for each other on the machine's address, and all of them ask for a token. What was started is
-kept in a file, and only that is ended.
+nodes listen for each other on the machine's address, and all of them require a token. Started
+processes are recorded in a file, and only those are ended.
 
-    <directory>/cluster.json     what runs
-    <directory>/node-<k>.log     what `ray start` of a node says
+    <directory>/cluster.json     the processes that run
+    <directory>/node-<k>.log     output of a node's `ray start`
 """
 
 import json
@@ -31,7 +31,7 @@ _START_S = 90.0
 _TRIES = 3
 _LOOK_S = 0.2
 _ANSWER_S = 2.0
-# A node gives its own processes as long.
+# A node gives its own processes the same time.
 _PATIENCE_S = 20.0
 _LOG_LINES = 15
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
@@ -63,10 +63,10 @@ class LocalCluster:
 
 
 def up(plan: Plan, directory: Path) -> LocalCluster:
-    """Starts it and returns when it takes jobs.
+    """Starts a cluster and returns when it accepts jobs.
 
     Raises ClusterError if one runs already, a port is taken, a node does not come up, or the
-    directory cannot be written; then no node is left.
+    directory cannot be written; no node is left running then.
     """
     before = find(directory)
     if before is not None and before.alive:
@@ -93,11 +93,11 @@ def up(plan: Plan, directory: Path) -> LocalCluster:
 
 
 def down(directory: Path) -> LocalCluster:
-    """Ends what `up` started there, and nothing else. Raises ClusterError if nothing was."""
+    """Ends what `up` started there, and nothing else. Raises ClusterError if there is nothing."""
     cluster = find(directory)
     if cluster is None:
         raise ClusterError(f"no cluster was started from {directory}")
-    # The head last: a node without one complains.
+    # The head last: nodes without a head log errors.
     end(cluster.nodes[1:], _PATIENCE_S)
     end(cluster.nodes[:1], _PATIENCE_S)
     (directory / _STATE).unlink()
@@ -106,7 +106,7 @@ def down(directory: Path) -> LocalCluster:
 
 
 def _forget(cluster: LocalCluster) -> None:
-    """Removes the address that Ray keeps of the cluster started last: `ray.init` would go there and
+    """Removes the address that Ray keeps of the cluster started last: `ray.init` would use it and
     wait for minutes."""
     port = cluster.address.rpartition(":")[2]
     path = _ray_directory() / "ray_current_cluster"
@@ -120,7 +120,7 @@ def _ray_directory() -> Path:
 
 
 def find(directory: Path) -> LocalCluster | None:
-    """What was started there and not ended since. Raises ClusterError if the file is damaged."""
+    """The cluster started there and not ended. Raises ClusterError if the file is damaged."""
     path = directory / _STATE
     try:
         kept = json.loads(path.read_text())
@@ -133,10 +133,10 @@ def find(directory: Path) -> LocalCluster | None:
 
 
 def _grown(cluster: LocalCluster, plan: Plan, token: str, directory: Path) -> LocalCluster:
-    """The cluster with all its nodes, started one after the other: together they would start dozens
-    of processes on few cores."""
+    """The cluster with all its nodes. They start one after the other, because together they would
+    start dozens of processes on few cores."""
     agent_port = free_port()
-    # The dashboard takes jobs, the agent starts them.
+    # The dashboard accepts jobs, and the agent starts them.
     parts = (
         f"{cluster.dashboard}/api/gcs_healthz",
         f"http://{LOOPBACK}:{agent_port}/api/local_raylet_healthz",
@@ -160,7 +160,7 @@ def _joined(
     is_up: Callable[[LocalCluster], bool],
 ) -> LocalCluster:
     """The cluster with one more node, which is up. Ray ends a node that takes more than half a
-    minute, and on a busy machine another try helps."""
+    minute to start; on a busy machine another try helps."""
     for _ in range(_TRIES):
         grown = _with_node(cluster, options, directory)
         if _comes_up(grown, directory, is_up):
@@ -170,9 +170,9 @@ def _joined(
 
 
 def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> LocalCluster:
-    """Starts one more node and writes it down."""
+    """Starts one more node and records it."""
     environment = os.environ | NODE_ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
-    # A job's `python` is the one that has this package.
+    # A job's `python` must be the one that has this package.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     # It would lead the new node to another cluster.
     environment.pop("RAY_ADDRESS", None)
@@ -186,7 +186,7 @@ def _with_node(cluster: LocalCluster, options: list[str], directory: Path) -> Lo
     try:
         write_whole(directory / _STATE, json.dumps(asdict(grown), indent=1) + "\n")
     except BaseException as error:
-        # Nobody else knows of it.
+        # The node was not recorded, so nothing else could end it.
         end((node,), _PATIENCE_S)
         if isinstance(error, OSError):
             raise _unusable(directory, error) from error
@@ -214,8 +214,8 @@ def _head(plan: Plan, agent_port: int) -> list[str]:
 
 
 def _worker(plan: Plan, cluster: LocalCluster) -> list[str]:
-    # A node that fetches a job's working directory replaces what is there. In one place for all of
-    # them that took a driver's directory away, and its next look at where it is failed.
+    # A node that fetches a job's working directory replaces an existing one. With one place for all
+    # nodes, that deleted the directory of a running driver, and its next `getcwd` failed.
     place = _ray_directory() / f"{plan.port}-{len(cluster.nodes)}"
     return [
         f"--address={cluster.address}",
@@ -230,7 +230,7 @@ def _size(plan: Plan) -> list[str]:
     return [
         f"--num-cpus={plan.cpus_per_node}",
         f"--object-store-memory={plan.object_store_bytes}",
-        # Any port: nodes of one machine would quarrel about a range.
+        # Any port: nodes of one machine would collide within a range.
         "--min-worker-port=0",
         "--max-worker-port=0",
         "--disable-usage-stats",
@@ -238,7 +238,7 @@ def _size(plan: Plan) -> list[str]:
 
 
 def _token() -> str:
-    """The token of this user's clusters, made if there is none; Ray's clients find it."""
+    """The token of this user's clusters, created if there is none; Ray's clients find it."""
     keep_private()
     made = subprocess.run(
         [*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True, text=True
@@ -249,7 +249,7 @@ def _token() -> str:
 def _comes_up(
     cluster: LocalCluster, directory: Path, is_up: Callable[[LocalCluster], bool]
 ) -> bool:
-    """Waits; False if the newest node has ended. Raises ClusterError if it takes too long."""
+    """Waits for `is_up`; False if the newest node has ended. Raises ClusterError after a limit."""
     deadline = time.monotonic() + _START_S
     while not is_up(cluster):
         if not cluster.nodes[-1].is_alive:

@@ -5,19 +5,19 @@ import socket
 from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
-# Below those that Linux and Ray give away by themselves, of which the next process may get any.
+# Below the ports that Linux and Ray assign by themselves, which the next process may get.
 _QUIET = range(20000, 30000)
 
 
 def free_port() -> int:
-    """A port on which nobody listens just now."""
+    """A port on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Ports that are free on all addresses, and that the system gives to nobody by itself."""
+    """Ports that are free on all addresses, and that the system does not assign by itself."""
     found: list[int] = []
     for port in random.sample(_QUIET, len(_QUIET)):
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""Processes that outlive the command which started them, and are not taken for others later."""
+"""Processes that outlive the command which started them and can be identified safely later."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LOOK_S = 0.1
-# What is killed is gone within moments, also on a busy machine.
+# A killed process is gone within moments, even on a busy machine.
 _KILLED_S = 10.0
 
 
@@ -17,7 +17,7 @@ _KILLED_S = 10.0
 class Process:
     """A process by its number and the tick of the system's clock at which it started.
 
-    Numbers are used again, so a number alone may be somebody else's process by now.
+    Numbers are reused, so the number alone may belong to another process by now.
     """
 
     pid: int
@@ -25,15 +25,15 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is still this one, and has not ended."""
+        """Whether the number still belongs to this process, and it has not ended."""
         seen = _stat(self.pid)
         return seen is not None and seen[0] not in "ZX" and seen[1] == self.started_tick
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
-    """Starts a process in a session of its own, both outputs to the log."""
+    """Starts a process in a session of its own, with both outputs going to the log."""
     with log.open("wb") as output:
-        # Its end is seen in /proc: whoever asks later is not its parent.
+        # Its end is read from /proc: a later caller is not its parent.
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -48,7 +48,7 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> 
 
 
 def end(processes: Iterable[Process], patience_s: float) -> None:
-    """Asks them to end, waits, and kills those that have not, each with its process group."""
+    """Asks the processes to end, waits, and kills the rest, each with its process group."""
     asked = [process for process in processes if process.is_alive]
     for process in asked:
         os.kill(process.pid, signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""What a user writes: frozen pydantic models, TOML files, dotted overrides. No torch, no ray."""
+"""What users write: frozen pydantic models, TOML files, dotted overrides. No torch, no ray."""

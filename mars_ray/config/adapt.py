@@ -20,7 +20,7 @@ from mars_ray.config.train import (
 
 
 def name_of(model: str) -> str:
-    """A job's name for a model by its own: the last part, without version and ending."""
+    """The name of a model's job: the last part of the model's name, without version and suffix."""
     last = PurePath(model.removeprefix("package:").split("==")[0]).name
     plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
     return plain.strip("-._") or "model"
@@ -113,5 +113,5 @@ class AdaptJob(Config):
 
     @property
     def directory(self) -> str:
-        """Where everything goes."""
+        """The directory of all output."""
         return self.output_dir or f"runs/adapt-{self.name}"

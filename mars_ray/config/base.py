@@ -1,4 +1,4 @@
-"""The base of everything a user writes, and the types that several sections share."""
+"""The base class of all configuration, and the types that several sections share."""
 
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-# For a tuple that may not hold a value twice.
+# For a tuple whose values must be distinct.
 DISTINCT = AfterValidator(_distinct)
 JobName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 Precision = Literal["float32", "bfloat16"]

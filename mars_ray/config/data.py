@@ -1,4 +1,4 @@
-"""Where conversations come from and how they become token rows."""
+"""Sources of conversations, and their conversion to token rows."""
 
 from typing import Annotated, Literal, Self
 

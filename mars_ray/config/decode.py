@@ -1,4 +1,4 @@
-"""How tokens are sampled, and how large an engine is."""
+"""Settings of sampling, and of an engine's size."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ class Sampling(Config):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything is done to the logits before a token is taken from them."""
+        """Whether the logits are modified before a token is chosen from them."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty

@@ -11,7 +11,7 @@ from mars_ray.config.modes import ConfidenceMode, Modes, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 
-# Modes whose results the last line of the tiny demo shows.
+# Modes whose results are in the last line of the tiny demo.
 SUMMED_UP = (VerifiedMode(), ConfidenceMode(threshold=0.95))
 
 

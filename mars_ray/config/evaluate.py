@@ -45,7 +45,7 @@ class EvaluateJob(Config):
         default=None, description="default: beside the checkpoint's model"
     )
     task: Task
-    # Every other mode is compared, problem by problem, with `exact`, so `exact` is always run.
+    # `exact` always runs, because every other mode is compared with it, problem by problem.
     modes: Modes = (ExactMode(),)
     max_new_tokens: int = Field(default=256, ge=1)
     engine: EngineConfig = EngineConfig()

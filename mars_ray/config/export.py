@@ -1,4 +1,4 @@
-"""A finished checkpoint on its way to where services load it from."""
+"""The export of a finished checkpoint to a place from which services load it."""
 
 import re
 from typing import Literal, Self
@@ -24,7 +24,7 @@ class ExportJob(Config):
 
     @model_validator(mode="after")
     def _uris_have_two_slashes(self) -> Self:
-        # It would be a directory of that name here, and a service would look in the store.
+        # It would become a local directory of that name, while a service would look in the store.
         if re.match(r"[a-z0-9]+:/(?!/)", self.destination):
             raise ValueError(
                 f"destination {self.destination} has one slash where a URI has two, as in "

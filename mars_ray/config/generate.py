@@ -1,4 +1,4 @@
-"""Answers of a model to prompts, of which it may write some itself, as a new data source."""
+"""A new data source: a model's answers to prompts, some of which it may write itself."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -55,7 +55,7 @@ class GenerateJob(Config):
     max_bad_share: BadShare = MAX_BAD_SHARE
     output: str = Field(pattern=r"\.jsonl$")
     keep_cut: bool = Field(True, description="answers that max_new_tokens has cut off, too")
-    # `verified` writes the same text faster, where the checkpoint has been trained with MARS.
+    # `verified` writes the same text faster if the checkpoint was trained with MARS.
     mode: Mode = ExactMode()
     sampling: Sampling = Sampling()
     max_new_tokens: int = Field(default=256, ge=1)

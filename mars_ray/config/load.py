@@ -1,4 +1,4 @@
-"""From a TOML file and dotted overrides to a job, with errors that name file, key and remedy."""
+"""Loads a job from a TOML file and dotted overrides; errors name file, key and remedy."""
 
 import difflib
 import tomllib
@@ -23,7 +23,7 @@ from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError
 
 Kinds = Mapping[str, type[Config]]
-# But `simulate`, whose job is the simulator's own (mars_ray.simulator.config).
+# All but `simulate`, whose job belongs to the simulator (mars_ray.simulator.config).
 JOB_KINDS: dict[str, type[Config]] = {
     "train": TrainJob,
     "evaluate": EvaluateJob,
@@ -42,7 +42,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), kinds: Kinds = JOB
     """Read a job file of one of these kinds and apply overrides such as `stages.mars.steps=100`, in
     order.
 
-    A `jobs/NAME.toml` that is not there is the one that comes with the package.
+    A `jobs/NAME.toml` that does not exist here is read from the package.
 
     An override's value is TOML (`4`, `true`, `[1, 2]`, `{type = "exact"}`); what does not parse as
     TOML is taken as a string. Raises ConfigError.
@@ -61,7 +61,7 @@ def parse_job(
     _read_named(table)
     for override in overrides:
         _apply(table, override)
-        # At once: the next one may reach into what this one has named.
+        # After each override, because the next one may set a key in a file that this one named.
         _read_named(table)
     kind = table.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
@@ -73,7 +73,7 @@ def parse_job(
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The file's table. Raises ConfigError when it is missing or no TOML."""
+    """The file's table. Raises ConfigError if the file is missing or not TOML."""
     try:
         return tomllib.loads(found(path).read_text("utf-8"))
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _read_named(table: dict[str, Any]) -> None:
-    """A sweep's training job may be the path of its file."""
+    """Reads the training job of a sweep if the table gives the path of its file."""
     if table.get("kind") == "tune" and isinstance(table.get("train"), str):
         table["train"] = read_toml(table["train"])
 
@@ -99,7 +99,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def put_value(table: dict[str, Any], keys: Sequence[str], value: Any, source: str) -> None:
-    """Set a value deep in a table, whose sections are made as needed. Raises ConfigError."""
+    """Set a nested value of a table; missing sections are created. Raises ConfigError."""
     here: Any = table
     for key in keys[:-1]:
         here = here.setdefault(key, {})
@@ -118,7 +118,7 @@ def _value(text: str) -> Any:
 def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
     lines = []
     for item in error.errors(include_url=False):
-        # A wrong key of a table is told apart from its value by one part more.
+        # pydantic marks a wrong key of a table, as opposed to its value, by one more part.
         location = tuple(part for part in item["loc"] if part != "[key]")
         known = list(_walk(location, job))
         key = ".".join(str(part) for part, _ in known)
@@ -148,8 +148,8 @@ def _walk(
 ) -> Iterator[tuple[str | int, tuple[type[BaseModel], ...]]]:
     """The written keys of an error's location, each with the sections it was looked up in.
 
-    Behind a union, pydantic puts the member that it tried into the location: by its tag ("mars"),
-    or its name. A user did not write that as a key, so it only narrows the sections.
+    After a union, pydantic adds the member that it tried to the location: its tag ("mars") or its
+    name. That is not a key that the user wrote, so it only narrows the sections.
     """
     annotation: Any = job
     for part in location:
@@ -165,7 +165,7 @@ def _walk(
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """What a union holds beside nothing; anything else is the only member of its own."""
+    """The members of a union except None; any other annotation is its own only member."""
     if get_origin(annotation) is Annotated:
         yield from _members(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -180,14 +180,14 @@ def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _labels(section: type[BaseModel]) -> tuple[Any, ...]:
-    """What pydantic calls it as a member of a union."""
+    """Pydantic's names for the section as a member of a union."""
     if "type" not in section.model_fields:
         return (section.__name__,)
     return get_args(section.model_fields["type"].annotation)
 
 
 def _element(annotation: Any) -> Any:
-    """What a dict, list or tuple holds: `stages.ar` is an element of `dict[str, StageConfig]`."""
+    """The element type of a dict, list or tuple: `stages.ar` is in a `dict[str, StageConfig]`."""
     if get_origin(annotation) in (dict, tuple, list):
         return next(arg for arg in reversed(get_args(annotation)) if arg is not ...)
     return None

@@ -1,4 +1,4 @@
-"""Decoding modes: what a user may ask for, and what an engine must know of each.
+"""Decoding modes: the options of each for users, and the facts that an engine needs.
 
 A mode is one class here and one strategy in `decode/strategies/`. `window` is the number of masks
 behind an outcome, `depth` the number of positions that masks were trained for.
@@ -15,9 +15,9 @@ Measure = Literal["probability", "margin", "entropy"]  # of a proposal's confide
 Window = Annotated[
     int | None, Field(ge=1, le=64, description="masks per step; default: trained depth")
 ]
-# Most drafts of a step that are no chain: what a row sees of them are bits of a number.
+# Most drafts of a tree in one step: the drafts that a row sees are the bits of one integer.
 MOST_DRAFTS = 63
-# Limits of window control: choosing among more takes longer than it brings.
+# Limits of window control: choosing among more would take more time than it saves.
 _MOST_BRANCHES, _CONTROLLED_DRAFTS = 4, 16
 
 
@@ -26,14 +26,14 @@ class BaseMode(Config):
 
     # Needs a model with masks of its own, or a draft adapter.
     needs_masks: ClassVar[bool] = False
-    # Its steps may hold masks, which are the draft adapter's if one is loaded.
+    # Its steps may have masks, which belong to the draft adapter if one is loaded.
     has_masks: ClassVar[bool] = False
-    # A step verifies drafts of the step before it.
+    # Each step verifies the drafts of the previous step.
     has_drafts: ClassVar[bool] = False
-    # A step commits tokens that the model may not choose itself, and does not look at them again.
+    # A step commits tokens that the model might not choose itself, and never verifies them.
     commits_unseen: ClassVar[bool] = False
     needs_draft_model: ClassVar[bool] = False
-    # For comparison with the paper only: no service offers it.
+    # False for modes that exist only for comparison with the paper.
     is_served: ClassVar[bool] = True
     least_window: ClassVar[int] = 1
 
@@ -49,11 +49,11 @@ class BaseMode(Config):
 
     @property
     def asked_window(self) -> int:
-        """Number of masks of a group that the mode itself names; 0: none."""
+        """Number of masks of a group as set on the mode; 0 if it is not set."""
         return 0
 
     def widest(self, depth: int) -> int:
-        """Most masks of a group, for a model whose masks were trained to this depth."""
+        """Most masks of a group for a model whose masks were trained to this depth."""
         return 0
 
     def branches_of(self, window: int) -> int:
@@ -71,7 +71,7 @@ class BaseMode(Config):
 
 
 class _Windowed:
-    """Modes whose window may be named. No Config: each mode declares the field in its own place."""
+    """Base of modes with a `window` option. Not a Config: each mode declares the field itself."""
 
     if TYPE_CHECKING:
         window: int | None
@@ -141,7 +141,7 @@ class ConfidenceMode(_Windowed, BaseMode):
     window: Window = None
 
     def most_rows(self, window: int) -> int:
-        """Masks, and the tokens that the last masks gave, which were committed unseen."""
+        """Rows for masks, and for the tokens of the last masks, which were committed unseen."""
         return 1 + 2 * window
 
 
@@ -162,7 +162,7 @@ class BlockCachedMode(BaseMode):
         return depth
 
     def most_rows(self, window: int) -> int:
-        """The tokens of an unfinished block are forwarded again."""
+        """Includes the tokens of an unfinished block, which are forwarded again."""
         return self.cache_block + window
 
 
@@ -221,7 +221,7 @@ Modes = Annotated[tuple[Mode, ...], DISTINCT]
 
 
 def controlled_branches(depth: int) -> int:
-    """Most alternatives for the first draft where window control decides."""
+    """Most alternatives for the first draft under window control."""
     return max(1, min(_MOST_BRANCHES, _CONTROLLED_DRAFTS // max(1, depth)))
 
 

@@ -1,4 +1,4 @@
-"""What an operator wants of a fleet, in their own terms."""
+"""An operator's targets and limits for a fleet."""
 
 from typing import Self
 

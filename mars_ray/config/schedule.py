@@ -1,4 +1,4 @@
-"""The mask schedule: everything about the noisy stream that a sweep may turn."""
+"""The mask schedule: all settings of the noisy stream that a sweep may change."""
 
 from itertools import pairwise
 from typing import Annotated, Literal, Self

@@ -89,7 +89,7 @@ class ServedModel(Config):
             raise ValueError("a service's classes are its `qualities`: leave quality_classes out")
         if self.replicas == "auto":
             return self
-        # A resolved job has all fields, and must be good to be read again.
+        # A resolved job has all fields, and must remain loadable.
         if self.scaling != ScalingConfig(threshold=self.scaling.threshold):
             raise ValueError(
                 "with a fixed number of replicas, only `scaling.threshold` has an effect"
@@ -100,7 +100,7 @@ class ServedModel(Config):
 
     @property
     def mode(self) -> Mode:
-        """Mode of requests that name none, where there are drafts."""
+        """Mode of requests that name none, if there are drafts."""
         return self.default_mode or VerifiedMode()
 
     @property
@@ -118,14 +118,14 @@ class ServedModel(Config):
         """The model's name in requests."""
         place = self.checkpoint
         if "://" in place:
-            # User and options may be secrets, and are no part of a name.
+            # User and options may be secrets, so they are not part of the name.
             parts = urlsplit(place)
             place = parts.path.strip("/") or parts.netloc.rpartition("@")[2]
         return self.model_name or place.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def deployment(self) -> str:
-        """Name of its Serve deployment, which is also part of names of files."""
+        """Name of the model's Serve deployment, which is also part of file names."""
         return "Replica-" + re.sub(r"[^\w.-]", "-", self.name)
 
 
@@ -174,7 +174,7 @@ class ServeJob(ServedModel):
         return self
 
     def each(self) -> dict[str, Self]:
-        """The job as it would be with one model alone, by the models' names."""
+        """For each model's name, the job with that model alone."""
         only = {
             model.name: self.model_copy(update=dict(model) | {"more_models": ()})
             for model in self.more_models

@@ -1,4 +1,4 @@
-"""The files of `jobs/` and `adapters/`, which come with the package."""
+"""The files of `jobs/` and `adapters/` that come with the package."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ _SHIPPED = ("jobs", "adapters")
 
 
 def found(path: str | Path) -> Path:
-    """The path; for a `jobs/NAME` or `adapters/NAME` that is not there, that of the package.
+    """The path, or for a missing `jobs/NAME` or `adapters/NAME` the package's own copy.
 
-    So the lines of the documentation work where there is no checkout.
+    This makes the commands of the documentation work without a checkout.
     """
     path = Path(path)
     if len(path.parts) < 2 or path.parts[0] not in _SHIPPED or path.exists():

@@ -301,7 +301,7 @@ class TrainJob(Config):
     kind: Literal["train"] = "train"
     name: JobName
     output_dir: str = Field(min_length=1, description="run directory, shared by all nodes")
-    # Those of later stages are a little larger, and must fit 64 bits too.
+    # Later stages use slightly larger seeds, which must fit 64 bits too.
     seed: int = Field(default=0, ge=0, lt=2**62)
     model: ModelConfig
     data: DataConfig
@@ -351,7 +351,7 @@ class TrainJob(Config):
         if not sharded or self.cluster.workers == 1:
             return self
         for name, stage in self.stages.items():
-            # Forwards are collective there, and a worker's rows may have no anchored one.
+            # Forwards are collective under ZeRO-3, but a worker's rows may have no anchored row.
             if isinstance(stage.objective, MarsObjective) and stage.objective.anchor_weight:
                 raise ValueError(
                     f"stages.{name}.objective.anchor_weight does not work with engine.zero_stage 3 "
@@ -387,7 +387,7 @@ class TrainJob(Config):
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:
         if self.cluster.min_workers is not None:
-            # Some number of workers between the two will not divide: a rank then has a row less.
+            # Some worker count in the range does not divide the batch: a rank has one row less.
             return self
         for name, stage in self.stages.items():
             rows = stage.global_batch_size

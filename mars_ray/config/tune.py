@@ -10,12 +10,12 @@ from mars_ray.config.evaluate import Task
 from mars_ray.config.modes import Threshold
 from mars_ray.config.train import MarsObjective, StageConfig, TrainJob
 
-# Length and rhythm of the trials are what early stopping compares them by.
+# Not the length or evaluation interval of trials: early stopping compares trials by them.
 TUNABLE = ("objective.", "optimizer.")
 
 
 def ordered(parameter: Any) -> Any:
-    """Raises ValueError unless a range's `low` is below its `high`."""
+    """The range. Raises ValueError unless its `low` is below its `high`."""
     if parameter.low >= parameter.high:
         raise ValueError(f"low {parameter.low} is not below high {parameter.high}")
     return parameter
@@ -212,7 +212,7 @@ class TuneJob(Config):
         steps, every = self.stage.steps, self.stage.eval_every_steps
         assert steps is not None
         assert every is not None
-        # A trial's last evaluation ends it anyway.
+        # The last evaluation does not count: the trial ends there in any case.
         last = (steps - 1) // every * every
         if first_steps > last:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""From a source of conversations to batches of token rows."""
+"""Turns a source of conversations into batches of token rows."""

@@ -1,12 +1,12 @@
-"""From a conversation to tokens, through the tokenizer's own chat template.
+"""Turns a conversation into tokens through the tokenizer's own chat template.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     [               prompt, no loss                      )[ response      )[ no loss
 
-Where a response starts is asked of the template: it is the length of the rendered prompt. The text
-is cut there and at the special tokens which the template wrote, and the pieces between are encoded
-as plain text, so a special token spelled out inside a message is just text. Prompts are cut in the
-same way when a model is served, so it meets the token boundaries it was trained on.
+A response starts where the prompt ends, whose length comes from rendering it. The text is cut there
+and at the special tokens which the template wrote. The pieces between are encoded as plain text, so
+a special token spelled out inside a message is just text. Serving cuts prompts in the same way, so
+the model meets the token boundaries it was trained on.
 """
 
 import copy
@@ -33,7 +33,7 @@ _KEPT = 4
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool that an assistant has called; `arguments` is what JSON can hold."""
+    """A tool that an assistant has called; `arguments` is a JSON value."""
 
     name: str
     arguments: Any
@@ -66,14 +66,14 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A rendered conversation, cut: tokens and plain texts, and which are a response."""
+    """A rendered conversation, cut into tokens and plain texts, with a mark for responses."""
 
     pieces: tuple[tuple[int | str, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """The tokens before and behind a user's message."""
+    """The tokens around a user's message."""
 
     before: tuple[int, ...]  # the tokens before it
     end_id: int  # the special token behind it
@@ -84,17 +84,17 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """The conversation and the start of the answer to come, as token ids.
+    """The token ids of the conversation and of the start of the next answer.
 
-    `tools` are described to the model as its template does it. Raises DataError if the template
-    refuses the conversation, ModelError if the tokenizer or its template cannot be used.
+    The template describes `tools` to the model. Raises DataError if the template refuses the
+    conversation, ModelError if the tokenizer or its template cannot be used.
     """
     encoder = encoder_of(tokenizer)
     return encoder.encode([encoder.plan_prompt(messages, tools)])[0].input_ids.tolist()
 
 
 def writes_tool_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template knows tools, and writes a call as
+    """Whether the chat template supports tools, and writes a call as
     <tool_call>{"name": "...", "arguments": {...}}</tool_call>.
 
     Raises ModelError if the tokenizer or its template cannot be used.
@@ -103,7 +103,7 @@ def writes_tool_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> "ChatEncoder":
-    """The tokenizer's encoder, kept for the next call."""
+    """The tokenizer's encoder, cached."""
     # The size is part of the key because adding a token changes what is special.
     return _encoder(tokenizer, len(tokenizer), _template(tokenizer))
 
@@ -122,7 +122,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
-        # Several templates, and none of them is the default.
+        # There are several templates, none of which is the default.
         raise ModelError(f"the tokenizer's chat template cannot be used: {error}") from error
 
 
@@ -134,7 +134,7 @@ class ChatEncoder:
             raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json; convert it first")
         self._tokenizer = tokenizer
         self._template = template
-        # A copy: transformers changes settings of its own with every call.
+        # A copy, because transformers changes the tokenizer's settings with every call.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
@@ -147,8 +147,8 @@ class ChatEncoder:
     def plan(self, messages: Sequence[Message]) -> Plan:
         """Renders and cuts a conversation.
 
-        Raises DataError if the template refuses it, or writes it so that the assistant's part
-        cannot be found: it may write others well (two answers in a row are where Qwen3's fails).
+        Raises DataError if the template refuses it, or if the assistant's part cannot be found in
+        its text. Other conversations may still work (Qwen3's fails on two answers in a row).
         """
         chat, _, sentinel = self._neutralise(messages)
         text = self._render(chat, prompt=False)
@@ -170,8 +170,8 @@ class ChatEncoder:
         """
         chat, described, sentinel = self._neutralise(messages, tools)
         text = self._render(chat, described, prompt=True)
-        # An answer the template rewrites once it is history has no place to be found, and needs
-        # none: nothing here carries a loss.
+        # An answer that the template rewrites once it is history cannot be found in the text. It
+        # does not need to be, as nothing here carries a loss.
         starts = [
             len(before)
             for turn, message in enumerate(chat)
@@ -186,8 +186,8 @@ class ChatEncoder:
     def user_turn(self, system: str | None = None) -> UserTurn:
         """The conversation up to where the user's first message begins.
 
-        Raises ModelError if the template does not show where that is, or ends such a message with
-        plain text; DataError if it refuses the system message.
+        Raises ModelError if that place cannot be found in the template's text, or if the template
+        ends such a message with plain text; DataError if it refuses the system message.
         """
         free = (char for char in map(chr, _PRIVATE_USE) if char not in f"{self._template}{system}")
         marker = next(free, "")
@@ -205,14 +205,14 @@ class ChatEncoder:
                 "the chat template ends a user's message without a special token, so this model "
                 "cannot write prompts of its own: give it prompts"
             )
-        # A space belongs to the word behind it, in all tokenizers that have one there.
+        # In all tokenizers whose text has a space there, it belongs to the next word.
         pieces = self._cut(before.rstrip(" "), sentinel, response=False)
         tokens = self.encode([Plan(tuple(pieces))])[0].input_ids.tolist()
         return UserTurn(tuple(tokens), self._special_ids[end[0]])
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text."""
+        """Ids of special tokens, which are not text."""
         return frozenset(self._special_ids.values())
 
     def has_special(self, text: str) -> bool:
@@ -220,7 +220,7 @@ class ChatEncoder:
         return self._special.search(text) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """The text of the tokens, without special ones."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
     @cached_property
@@ -229,7 +229,7 @@ class ChatEncoder:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, plans: Sequence[Plan]) -> list[Encoded]:
-        """The tokens of each plan; one call for many is faster than many calls."""
+        """The tokens of each plan; one call for many plans is faster than many calls."""
         texts: dict[str, int] = {}
         for plan in plans:
             for piece, _ in plan.pieces:
@@ -249,7 +249,7 @@ class ChatEncoder:
         return encoded
 
     def fingerprint(self) -> str:
-        """A text that differs for tokenizers and templates which encode differently."""
+        """A text that differs between tokenizers and templates that encode differently."""
         special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
         return "\n".join([self._backend.to_str(), special, self._template])
 
@@ -257,7 +257,7 @@ class ChatEncoder:
     def writes_calls_as_json(self) -> bool:
         """Whether an answer's call is JSON between <tool_call> and </tool_call>.
 
-        Others (Qwen3-Coder, GLM-4.5) have something else between the same two.
+        Other models (Qwen3-Coder, GLM-4.5) write another format between the same tags.
         """
         call = Call("look", {"at": "this"})
         asked = [Message("user", "Look at this"), Message("assistant", "", (call,))]
@@ -271,8 +271,8 @@ class ChatEncoder:
     def _neutralise(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-        """The messages and tools for the template, special tokens in them broken by the sentinel
-        returned.
+        """The messages and tools for the template, with special tokens in them broken up by the
+        returned sentinel.
 
         The sentinel occurs in no text, so taking it out later restores each text exactly.
         """
@@ -306,7 +306,7 @@ class ChatEncoder:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        # A TypeError: some go through a call's arguments as an object, and may find a list.
+        # TypeError: some templates treat a call's arguments as an object, but may get a list.
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)
@@ -331,11 +331,12 @@ class ChatEncoder:
         return spans
 
     def _response_end(self, text: str, start: int, through: str) -> int:
-        """Where a response ends: behind its end-of-turn token, which some templates do not write.
+        """Where a response ends: after its end-of-turn token, which some templates do not write.
 
-        `through` is the text up to this turn, rendered as the last one. Templates that write a
-        last turn in another way than a past one (Qwen3: an empty thought) do not continue it; the
-        messages hold no special tokens here, so the first one is then the end of the turn.
+        `through` is the text up to this turn, rendered with it as the last turn. The whole text
+        does not continue `through` if the template writes a last turn differently from a past one
+        (Qwen3: an empty thought). The messages hold no special tokens here, so the turn then ends
+        at the first one.
         """
         if text.startswith(through):
             ends = [match.end() for match in self._special.finditer(through, start)]
@@ -349,7 +350,7 @@ class ChatEncoder:
         return match.end()
 
     def _cut(self, text: str, sentinel: str, *, response: bool) -> list[tuple[int | str, bool]]:
-        """The special tokens' ids and the texts between them."""
+        """Cuts the text into the special tokens' ids and the texts between them."""
         # The pattern is one group, so every second part is a special token.
         parts = self._special.split(text)
         return [
@@ -359,8 +360,8 @@ class ChatEncoder:
         ]
 
     def _check(self) -> None:
-        """Raises ModelError for a tokenizer that writes a word differently where a text begins: its
-        texts cannot be cut."""
+        """Raises ModelError for a tokenizer that encodes a word differently at the start of a text,
+        because its texts cannot be cut."""
         messages = [Message("user", "Hi there"), Message("assistant", "Fine, thanks")]
         chat, _, _ = self._neutralise(messages)
         try:
@@ -385,7 +386,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         for index, added in tokenizer.added_tokens_decoder.items()
         if added.special
     }
-    # Breaking one apart needs two characters.
+    # A special token needs two characters to be broken up.
     short = [text for text in special if len(text) < 2]
     if short or not special:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""The built-in corpus: grade-school word problems, made from a seed; their texts are corpus.toml.
+"""The built-in corpus: grade-school word problems, made from a seed and the texts of corpus.toml.
 
-Every step keeps to small numbers: a result of at most 50, and one operand of a sum or difference
-with a single digit. Two-digit plus two-digit addition is what models of this size fail to learn.
+Every step keeps to small numbers: a result of at most 50, and one single-digit operand in a sum or
+difference. Models of this size fail to learn addition of two two-digit numbers.
 """
 
 import itertools
@@ -29,13 +29,13 @@ _LARGEST_RESULT = 50
 _RANGES = {"a": range(2, 21), "b": range(2, 10), "c": range(2, 10), "d": range(2, 10)}
 # One question in eight is held out.
 _HELD_OUT_OF = 8
-# So many draws in a row without a new question mean that the corpus is nearly exhausted.
+# This many draws in a row without a new question mean that the corpus is nearly exhausted.
 _PATIENCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A question and the sentences that solve it, one sentence a step."""
+    """A question and the sentences that solve it, one sentence per step."""
 
     question: str
     steps: tuple[str, ...]
@@ -50,7 +50,7 @@ TEMPLATES = [Template(**t | {"steps": tuple(t["steps"])}) for t in _TEXTS["templ
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, its worked solution, which ends with `#### <answer>`, and the answer."""
+    """A question, the answer, and a worked solution that ends with `#### <answer>`."""
 
     question: str
     solution: str

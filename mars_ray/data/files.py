@@ -22,20 +22,20 @@ def rows(patterns: Sequence[str]) -> Iterator[Row]:
         reader = _reader(path)
         try:
             yield from reader(path)
-        # UnicodeDecodeError: a Parquet column of texts may hold anything.
+        # UnicodeDecodeError: a Parquet column of texts may hold arbitrary bytes.
         except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise DataError(f"cannot read {path}: {error}") from error
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
-    """The files that the paths and globs name, those of one glob sorted, each once.
+    """The files that the paths and globs name, each once; those of one glob are sorted.
 
-    Raises DataError for one that names no file.
+    Raises DataError for a path or glob that matches no file.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
         full = str(Path(pattern).expanduser())
-        # A name that exists is not a glob, whatever characters it has.
+        # An existing name is not a glob, whatever characters it has.
         names = [full] if Path(full).exists() else sorted(glob.glob(full, recursive=True))
         if not names:
             raise DataError(f"no such file: {pattern} (looked in {Path.cwd()})")
@@ -74,7 +74,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _parse(line: bytes) -> object:
-    """The content, or the error in its place: one bad line does not end the file."""
+    """The content of the line, or the error in its place: one bad line does not end the file."""
     try:
         return json.loads(line)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _parse(line: bytes) -> object:
 
 
 def _json_array(path: Path) -> Iterator[Row]:
-    """Elements one by one, because `json.loads` does not tell the lines they start at."""
+    """The elements one by one, because `json.loads` does not report the lines they start at."""
     try:
         text = _bytes(path).decode("utf-8-sig")
         decoder, whitespace = json.JSONDecoder(), " \t\r\n"

@@ -21,8 +21,8 @@ def rows(source: HubSource) -> Iterator[tuple[str, object]]:
         except StopIteration:
             return
         except OSError as error:
-            # Arrow's errors are among them. Told here: to whoever writes these rows an OSError
-            # would say that its own disk is at fault.
+            # Includes Arrow's errors. Converted here, because the code that writes these rows would
+            # take an OSError for a fault of its own disk.
             raise DataError(f"cannot read data set {source.name!r}: {error}") from error
         yield f"{source.name}:{number}", content
 
@@ -47,7 +47,7 @@ def load(source: HubSource) -> Any:
 
 
 def fingerprint(source: HubSource) -> list[str]:
-    """Which data were downloaded: the ends of the names under which `datasets` keeps them.
+    """An identity of the downloaded data: the ends of the names under which `datasets` keeps them.
 
     They hold the commit of the hub's repository and a hash of the files asked for.
     """

@@ -1,5 +1,4 @@
-"""Batches of padded rows, in an order that depends on the seed alone: not on the ranks, nor on a
-restart.
+"""Batches of padded rows, in an order that depends on the seed alone, not on ranks or restarts.
 
 Shape suffixes: B rows, L tokens of a row.
 """
@@ -16,8 +15,8 @@ from mars_ray.data.chat import Encoded
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import DataError
 
-# So many global batches are sorted by length together: enough for rows of one batch to be of
-# similar length, few enough for the order to stay random.
+# This many global batches are sorted by length together: enough for the rows of a batch to have
+# similar lengths, few enough for the order to stay random.
 _SORTED_BATCHES = 16
 # Rows being filled at the same time: more fill better, and take longer to search.
 _OPEN_ROWS = 256
@@ -36,11 +35,11 @@ class LoaderState:
 class Loader:
     """Endless training batches: epochs in new orders, each without its incomplete last batch.
 
-    `global_batch_size` counts rows over all ranks and does not change what is in a global batch;
-    at most `micro_batch_size` rows go through one forward on one rank. Every rank gets as many
-    micro-batches: where rows do not divide by ranks, some have a row less, or one of padding.
-    `state` and `restore` make a run resume with exactly the batches it would have had; only
-    lengths are read on the way there.
+    `global_batch_size` counts rows over all ranks: the number of ranks does not change the content
+    of a global batch. At most `micro_batch_size` rows go through one forward on one rank. All ranks
+    get the same number of micro-batches: if the rows do not divide evenly, some ranks have one row
+    less, or one of padding. With `state` and `restore` a run resumes with exactly the batches it
+    would have had; to get there only lengths are read.
     """
 
     def __init__(
@@ -78,11 +77,11 @@ class Loader:
             )
 
     def state(self) -> LoaderState:
-        """The position behind the last step handed out."""
+        """The position after the last step handed out."""
         return LoaderState(self._epoch, self._step)
 
     def restore(self, state: LoaderState) -> None:
-        """Goes to a position; only before the first batch is asked for."""
+        """Goes to a position; only before the first batch is requested."""
         assert not self._started, "restore the loader before iterating"
         if state.epoch < 0 or not 0 <= state.step <= self.steps_per_epoch:
             raise DataError(
@@ -92,12 +91,12 @@ class Loader:
         self._epoch, self._step = state.epoch, state.step
 
     def __iter__(self) -> Iterator[list[TokenBatch]]:
-        """This rank's micro-batches of one optimizer step after another."""
+        """Yields this rank's micro-batches, one optimizer step at a time."""
         self._started = True
         while True:
             batches = self._order(self._epoch)
             while self._step < self.steps_per_epoch:
-                # Counted before it is handed out: whoever asks for the state has the batch.
+                # Counted before it is handed out: a caller that reads `state` has the batch.
                 self._step += 1
                 yield self._micro_batches(batches[self._step - 1])
             self._epoch, self._step = self._epoch + 1, 0
@@ -105,8 +104,8 @@ class Loader:
     def _order(self, epoch: int) -> np.ndarray:
         """Rows of every global batch of an epoch, (steps_per_epoch, global_batch_size).
 
-        Rows of similar length come together, so that little is padding; the batches of an epoch
-        are then shuffled, or long ones would follow short ones.
+        Rows of similar length share a batch, so that there is little padding. The batches of an
+        epoch are then shuffled, because otherwise long ones would follow short ones.
         """
         random = np.random.default_rng([self._seed, epoch])
         size = self._global_batch_size
@@ -117,7 +116,7 @@ class Loader:
         return random.permutation(order.reshape(self.steps_per_epoch, size), axis=0)
 
     def _micro_batches(self, batch: np.ndarray) -> list[TokenBatch]:
-        # Every world_size-th row: the ranks get rows of the same lengths, hence the same work.
+        # Every world_size-th row, so that the ranks get rows of similar lengths and equal work.
         mine = batch[self._rank :: self._world_size]
         share = math.ceil(self._global_batch_size / self._world_size)
         starts = range(0, share, self._micro_batch_size)
@@ -138,8 +137,8 @@ def eval_batches(
 ) -> Iterator[TokenBatch]:
     """The first `limit` conversations (None: all), each once over all ranks, without packing.
 
-    Every rank yields the same number of batches, as collective operations need it; a rank without
-    conversations left yields one row of padding.
+    Every rank yields the same number of batches, as collective operations require; a rank that has
+    no conversations left yields one row of padding.
     """
     count = len(conversations) if limit is None else min(limit, len(conversations))
     order = np.argsort(conversations.lengths[:count], kind="stable")
@@ -172,9 +171,9 @@ def one_each(lengths: np.ndarray) -> Rows:
 def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
     """Rows of at most `max_length` tokens: each conversation into the first open row with room.
 
-    They come in random order, so that a row mixes all kinds. Which row a conversation is in is the
-    same in every epoch: the number of steps then is, too, and the attention mask keeps the
-    conversations of a row from seeing one another.
+    Conversations come in random order, so that a row mixes all kinds. The assignment to rows is the
+    same in every epoch, and so is the number of steps. The attention mask keeps the conversations
+    of a row from seeing one another.
     """
     assert lengths.max(initial=0) <= max_length
     space = np.full(_OPEN_ROWS, max_length)

@@ -1,6 +1,6 @@
 """Tokenised conversations: built once, kept on disk, memory-mapped.
 
-A cache directory holds three arrays and, written last, what they must look like:
+A cache directory holds three arrays and, written last, a description to check them against:
 
     tokens.bin    int32, all conversations one after another
     response.bin  bool, the same length
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 _ARRAYS = {"tokens": np.int32, "response": np.bool_, "starts": np.int64}
 _OWN_TEXT = (".py", ".toml")
-# Before the number of conversations is shown, and how often it changes.
+# Delay before the number of conversations is shown, and the interval of its updates.
 _QUIET_S = 2.0
 _UPDATE_EVERY = 256
 # Conversations encoded in one call, which spreads them over the cores.
@@ -49,7 +49,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What became of the rows of a source."""
+    """Counts of what happened to the rows of a source."""
 
     conversations: int
     tokens: int
@@ -79,7 +79,7 @@ class Conversations:
         self.lengths = np.diff(self._starts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As its place: an array that was mapped would be copied.
+        # Pickled as its directory: a mapped array would be copied.
         return Conversations, (self.directory,)
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Conversations:
 
 
 class Joined(Conversations):
-    """The conversations of two caches as one data set, the second's after the first's."""
+    """The conversations of two caches as one data set, the first cache's first."""
 
     def __init__(self, first: Conversations, second: Conversations) -> None:
         self._parts = first, second
@@ -157,7 +157,7 @@ def _built(
 
 
 def _tell(summary: Summary, source: Source, config: DataConfig) -> None:
-    """Says what was left out, at every start and also of data that come from the cache."""
+    """Logs what was left out, at every start, also for data from the cache."""
     if not (summary.bad or summary.dropped or summary.truncated):
         return
     match source:
@@ -190,7 +190,7 @@ def _put(work: Path, directory: Path) -> None:
     try:
         os.replace(work / "new", directory)
     except OSError:
-        # Another process put its own there, which has the same content.
+        # Fine if another process has put its own there, which has the same content.
         if not directory.exists():
             raise
 
@@ -232,7 +232,7 @@ def _build(source: Source, encoder: ChatEncoder, config: DataConfig, directory: 
 def _encode_all(
     records: Iterable[Record], encoder: ChatEncoder, max_length: int, report: BadRows
 ) -> Iterator[Encoded]:
-    """The records' tokens; those that the chat template refuses go to `report`."""
+    """The records' tokens; records that the chat template refuses go to `report`."""
     rest = iter(records)
     while chunk := list(islice(rest, _CHUNK)):
         plans = []
@@ -251,7 +251,7 @@ def _plan(record: Record, encoder: ChatEncoder, max_length: int) -> Plan:
 
 
 def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
-    """The conversation cut to max_length; None if it is to be dropped or no answer is left."""
+    """The conversation cut to max_length; None if it must be dropped or no answer is left."""
     if len(encoded.input_ids) <= config.max_length:
         return encoded
     if config.overlong == "drop":
@@ -265,7 +265,7 @@ def _fit(encoded: Encoded, config: DataConfig) -> Encoded | None:
 
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
-    """A name for everything the tokens depend on, this package's own text included."""
+    """A key of everything the tokens depend on, this package's own source included."""
     own = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in _OWN_TEXT)
     parts = [
         source.model_dump_json(),

@@ -1,4 +1,4 @@
-"""From a source in the configuration to conversations, one by one."""
+"""Reads the conversations of a configured source one by one."""
 
 import heapq
 import logging
@@ -17,14 +17,14 @@ from mars_ray.errors import DataError
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
-# What a row may look like; the first whose fields are all there is taken.
+# The forms of a row; the first whose fields are all present is taken.
 IDS = ("prompt_ids", "answer_ids")
 FORMS = (IDS, ("messages",), ("prompt", "response"), ("instruction", "output"))
 PROMPT_FORMS = (("messages",), ("prompt",), ("instruction",))
 _FIELDS = {field for form in FORMS for field in form} | {"input"}
-# Fields of a message that change what the assistant did; a turn without them would be a lie.
+# Fields of a message that change what the assistant did; a turn without them would be wrong.
 _CALLS = ("tool_calls", "function_calls", "functions")
-# More than this many bad rows are counted, not told one by one.
+# The first bad rows are logged one by one, up to this many; the rest are only counted.
 _TOLD = 5
 
 
@@ -32,8 +32,7 @@ _TOLD = 5
 class Record:
     """A conversation and where it came from, as `file:line`, `hub name:row` or `corpus:row`.
 
-    With `tokens`, those are the conversation, and the messages, of which there may be none, are for
-    people.
+    If `tokens` is set, it is the conversation; the messages are then for people, and may be empty.
     """
 
     messages: tuple[Message, ...]
@@ -45,16 +44,16 @@ class BadRow(Exception):
     """A row cannot be used; the message says why."""
 
 
-# Content of a row, how its fields are renamed, and its origin. Raises BadRow.
+# Takes a row's content, the renamings of its fields, and its origin. Raises BadRow.
 _Parse = Callable[[object, Mapping[str, str], str], Record]
-# What a row does not have; None may be in one.
+# Marks an absent field; a row may hold None.
 _ABSENT = object()
-# A row by our names.
+# A row with its fields under our names.
 _Row = Mapping[str, Any]
 
 
 class BadRows:
-    """Counts the rows that cannot be used; the first few are told at once."""
+    """Counts the rows that cannot be used; the first few are logged at once."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -62,7 +61,7 @@ class BadRows:
         self._examples: list[str] = []
 
     def add(self, origin: str, reason: str) -> None:
-        """A row, already counted as seen, turned out to be bad."""
+        """Records that a row, already counted as seen, is bad."""
         self.bad += 1
         if self.bad <= _TOLD:
             self._examples.append(f"{origin}: {reason}")
@@ -91,7 +90,7 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
 
 
 def read_prompts(source: Source, report: BadRows) -> Iterator[Record]:
-    """The source's prompts, likewise: rows need no answer, and one that ends them is left out."""
+    """Like `read`, but for prompts: rows need no answer, and a final answer is left out."""
     if isinstance(source, CorpusSource):
         for number, problem in _problems(source, report):
             yield Record((Message("user", problem.question),), f"corpus:{number}")
@@ -123,13 +122,13 @@ def _records(source: FilesSource | HubSource, report: BadRows, parse: _Parse) ->
 
 
 def _chosen(source: FilesSource | HubSource) -> Iterable[files.Row]:
-    """All rows, the first `limit`, or `limit` drawn at random, in their order."""
+    """The rows in their order: all, the first `limit`, or `limit` drawn at random."""
     rows = files.rows(source.paths) if isinstance(source, FilesSource) else hub.rows(source)
     if source.shuffle_seed is None or source.limit is None:
         return islice(rows, source.limit)
     draw = random.Random(source.shuffle_seed)
     drawn = ((draw.random(), number, row) for number, row in enumerate(rows))
-    # Those with the least numbers: nothing but these is kept, however long the file is.
+    # Those with the smallest random numbers: only these are kept, however long the file is.
     kept = heapq.nsmallest(source.limit, drawn, key=lambda item: item[:2])
     return [row for _, _, row in sorted(kept, key=lambda item: item[1])]
 
@@ -137,14 +136,14 @@ def _chosen(source: FilesSource | HubSource) -> Iterable[files.Row]:
 def _form(
     content: object, columns: Mapping[str, str], forms: tuple[tuple[str, ...], ...]
 ) -> tuple[tuple[str, ...], _Row]:
-    """The form of a row, and the row by our names. Raises BadRow if it has none of the forms."""
+    """The form of a row, and the row under our names. Raises BadRow if no form matches."""
     if isinstance(content, ValueError):
         raise BadRow(f"not JSON: {content}")
     if not isinstance(content, Mapping):
         raise BadRow(f"not an object but {type(content).__name__}")
     renamed = {ours: _at(content, name) for ours, name in columns.items()}
     row = {**content, **{ours: value for ours, value in renamed.items() if value is not _ABSENT}}
-    # A form whose fields were renamed was asked for by name.
+    # Forms whose fields the user renamed come first: they were requested explicitly.
     by_name = sorted(forms, key=lambda form: columns.keys().isdisjoint(form))
     form = next((form for form in by_name if all(field in row for field in form)), None)
     if form is None:
@@ -154,7 +153,7 @@ def _form(
 
 
 def _at(content: Mapping[str, Any], name: str) -> Any:
-    """A field by its name, or what lies inside it by a dotted path such as `turns.0`."""
+    """A field by its name, or a value inside it by a dotted path such as `turns.0`."""
     if name in content:
         return content[name]
     value: Any = content
@@ -180,7 +179,7 @@ def _conversation(content: object, columns: Mapping[str, str], origin: str) -> R
 
 
 def _tokens(row: _Row, origin: str) -> Record:
-    """A line of `mars-ray generate`, or ids alone."""
+    """The record of a line that `mars-ray generate` wrote, or of a row with ids only."""
     try:
         tokens = token_row(*(row[field] for field in IDS))
     except ValueError as error:

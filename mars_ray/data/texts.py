@@ -1,4 +1,4 @@
-"""Texts in what JSON can hold: all of them, each changed, and when two prompts are the same."""
+"""Texts in JSON values: listing, changing and checking them, and keys that compare prompts."""
 
 import hashlib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from mars_ray.errors import DataError
 
-# Two prompts with the same first words are one: sampled ones often differ in their last words.
+# Prompts with the same first words count as one: sampled ones often differ only at the end.
 _TELLING_WORDS = 16
 _WORD = re.compile(r"\w+")
 
@@ -41,7 +41,7 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def check_characters(text: str) -> None:
-    """Raises DataError for half of a surrogate pair, which JSON can hold and nobody can encode."""
+    """Raises DataError for half of a surrogate pair: JSON can hold it, UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -49,8 +49,8 @@ def check_characters(text: str) -> None:
 
 
 def text_key(text: str) -> bytes:
-    """A key that is the same for texts which differ in case, spaces, punctuation or forms of
-    characters only."""
+    """A key that is the same for texts that differ only in case, spaces, punctuation or forms of
+    characters."""
     return _digest(_words(text))
 
 

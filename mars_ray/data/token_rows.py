@@ -1,7 +1,7 @@
-"""Rows that hold token ids: a model's own answers, exactly as it read and wrote them.
+"""Rows of token ids: a model's own answers, exactly as it read and wrote them.
 
-Text that is decoded and encoded again may come back as other tokens, and a cut answer as half a
-character; ids do not change. They are of one tokenizer, and mean something else to another.
+Text that is decoded and encoded again may give other tokens, and a cut answer may end in half a
+character; ids do not change. They belong to one tokenizer and mean something else in another.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from mars_ray.data.chat import ChatEncoder, Message, Plan
 from mars_ray.errors import DataError
 
-# As they are stored (`rows.py`).
+# Ids are stored as int32 (`rows.py`).
 _MOST = 2**31
-# Where decoding finds half a character, as at the end of an answer that was cut.
+# Decoding writes this for half a character, as at the end of a cut answer.
 _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """What a model read, and what it answered."""
+    """The token ids that a model read, and those that it answered."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -34,8 +34,8 @@ def token_plan(
 ) -> Plan:
     """The row's own tokens, of which the answer is the response.
 
-    Raises DataError if nothing of the answer fits `max_length`, or if the ids are not of this
-    tokenizer, as far as can be told: where there are messages, the last one must say the same.
+    Raises DataError if nothing of the answer fits `max_length`, or if the ids are visibly of
+    another tokenizer: if there are messages, the ids must decode to the last one.
     """
     if len(row.prompt) >= max_length:
         raise DataError(
@@ -46,7 +46,7 @@ def token_plan(
             f"token {most} is beyond the tokenizer's {encoder.vocabulary}: the ids are of another "
             "model"
         )
-    # An answer may have been cut after its text was made.
+    # An answer may have been cut after its text was written.
     said = encoder.decode(row.answer).rstrip(_BROKEN)
     if messages and not messages[-1].content.startswith(said):
         raise DataError(

@@ -1,1 +1,1 @@
-"""Demos: everything put together, to an answer over HTTP."""
+"""Demos: all parts together, up to an answer over HTTP."""

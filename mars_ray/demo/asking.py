@@ -1,4 +1,4 @@
-"""A question to a service, as any client asks it."""
+"""A question to a service, sent as any client would."""
 
 import json
 from urllib.request import Request

@@ -1,13 +1,13 @@
-"""The demo: any model, faster, its words untouched; from a package to an answer over HTTP.
+"""The demo: makes any model faster with unchanged answers, from a package to a reply over HTTP.
 
-An adapter is trained for some minutes, then one that was trained for hours takes its place. Beside
-what the adaptation writes (`adapt.run`) there are
+An adapter is trained for some minutes, then one that was trained for hours takes its place. Besides
+the files of the adaptation (`adapt.run`) it writes:
 
-    output_dir/untrained/    what its training starts from, with frontier.json
+    output_dir/untrained/    the untrained adapter, with frontier.json
     output_dir/shipped/      measurements with the adapter that comes with the package, its serve
                              job and its page; trained_here/ if there is none
 
-Run again, it goes on where it was.
+When run again, it resumes.
 """
 
 import json
@@ -49,7 +49,7 @@ _EXACT_LABEL, _VERIFIED_LABEL = (mode_label(mode.model_dump()) for mode in (_EXA
 
 @dataclass(frozen=True, slots=True)
 class _Demo:
-    """A job whose prompts have been found, and where everything of it lies."""
+    """A job whose prompts have been found, with the paths of its files."""
 
     job: DemoJob
     adapt: AdaptJob
@@ -84,7 +84,7 @@ class _Demo:
 
     @property
     def base(self) -> Path:
-        """Directory of the model, which is there once the adaptation has run."""
+        """Directory of the model, which exists once the adaptation has run."""
         return base_model(self.adapt, self.places)
 
 
@@ -95,7 +95,7 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
     """
     started = time.perf_counter()
     demo = _Demo.of(job, console)
-    # Not after ten minutes.
+    # Checked now, so that it does not fail after ten minutes.
     check_port(ServeJob.model_fields["host"].default, demo.adapt.service.port)
     if demo.shipped:
         read_draft_card(demo.shipped)
@@ -141,7 +141,7 @@ def _tokens_per_forward(frontier: Frontier) -> float:
 
 
 def _untrained(demo: _Demo) -> Frontier:
-    """The frontier of an untrained adapter, measured as those that were trained are."""
+    """The frontier of an untrained adapter, measured like those of the trained ones."""
     recipe, directory = demo.adapt.recipe, demo.places.root / "untrained"
     if not directory.exists():
         depths = recipe.objective.max_block_size
@@ -154,7 +154,7 @@ def _untrained(demo: _Demo) -> Frontier:
 
 def _directory(demo: _Demo, adapter: Path) -> Path:
     """The directory for measurements with an adapter; those with another adapter are deleted."""
-    read_draft_adapter(adapter, demo.base)  # whose else it is, is said now
+    read_draft_adapter(adapter, demo.base)  # refuses another model's adapter now
     directory = demo.places.root / ("shipped" if demo.shipped else "trained_here")
     card, known = json.dumps(asdict(read_draft_card(adapter))), directory / "of.json"
     if not known.exists() or known.read_text("utf-8") != card:
@@ -165,7 +165,7 @@ def _directory(demo: _Demo, adapter: Path) -> Path:
 
 
 def _frontier(job: EvaluateJob, console: Console) -> Frontier:
-    """The frontier of the job, measured unless it is there already."""
+    """The frontier of the job, measured unless it exists already."""
     assert job.output_dir is not None
     try:
         known = read_frontier(job.output_dir)
@@ -177,8 +177,8 @@ def _frontier(job: EvaluateJob, console: Console) -> Frontier:
 
 
 def _beside(evaluate: EvaluateJob, adapter: Path, console: Console) -> dict[str, Decoded]:
-    """Answers of our modes and of transformers; ours with the masks that pay, as a service has
-    them, where the frontier's T/F is of all masks."""
+    """Answers of our modes and of transformers. Our modes run under window control, as in a
+    service, while the frontier's T/F is measured with all masks."""
     assert evaluate.output_dir is not None
     work = json.dumps([evaluate.model_dump(mode="json"), asdict(read_draft_card(adapter))])
     kept = Kept(Path(evaluate.output_dir) / "beside.jsonl", work)

@@ -17,7 +17,7 @@ from mars_ray.progress import short
 from mars_ray.serve.deploy import check_port, start
 from mars_ray.train.run import run_training
 
-# Another seed than the evaluation's.
+# Differs from the evaluation's seed.
 _QUESTION_SEED = 20_260
 _ANSWER_TOKENS = 128
 
@@ -27,7 +27,7 @@ def run_tiny_demo(job: TinyDemoJob, console: Console) -> dict[str, Any]:
 
     Returns the line that the command prints last. Raises MarsError.
     """
-    # Not after ten minutes.
+    # Checked now, so that it does not fail after ten minutes.
     check_port(job.serve.host, job.serve.port)
     started = time.perf_counter()
     console.rule("training: AR, then MARS")
@@ -53,7 +53,7 @@ def run_tiny_demo(job: TinyDemoJob, console: Console) -> dict[str, Any]:
 
 
 def _exact_only(job: TinyDemoJob, checkpoint: Path) -> Any:
-    # Beside its own model: in the job's directory it would take the place of what is there.
+    # Written beside its own model: in the job's directory it would replace the existing frontier.
     changes = {"checkpoint": short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
     return job.evaluate.model_copy(update=changes)
 

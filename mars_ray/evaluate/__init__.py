@@ -1,1 +1,1 @@
-"""Tasks, the frontier of a checkpoint, plots, and decoders side by side."""
+"""Tasks, the frontier of a checkpoint, plots, and comparisons of decoders."""

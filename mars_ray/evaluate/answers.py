@@ -1,4 +1,4 @@
-"""Answers with what their steps tell of them beside the tokens."""
+"""Answers, with what their steps report besides the tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ class Answer:
 
     @property
     def is_looping(self) -> bool:
-        """Whether it repeats itself at its end."""
+        """Whether the answer repeats itself at its end."""
         return is_looping(self.tokens)
 
 
 def answer_all(
     engine: Engine, requests: Sequence[Request], advance: Callable[[], None]
 ) -> list[Answer]:
-    """Decode requests in batches; answers in the order of the requests.
+    """Decode requests in batches; returns answers in the order of the requests.
 
-    Raises RequestError, or what a request has failed by; none is left in the engine then.
+    Raises RequestError, or the error of a request that failed; no request is left in the engine.
     """
     log_p = {request.id: 0.0 for request in requests}
     asked = {request.id: request.logprobs is not None for request in requests}

@@ -1,7 +1,7 @@
-"""Decoding speed of this engine and of others: same checkpoint, same prompts, in turn.
+"""Compares the decoding speed of this engine and of others on the same checkpoint and prompts.
 
-Every peer is a process that waits while the others work. One round asks each (peer, batch) once, in
-the same order; rounds are repeated and medians taken, so that a machine that drifts drifts for all.
+Every peer is a process that waits while the others work. One round runs each (peer, batch) once, in
+the same order. Rounds are repeated and medians taken, so that a drift of the machine affects all.
 """
 
 import json
@@ -37,15 +37,15 @@ from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 _PEERS = Path(__file__).parent / "peers"
-# Another seed than training's, evaluation's and the demo question's.
+# Differs from the seeds of training, evaluation and the demo question.
 _PROMPT_SEED = 77
-# Masks per step of a model that was never trained.
+# Masks per step of an untrained model.
 _RANDOM_DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """A row of the result: a peer, and what it is told beside the prompts."""
+    """A row of the result: a peer, and its settings besides the prompts."""
 
     label: str
     peer: str
@@ -61,7 +61,7 @@ class _Measured:
 
 
 def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
-    """Measure, print a table, return everything. Raises MarsError if a peer fails."""
+    """Measure, print a table, return all figures. Raises MarsError if a peer fails."""
     contenders = _contenders(job)
     measured = {(c.label, batch): _Measured() for c in contenders for batch in job.batch_sizes}
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
         versions = {name: peer.hello["version"] for name, peer in peers.items()}
         ours = peers["mars"].hello
     result = {
-        # Where a peer lives on this machine is nobody else's business.
+        # Paths of peers on this machine do not belong in a result.
         "job": job.model_dump(mode="json", exclude={"peer_pythons"}),
         "peers": versions,
         "draft_adapter": ours["draft_adapter"],
@@ -196,7 +196,7 @@ def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]
         yield _Peer(name, process)
     finally:
         assert process.stdin
-        # What was not sent is sent now, and fails where nobody is there any more.
+        # Closing sends what is buffered, which fails if the peer is gone.
         with suppress(OSError):
             process.stdin.close()
         try:
@@ -217,9 +217,9 @@ def _contenders(job: BenchDecodeJob) -> list[_Contender]:
 
 
 def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
-    """The same prompts for every peer, and as far as they go for every batch size.
+    """The tasks by batch size: the same prompts for every peer, and shared between batch sizes.
 
-    Raises ConfigError if one of them has no room.
+    Raises ConfigError if a prompt has no room.
     """
     count = max(job.prompts, *job.batch_sizes)
     if job.random_prompt_tokens:
@@ -250,7 +250,7 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
 
 
 def _asked(job: BenchDecodeJob, count: int) -> list[list[Message]]:
-    """`count` prompts: equally many of each kind of the job's files, or those of the corpus. Raises
+    """`count` prompts: equally many of each kind from the job's files, or from the corpus. Raises
     DataError and ConfigError."""
     if job.task is None:
         return [[Message("user", p.question)] for p in problems("test", count, _PROMPT_SEED)]
@@ -277,7 +277,7 @@ def _case(label: str, batch: int, cell: _Measured, base: _Measured) -> dict[str,
     tokens = sum(map(len, cell.answer["tokens"]))
     base_tokens = sum(map(len, base.answer["tokens"]))
     same = [a == b for a, b in zip(cell.answer["tokens"], base.answer["tokens"], strict=True)]
-    # Round by round: what the machine does to one it does to the other.
+    # Compared round by round, so that a drift of the machine affects both.
     speed_ups = [
         (tokens / own) / (base_tokens / theirs)
         for own, theirs in zip(cell.seconds, base.seconds, strict=True)
@@ -298,7 +298,7 @@ def _case(label: str, batch: int, cell: _Measured, base: _Measured) -> dict[str,
             "positions_per_token": cell.answer["rows"] / tokens,
         }
     if "model_seconds" in cell.answer:
-        # Of the last round: the step's time that is not the model's forward.
+        # In the last round, the share of a step's time outside the model's forward.
         case["own_share"] = 1 - cell.answer["model_seconds"] / cell.seconds[-1]
     return case
 

@@ -1,6 +1,6 @@
 """Our modes and transformers' `generate` on the same prompts: batch by batch, in turn.
 
-So what the machine does to one it does to the others, and every answer of ours has one beside it.
+A drift of the machine therefore affects all, and every answer of ours has a counterpart.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 
 TRANSFORMERS = "transformers"
-# Whatever is used for the first time takes longer.
+# The first use of anything takes longer.
 _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one decoder answered to all prompts."""
+    """One decoder's answers to all prompts."""
 
     tokens: list[list[int]]
     seconds: float
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed over all batches, each of which waits for its longest answer."""
+        """Speed over all batches, each of which takes as long as its longest answer."""
         return sum(map(len, self.tokens)) / self.seconds
 
     def identical(self, other: "Decoded") -> float:
-        """The share of answers with the other's tokens."""
+        """The share of answers whose tokens equal the other's."""
         same = [a == b for a, b in zip(self.tokens, other.tokens, strict=True)]
         return sum(same) / len(same)
 
@@ -47,8 +47,9 @@ class Decoded:
 def decode_beside(
     job: EvaluateJob, modes: Sequence[Mode], kept: Kept, console: Console
 ) -> dict[str, Decoded]:
-    """Greedy answers of transformers and of each mode, by `transformers` and the modes' labels, in
-    batches as large as the engine's. The engine's dtype must be given: transformers has the same.
+    """Greedy answers of transformers and of each mode, under the keys `transformers` and the modes'
+    labels. Batches are as large as the engine's. The engine's dtype must be set, because
+    transformers uses the same.
 
     Batches that are kept already are not decoded again. Raises MarsError.
     """

@@ -76,20 +76,20 @@ def _draw_curve(axes: Axes, mode: str, points: list[FrontierPoint]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrialPoint:
-    """What is drawn of a trial."""
+    """The data of a trial that the plot shows."""
 
     label: str
     finished: bool
     expected_tokens_per_forward: float
     clean_ce: float
-    exact: FrontierPoint | None  # of survivors
-    fastest: FrontierPoint | None  # of survivors
+    exact: FrontierPoint | None  # None unless it survived
+    fastest: FrontierPoint | None  # None unless it survived
     best: bool
 
 
 def plot_sweep(trials: Sequence[TrialPoint], start: FrontierPoint, path: Path) -> None:
-    """Left, teacher-forced: clean loss against expected T/F. Right, generated: accuracy in `exact`
-    against T/F, with 95% intervals; the line is the model that all trials started from."""
+    """Draw two panels. Left, teacher-forced: clean loss against expected T/F. Right, generated:
+    accuracy in `exact` against T/F, with 95% intervals; the line is the common starting model."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
     cheap, generated = figure.subplots(1, 2)

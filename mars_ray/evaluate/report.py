@@ -1,4 +1,4 @@
-"""An evaluation for people and for programs."""
+"""Reports of an evaluation: a table for people, a summary for programs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mars_ray.core.frontier import FrontierPoint
 from mars_ray.evaluate.run import Evaluation
 
 _COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F", "tokens/s")
-# Of prompts without reference answers; T/F without answers that end in a loop stands beside.
+# Columns for prompts without reference answers; "without loops" omits answers that end in a loop.
 _OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops", "tokens/s")
 
 
@@ -52,7 +52,7 @@ def _own_cells(point: FrontierPoint) -> tuple[str, ...]:
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
-    """What the command prints as its last line."""
+    """The last line that the command prints."""
     return {
         "checkpoint": evaluation.frontier.checkpoint,
         "plot": str(evaluation.plot),

@@ -1,4 +1,4 @@
-"""The sweep: every mode on the same problems, compared with `exact` problem by problem."""
+"""The evaluation: every mode on the same problems, compared with `exact` problem by problem."""
 
 import json
 import time
@@ -43,7 +43,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A frontier and where it was written."""
+    """A frontier, and the directory it was written to."""
 
     frontier: Frontier
     directory: Path
@@ -59,7 +59,7 @@ class _ModeResult:
     mode: Mode
     answers: list[Answer]
     texts: list[str]
-    correct: list[bool] | None  # None: of prompts without reference answers
+    correct: list[bool] | None  # None for prompts without reference answers
     seconds: float
 
 
@@ -71,13 +71,14 @@ def prompts_of(
 
 
 def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
-    """Measure `exact` and every mode of the job; write frontier, plot and answers after each mode,
-    so that an interruption loses one mode at most. Where there is a whole frontier already, it
-    stays until the new one is whole. Raises MarsError, before anything is measured if a mode or a
-    prompt cannot be decoded or nothing can be written.
+    """Measure `exact` and every mode of the job.
+
+    Frontier, plot and answers are written after each mode, so that an interruption loses one mode
+    at most. An existing whole frontier stays until the new one is whole. Raises MarsError; before
+    anything is measured if a mode or a prompt cannot be decoded or nothing can be written.
     """
     problems = problems_of(job.task)
-    # First: the directory is made, and by default it is the checkpoint's.
+    # Before the output directory is made, which by default is the checkpoint's.
     read_card(job.checkpoint)
     directory = Path(job.output_dir or job.checkpoint).expanduser()
     check_writable(directory / f".{FRONTIER_FILE}", "output_dir")
@@ -86,7 +87,7 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
 
 
 def is_whole(frontier: Frontier) -> bool:
-    """Whether it has a point for every mode of its job: that of an interrupted evaluation has
+    """Whether the frontier has a point for every mode of its job; after an interruption it has
     fewer."""
     if "job" not in frontier.provenance:
         return True
@@ -97,12 +98,12 @@ def is_whole(frontier: Frontier) -> bool:
 def _measured(
     job: EvaluateJob, problems: list[Problem], directory: Path, console: Console
 ) -> Frontier:
-    # What a checkpoint's masks are worth is measured with all of them, whatever steps cost here.
-    # And every mode computes the prompts: the first one would, for all.
+    # No window control: the value of the masks is measured with all of them, whatever steps cost
+    # here. No prefix cache: the first mode would compute the prompts for all.
     config = job.engine.model_copy(update={"window_control": False, "prefix_cache": False})
     modes: list[Mode] = [ExactMode(), *(m for m in job.modes if m != ExactMode())]
     results: list[_ModeResult] = []
-    # Services read it, and an hour's measurement is not lost to the start of another one.
+    # Services read the old frontier, and a restart must not destroy an hour's measurement.
     keeps = _has_whole(directory)
     with Bars(console) as bars:
         engine, tokenizer = load_engine(job.checkpoint, config)
@@ -111,7 +112,7 @@ def _measured(
         asked = [
             (mode, _requests(prompts, mode, job.max_new_tokens, stops, logprobs)) for mode in modes
         ]
-        # All of them now: what is refused after other modes would cost their measurement.
+        # All requests are checked now: a later refusal would waste the measurements before it.
         for _, requests in asked:
             for request in requests:
                 engine.check(request)
@@ -221,7 +222,7 @@ def _without_references(
     *,
     is_unseen: bool,
 ) -> dict[str, Any]:
-    """The measures that prompts without reference answers have in place of accuracy."""
+    """The measures that replace accuracy for prompts without reference answers."""
     if problems[0].answer is not None:
         return {}
     rows = list(zip(answers, same, strict=True))
@@ -229,7 +230,7 @@ def _without_references(
     log_p = [answer.log_p or 0.0 for answer in answers]
     return {
         "agreement": 1 - sum(answer.disagreed for answer in answers) / tokens,
-        # A proposal that is committed unseen has no probability of the model's own.
+        # For a proposal committed unseen, the model's own probability is not known.
         "nll": None if is_unseen else -sum(log_p) / tokens,
         "looping": _part([row for row in rows if row[0].is_looping]),
         "by_kind": {
@@ -268,5 +269,5 @@ def _write(
                 file.write(json.dumps(row) + "\n")
     with replaced(directory / PLOT_FILE) as draft:
         plot_frontier(frontier, draft)
-    # Last: whoever reads it finds what belongs to it.
+    # Last, so that readers of it find the files that belong to it.
     write_whole(directory / FRONTIER_FILE, frontier.to_json())

@@ -1,4 +1,4 @@
-"""Tasks: questions for the model, where they come from, and a judgement of its answers."""
+"""Tasks: questions for the model, their sources, and the grading of its answers."""
 
 import json
 import re
@@ -20,24 +20,24 @@ FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A user's message and the number that the answer has to end with.
+    """A user's message and the number that the answer must end with.
 
     Without such a number (`answer` is None) an answer is right if it is that of `exact`.
     """
 
     question: str
     answer: str | None
-    kind: str | None = None  # of the prompt, where a task has several
-    turns: tuple[Message, ...] = ()  # the conversation so far, where it is not the question alone
+    kind: str | None = None  # kind of the prompt, if the task has several
+    turns: tuple[Message, ...] = ()  # the conversation so far, if it is more than the question
 
     @property
     def messages(self) -> list[Message]:
-        """The messages that the model is asked."""
+        """The messages for the model."""
         return list(self.turns) or [Message("user", self.question)]
 
 
 def is_correct(problem: Problem, text: str) -> bool:
-    """Whether the last `#### number` of the text is the answer, as a number: 7.0 is 7."""
+    """Whether the last `#### number` of the text equals the answer as a number: 7.0 is 7."""
     assert problem.answer is not None, "a prompt without a reference answer"
     found = FINAL_ANSWER.findall(text)
     return bool(found) and _number(found[-1]) == _number(problem.answer)
@@ -54,7 +54,7 @@ def _number(text: str) -> float:
 
 
 def corpus_problems(task: CorpusTask) -> list[Problem]:
-    """Problems of the test split, whose texts no training problem has."""
+    """Problems of the test split, whose texts do not occur in training problems."""
     return [
         Problem(item.question, str(item.answer)) for item in problems("test", task.count, task.seed)
     ]
@@ -66,7 +66,7 @@ def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; docs/quickstart.md has the lines that fetch GSM8K")
     try:
-        # Not splitlines(), to which characters that JSON allows in a text are ends of lines.
+        # Not splitlines(), which also splits at characters that JSON allows in a text.
         with path.open(encoding="utf-8-sig") as file:
             written = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
             lines = list(islice(written, task.count))

@@ -1,1 +1,1 @@
-"""A model's own answers to prompts, of which it may write some itself: data for training."""
+"""A model's own answers as training data, to prompts of which it may write some itself."""

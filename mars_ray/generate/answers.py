@@ -18,18 +18,18 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a generation wrote.
+    """Counts of what a generation wrote.
 
-    Looping answers are among the conversations. They draft easily, so their tokens and forwards are
-    told apart too.
+    Looping answers count among the conversations. They are easy to draft, so their tokens and
+    forwards are also given separately.
     """
 
     output: str
     conversations: int
-    left_out: int  # prompts without room for an answer, empty answers, cut ones if not kept
+    left_out: int  # prompts without room for an answer, empty answers, cut answers unless kept
     tokens: int
     tokens_per_forward: float
-    finish_reasons: dict[str, int]  # of all answers: "stop", "length"
+    finish_reasons: dict[str, int]  # all answers by "stop" or "length"
     looping: int
     looping_tokens: int
     looping_forwards: int
@@ -37,8 +37,8 @@ class Generated:
     own_prompts: int
     excluded: int
     own_tries: int
-    own_faults: dict[str, int]  # why tries were no prompts
-    # Of engines at work; two runs that wrote the same need not have taken the same time.
+    own_faults: dict[str, int]  # why tries gave no prompt
+    # Working time of the engines; not compared, as equal output may take different times.
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -96,7 +96,7 @@ def summary(
     found: Found,
     seconds: float,
 ) -> Generated:
-    """Counts over all answers of the part."""
+    """Counts over all answers of the journal."""
     tokens = sum(len(answer.tokens) for answer in answers.values())
     forwards = sum(answer.forwards for answer in answers.values())
     looping = [answer for answer in answers.values() if is_looping(answer.tokens)]

@@ -1,7 +1,7 @@
-"""Engines as actors on a Ray cluster: the one file of this package that knows Ray.
+"""Engines as actors on a Ray cluster: the only file of this package that imports Ray.
 
-An actor has a batch to decode and as much again to go on with, so that it never waits for the
-driver. One that dies is replaced, and what it had is done again.
+An actor has a batch to decode and another one queued, so that it never waits for the driver. An
+actor that dies is replaced, and its requests are decoded again.
 """
 
 import math
@@ -21,26 +21,26 @@ from mars_ray.errors import EngineError, MarsError
 from mars_ray.generate.worker import Worker
 from mars_ray.model.directory import weight_files
 
-# From the first engine that is ready, others get so long: otherwise it would take the work that
-# they could do at the same time.
+# Time that the other engines get once the first is ready; it would otherwise take work that they
+# could do at the same time.
 _GRACE_S = 5.0
 _LOOK_S = 0.5
-# An engine that starts, or a request, takes at most so many actors with it.
+# Most actors that one engine's start or one request may kill.
 _MOST_DEATHS = 3
-# Of a process with torch; and weights are stored in 2 bytes and may be computed with in 4.
+# Memory of a process with torch; weights stored in 2 bytes may be computed with in 4.
 _PROCESS_BYTES, _WEIGHTS_FACTOR = 1 << 30, 2
 
 
 @dataclass(slots=True, eq=False)
 class _Actor:
     handle: Any
-    died_before: int = 0  # others in its place, before they were ready
+    died_before: int = 0  # number of predecessors that died before they were ready
     ready: bool = False
     held: dict[str, Request] = field(default_factory=dict)
 
 
 class RayEngines:
-    """A worker in an actor each, from the first request on until the end of the context."""
+    """Workers, each in an actor of its own, from the first request until the end of the context."""
 
     def __init__(self, job: GenerateJob, say: Callable[[str], None]) -> None:
         self._job = job
@@ -61,11 +61,11 @@ class RayEngines:
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
-        """All requests, as they finish; their ids must differ. After `until` none is handed out,
-        but for the first ones: what engines take to start is in nobody's hands.
+        """Yields all requests as they finish; their ids must differ. None is handed out after
+        `until` except the first ones, because the start time of engines cannot be controlled.
 
-        Raises EngineError if engines do not start or die again and again, and whatever MarsError
-        one of them raises.
+        Raises EngineError if engines do not start or die repeatedly, and any MarsError that one of
+        them raises.
         """
         waiting = deque(requests)
         count = len(waiting)
@@ -81,7 +81,7 @@ class RayEngines:
                     yield completions
 
     def _start(self, requests: int) -> None:
-        """Starts as many engines as are of use, beside those that are there."""
+        """Starts as many engines as are useful, besides those that exist."""
         job, nodes = self._job, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._gpus = _gpus(job, nodes)
         needed = {"CPU": job.cpus_per_worker, "GPU": self._gpus}
@@ -114,7 +114,7 @@ class RayEngines:
         return actor
 
     def _hand_out(self, waiting: deque[Request]) -> None:
-        """Gives requests to those engines that have nothing to do."""
+        """Gives requests to the idle engines."""
         ready = [actor for actor in self._actors if actor.ready]
         if self._ready_since is None:
             return
@@ -131,7 +131,7 @@ class RayEngines:
             taken = [waiting.popleft() for _ in range(count)]
             actor.held |= {request.id: request for request in taken}
             if actor.held:
-                # As long as there is more, it comes back before its batch has gaps.
+                # While more requests wait, it returns before its batch has gaps.
                 leave = min(batch, len(actor.held) // 2) if waiting else 0
                 self._pending[actor.handle.advance.remote(taken, leave)] = actor
 
@@ -140,7 +140,7 @@ class RayEngines:
         try:
             result = ray.get(ref)
         except RayTaskError as error:
-            # Ray's own says it behind the whole traceback over there.
+            # Raise the cause: Ray's error has its message after the worker's whole traceback.
             if isinstance(error.cause, MarsError):
                 raise error.cause from None
             raise
@@ -158,12 +158,12 @@ class RayEngines:
         return result
 
     def _replace(self, actor: _Actor, error: RayError, waiting: deque[Request]) -> None:
-        """Starts another actor in this one's place; what it had comes first.
+        """Starts another actor in this one's place; its requests go to the front of the queue.
 
         Raises EngineError if that has been tried often enough.
         """
         if isinstance(error, RayActorError) and error.actor_init_failed:
-            # As where this package is not installed: another one would fare no better.
+            # For example, this package is not installed there: another try would fail, too.
             raise EngineError(f"an engine cannot be made: {str(error).strip().splitlines()[-1]}")
         why = " ".join(str(error).split())
         if not actor.ready and actor.died_before + 1 >= _MOST_DEATHS:
@@ -211,5 +211,5 @@ def _memory_bytes(job: GenerateJob) -> float:
 
 
 def _absolute(path: str) -> str:
-    """The path for workers, which run in another directory."""
+    """The absolute path, for workers that run in another directory."""
     return str(Path(path).expanduser().absolute())

@@ -1,8 +1,8 @@
 """Prompts that the model writes itself (Magpie, arXiv 2406.08464), for its own answers.
 
-An instruct model that is given its chat template up to where a user's message begins goes on with
-what users ask. Tries are numbered, and each has a seed of its own: which of them are taken depends
-neither on how many engines there are nor on interruptions.
+An instruct model that is given its chat template up to the start of a user's message continues with
+what users ask. Tries are numbered, and each has its own seed, so that the choice among them depends
+neither on the number of engines nor on interruptions.
 """
 
 from collections import Counter
@@ -18,17 +18,17 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.generate.prompts import OWN_ORIGIN, is_excluded
 
-# Of the prompts that are wanted: with fewer, what is there is far from what was asked for.
+# Least share of the wanted prompts: with fewer, the result is far from what was asked for.
 _LEAST_SHARE = 0.5
-# Further tries are as many as the share of usable ones so far asks for, and a few more.
+# The number of further tries follows from the share of usable ones so far, plus a margin.
 _LEAST_RATE, _MARGIN = 0.1, 8
-# Where decoding finds half a character.
+# Decoding writes this for half a character.
 _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One sample: its text, or the fault for which it can be no prompt."""
+    """One sample: its text, or the fault that makes it unusable as a prompt."""
 
     text: str
     fault: str = ""
@@ -39,7 +39,7 @@ def requests_of(
 ) -> Iterator[Request]:
     """A request for each of these tries."""
     for number in numbers:
-        # Far enough apart for the seeds of two sources never to meet.
+        # Far enough apart that the seeds of two sources never coincide.
         seed = (source.seed << 32) + number
         sampling = Sampling(temperature=source.temperature, top_p=source.top_p, seed=seed)
         stops = frozenset({turn.end_id})
@@ -47,7 +47,7 @@ def requests_of(
 
 
 def tried(completion: Completion, turn: UserTurn, encoder: ChatEncoder) -> Try:
-    """The text of a completion, or the fault that it has by itself."""
+    """The text of a completion, or a fault that does not depend on other tries."""
     *tokens, last = completion.tokens
     if completion.finish_reason != "stop":
         return Try("", "not ended")
@@ -63,18 +63,18 @@ def tried(completion: Completion, turn: UserTurn, encoder: ChatEncoder) -> Try:
 
 @dataclass(slots=True)
 class Choice:
-    """Takes tries in their order, until there are enough prompts."""
+    """Accepts tries in their order until there are enough prompts."""
 
     source: OwnPrompts
     excluded: frozenset[bytes]
-    seen: set[bytes]  # beginnings of prompts that are there already
+    seen: set[bytes]  # beginnings of existing prompts
     records: list[Record] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     tries: int = 0
 
     @property
     def more(self) -> int:
-        """Number of tries to make now; 0 at the end."""
+        """Number of tries to make now; 0 when done."""
         missing = self.source.count - len(self.records)
         left = self.source.count * self.source.tries_per_prompt - self.tries
         if missing <= 0 or not self.tries:
@@ -83,7 +83,7 @@ class Choice:
         return min(int(missing / rate) + _MARGIN, left)
 
     def take(self, attempts: Iterable[Try]) -> None:
-        """Takes the next tries; what is more than enough is not counted."""
+        """Takes the next tries; those beyond the wanted number are not counted."""
         for attempt in attempts:
             if len(self.records) == self.source.count:
                 return
@@ -95,7 +95,7 @@ class Choice:
             self.tries += 1
 
     def check(self) -> None:
-        """Raises DataError if what is usable is far too little."""
+        """Raises DataError if far too few tries are usable."""
         if len(self.records) < self.source.count * _LEAST_SHARE:
             why = ", ".join(f"{count} {fault}" for fault, count in self.faults.most_common())
             raise DataError(

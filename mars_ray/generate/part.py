@@ -1,8 +1,8 @@
-"""The journal of a generation: a file that is only added to, and read when it goes on.
+"""The journal of a generation: a file that is only appended to, and read to resume.
 
-first line   what it is made from
-other lines  an answer with its prompt's number, a try to write a prompt, or for how long engines
-             have been at work; as they came
+first line   what the generation is made from
+other lines  in order of arrival: an answer with its prompt's number, a try to write a prompt, or
+             the working time of the engines
 """
 
 from array import array
@@ -20,23 +20,23 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said to a prompt."""
+    """The model's answer to a prompt."""
 
-    tokens: "array[int]"  # as small as numbers get: there may be many
+    tokens: "array[int]"  # compact, because there may be many
     finish_reason: str
     forwards: int
 
 
 class Part:
-    """The file and what it holds: answers by the number of their prompt, tries by the place of
-    their source in the job and their own number."""
+    """The file and its content: answers by the number of their prompt, tries by the index of their
+    source in the job and their own number."""
 
     def __init__(self, path: Path, made_from: Line) -> None:
-        """Raises DataError if the file is of another job, or was mixed up."""
+        """Raises DataError if the file belongs to another job or is inconsistent."""
         self.path = path
         self.answers: dict[int, Answer] = {}
         self.tries: dict[int, dict[int, Try]] = {}
-        self.seconds = 0.0  # of engines at work, in all runs so far
+        self.seconds = 0.0  # working time of the engines over all runs so far
         lines = read_journal(path)
         if not lines:
             append(path, made_from)
@@ -46,7 +46,7 @@ class Part:
             self._take(line)
 
     def add_answers(self, answers: Mapping[int, Answer]) -> None:
-        """Writes answers down by the number of their prompt."""
+        """Records answers by the number of their prompt."""
         self._append(
             {
                 "prompt": number,
@@ -58,14 +58,14 @@ class Part:
         )
 
     def add_tries(self, place: int, tries: Mapping[int, Try]) -> None:
-        """Writes tries of a source down by their number."""
+        """Records tries of a source by their number."""
         self._append(
             {"source": place, "try": number, "text": each.text, "fault": each.fault}
             for number, each in tries.items()
         )
 
     def add_seconds(self, seconds: float) -> None:
-        """Writes down that the engines have been at work for so long."""
+        """Records working time of the engines."""
         self._append([{"seconds": seconds}])
 
     def _append(self, lines: Iterable[Line]) -> None:
@@ -93,7 +93,7 @@ class Part:
 
 
 def check_same(before: Any, now: Line, place: Path) -> None:
-    """Raises DataError if what is there was made from something else."""
+    """Raises DataError if the existing output was made from something else."""
     if not isinstance(before, dict) or not before.keys() >= now.keys():
         raise not_ours(place)
     changed = changed_keys(before["job"], now["job"])
@@ -106,5 +106,5 @@ def check_same(before: Any, now: Line, place: Path) -> None:
 
 
 def not_ours(place: Path) -> DataError:
-    """Somebody else's file is in the way."""
+    """The error for a file at this place that is not of this job."""
     return DataError(f"{place} is there and is not of mars-ray generate: choose another output")

@@ -19,7 +19,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that waits for an answer, as people and as the model read it."""
+    """A conversation that waits for an answer, as messages and as the model's token ids."""
 
     messages: tuple[Message, ...]
     origin: str
@@ -31,20 +31,20 @@ class Prompt:
         return self.origin.startswith(OWN_ORIGIN)
 
 
-# Of the model's own prompts, before their number.
+# Origin prefix of the model's own prompts, before their number.
 OWN_ORIGIN = "own:"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The prompts of the sources, and how many were excluded."""
+    """The prompts of the sources, and the number that were excluded."""
 
     prompts: list[Prompt]
     excluded: int
 
 
 def read_sources(job: GenerateJob, encoder: ChatEncoder, excluded: frozenset[bytes]) -> Asked:
-    """The prompts of all sources but the model's own. Raises DataError: a source cannot be read,
+    """The prompts of all sources but the model's own. Raises DataError if a source cannot be read
     or too many of its rows are bad."""
     report = BadRows()
     sources = [source for source in job.prompts if not isinstance(source, OwnPrompts)]
@@ -61,7 +61,7 @@ def read_sources(job: GenerateJob, encoder: ChatEncoder, excluded: frozenset[byt
 
 
 def encoded(records: Iterable[Record], encoder: ChatEncoder, report: BadRows) -> Iterator[Prompt]:
-    """The prompts as the model reads them; those that the chat template refuses go to `report`."""
+    """The prompts as the model reads them; those that the template refuses go to `report`."""
     rest = iter(records)
     while chunk := list(islice(rest, _CHUNK)):
         taken, plans = [], []
@@ -85,9 +85,9 @@ def excluded_keys(paths: Iterable[str]) -> frozenset[bytes]:
         texts = list(texts_of(row))
         keys.update(map(text_key, texts))
         if isinstance(row, dict) and "instruction" in row:
-            # Asked with their inputs, wherever in the row those are.
+            # Instructions are asked together with their inputs, wherever in the row those are.
             keys.update(text_key(f"{row['instruction']} {text}") for text in texts)
-    # Texts without words are all the same.
+    # All texts without words share one key.
     return frozenset(keys - {text_key("")})
 
 

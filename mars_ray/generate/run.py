@@ -1,11 +1,11 @@
-"""A model's own answers, written with engines all over the cluster; run again to resume.
+"""Writes a model's own answers with engines across the cluster; run again to resume.
 
-    answers.jsonl.part   while it runs: what it is made from, then answers as they came
-    answers.jsonl        the conversations, once all are there; a `files` source reads them
-    answers.json         what it is made from, and what was written
+    answers.jsonl.part   during the run: what it is made from, then answers in order of arrival
+    answers.jsonl        the conversations, once all are done; a `files` source reads them
+    answers.json         what it is made from, and the counts
 
-It is made from a job, and from what prompts and checkpoint were at the first start. How many
-engines there are does not matter.
+It is made from a job, and from the prompts and the checkpoint as they were at the first start. The
+number of engines does not matter.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 from mars_ray.storage.copies import WANTED
 
-# Where and how fast it runs: the answers do not depend on it.
+# Settings of place and speed, on which the answers do not depend.
 _HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}
 Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[Engines]]
 
@@ -50,16 +50,16 @@ Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[En
 def run_generation(job: GenerateJob, console: Console, start: Start) -> Generated:
     """Write the output, or the rest of it, with the engines that `start` gives.
 
-    Raises DataError if the prompts cannot be read, if too many of them are bad, if the model writes
-    none where it should, if none has room for an answer, or if what is there is not of this job,
-    these prompts and this model; ConfigError if another process is writing it; EngineError if the
-    engines cannot be started or fail; and ModelError.
+    Raises DataError if the prompts cannot be read, if too many are bad, if the model should write
+    some and writes none, or if none has room for an answer. Raises it also if existing output is
+    not of this job, these prompts and this model. Raises ConfigError if another process is writing
+    the output, EngineError if the engines cannot be started or fail, and ModelError.
     """
     output = Path(job.output).expanduser()
     read_card(job.checkpoint)
     check_complete(Path(job.checkpoint))
     generation = _Generation(job, encoder_of(load_tokenizer(job.checkpoint)), start)
-    # By file: several outputs may share a directory.
+    # One lock per file: several outputs may share a directory.
     lock = output.with_name(f"{output.name}.part.lock")
     with sole_writer(output, lock, "output"):
         return generation.run(output, console)
@@ -70,7 +70,7 @@ _OWN_SHARE = 0.5
 
 
 class _Clock:
-    """Tells when a job's minutes are over, counted over all its runs."""
+    """Measures when a job's minutes are over, counted over all its runs."""
 
     def __init__(self, minutes: float | None, part: Part) -> None:
         self._limit_s = math.inf if minutes is None else 60 * minutes
@@ -78,11 +78,11 @@ class _Clock:
         self._noted = time.monotonic()
 
     def until(self, share: float) -> float:
-        """When this share of the minutes is over, on the clock of `time.monotonic`."""
+        """The time on `time.monotonic` at which this share of the minutes is over."""
         return self._noted + share * self._limit_s - self._part.seconds
 
     def note(self) -> None:
-        """Counts the time that has passed; in the file, if it counts when the job goes on."""
+        """Counts the time that has passed; also in the file, if a resumed job must count it."""
         now = time.monotonic()
         passed_s, self._noted = now - self._noted, now
         if self._limit_s < math.inf:
@@ -92,7 +92,7 @@ class _Clock:
 
 
 class _Generation:
-    """A job with what it reads: all that can be refused without a model is refused at once."""
+    """A job with its inputs; everything that can be refused without a model is refused at once."""
 
     def __init__(self, job: GenerateJob, encoder: ChatEncoder, start: Start) -> None:
         self._job = job
@@ -108,10 +108,10 @@ class _Generation:
         self._made_from = _made_from(job, self._asked, self._excluded)
 
     def run(self, output: Path, console: Console) -> Generated:
-        """Does what is not done yet."""
+        """Does the remaining work."""
         done = output.with_suffix(".json")
         part_file = output.with_name(f"{output.name}.part")
-        # The part goes last: while it is there, the others are of this command.
+        # The part is deleted last: while it exists, the other files belong to this command.
         if not part_file.exists() and (generated := _finished(output, done, self._made_from)):
             return generated
         part = Part(part_file, self._made_from)
@@ -121,7 +121,7 @@ class _Generation:
             self._answer(prompts, part, clock, engines, bars)
         clock.note()
         if not part.answers:
-            # Nothing to go on with: a job with other settings may begin.
+            # Nothing to resume, so a job with other settings may begin.
             part_file.unlink()
             raise DataError(
                 f"no prompt has room for {self._job.max_new_tokens} tokens of an answer in "
@@ -172,12 +172,12 @@ class _Generation:
                 clock.note()
                 tries = {int(c.request_id): tried(c, turn, self._encoder) for c in completions}
                 part.add_tries(place, tries)
-                # An estimate: which of them are new is told in their order, once all are there.
+                # An estimate: which of them are new is decided in order, once all are done.
                 bars.advance(task, sum(not each.fault for each in tries.values()))
             choice.take(known[number] for number in numbers if number in known)
             bars.update(task, completed=len(choice.records))
         bars.update(task, total=len(choice.records), completed=len(choice.records))
-        # Where time has run out, what there is will do.
+        # Once time has run out, the prompts so far suffice.
         if not (choice.records or prompts) or time.monotonic() < until:
             choice.check()
         if len(choice.records) < source.count:
@@ -197,14 +197,14 @@ class _Generation:
         bars.update(task, completed=len(prompts) - len(requests))
         until = clock.until(1.0)
         if until < math.inf:
-            # Of all sources alike, however far it gets.
+            # In random order, so that all sources get equal shares however far it gets.
             requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
         for completions in engines.decode(requests, until):
             clock.note()
             part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
             bars.advance(task, len(completions))
             if time.monotonic() > until:
-                # What is under way is given up with the engines.
+                # Requests in progress are dropped with the engines.
                 break
 
     def _requests(self, prompts: Sequence[Prompt], part: Part) -> Iterator[Request]:
@@ -214,7 +214,7 @@ class _Generation:
             fits = len(prompt.ids) + job.max_new_tokens <= job.engine.max_context
             if number in part.answers or not fits:
                 continue
-            # The same noise for all would favour the same tokens at the same places.
+            # With one seed for all, the same noise would favour the same tokens at each position.
             seed = (job.sampling.seed + number + 2**63) % 2**64 - 2**63
             sampling = job.sampling.model_copy(update={"seed": seed})
             ids = tuple(prompt.ids.tolist())
@@ -226,7 +226,7 @@ def _answer_of(completion: Completion) -> Answer:
 
 
 def _made_from(job: GenerateJob, asked: Asked, excluded: frozenset[bytes]) -> Line:
-    """The job and the content of what it names, which may change under the same name."""
+    """The job, and digests of the inputs that it names, which may change under the same name."""
     prompts = hashlib.sha256()
     for prompt in asked.prompts:
         turns = [(turn.role, turn.content) for turn in prompt.messages]
@@ -240,13 +240,14 @@ def _made_from(job: GenerateJob, asked: Asked, excluded: frozenset[bytes]) -> Li
 
 
 def _model(job: GenerateJob) -> str:
-    """A digest of all files that loading takes: a template or a token that ends answers matters as
-    weights do. One read of them, which loading takes too; their times differ between copies.
+    """A digest of all files that loading reads: a template or a stop token matters as weights do.
+
+    It costs one read of the files. Their times would not do, as they differ between copies.
     """
     directory = Path(job.checkpoint).resolve()
     output = Path(job.output).expanduser().resolve()
-    # An evaluation may come in between, and writes beside the model how good it is; outputs may
-    # lie there, this one and others, each with a table of the same name; and drafts of all these.
+    # Excluded are files that may appear in the model's directory meanwhile: an evaluation's
+    # frontier, outputs of this and other jobs with their tables, and temporary files of all these.
     others = {directory / FRONTIER_FILE, output.with_suffix(".json")}
     others |= {path.with_suffix(".json") for path in directory.glob("*.jsonl")}
     others |= set(directory.glob(".*"))
@@ -260,9 +261,9 @@ def _model(job: GenerateJob) -> str:
 
 
 def _finished(output: Path, done: Path, made_from: Line) -> Generated | None:
-    """What an earlier run wrote to its end, or None if nothing is there.
+    """The result of an earlier run that finished, or None if there is none.
 
-    Raises DataError rather than have a file replaced that is not of this job.
+    Raises DataError rather than replace a file that is not of this job.
     """
     if done.exists():
         table = _table(done)

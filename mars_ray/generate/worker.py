@@ -1,4 +1,4 @@
-"""One decode engine that keeps its batch full while there is work. It knows nothing of Ray."""
+"""One decode engine that keeps its batch full while there is work. It does not use Ray."""
 
 import math
 import platform
@@ -15,23 +15,23 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError
 from mars_ray.model.stop import stop_ids
 
-# What is finished goes back this often, however much is left: it is written down there.
+# Finished answers are returned this often, so that the driver records them.
 _RETURN_EVERY_S = 5.0
 
 
 class Engines(Protocol):
-    """Decodes requests with any number of engines, wherever they are."""
+    """Decodes requests with any number of engines, local or remote."""
 
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
-        """All requests, in any order, as they finish; none is begun after `until`, on the clock of
-        `time.monotonic`. Raises MarsError."""
+        """Yields all requests as they finish, in any order; none is started after `until` (on the
+        clock of `time.monotonic`). Raises MarsError."""
         ...
 
 
 class Worker:
-    """One engine that decodes the requests it is handed, some seconds at a time."""
+    """One engine that decodes the requests it is given, some seconds at a time."""
 
     def __init__(self, checkpoint: str, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -40,17 +40,17 @@ class Worker:
         self._stops: frozenset[int] = frozenset()
 
     def load(self) -> str:
-        """Makes the engine ready; says in which type it computes. Raises MarsError."""
+        """Makes the engine ready; returns the type in which it computes. Raises MarsError."""
         with self._failing("loading the model"):
             self._engine, _ = load_engine(self._checkpoint, self._config)
             self._stops = stop_ids(self._engine.model)
         return str(self._engine.model.dtype).removeprefix("torch.")
 
     def advance(self, requests: Sequence[Request], leave: int) -> list[Completion]:
-        """Takes requests in and decodes, until only `leave` of all it has are left or some seconds
+        """Adds requests and decodes until only `leave` of all its requests are left or some seconds
         are over. Requests end at the model's own stop tokens as well as at theirs.
 
-        Raises MarsError; what it had is lost then.
+        Raises MarsError; its requests are lost then.
         """
         engine = self._engine
         assert engine is not None, "load first"
@@ -70,8 +70,7 @@ class Worker:
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """Turns torch's errors, among them that memory is short, into EngineErrors that say what to
-        do."""
+        """Turns torch's errors, such as out-of-memory, into EngineErrors that say what to do."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:

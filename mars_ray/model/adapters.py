@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) on a model, through peft, and their merging into plain weights.
 
-peft is imported late: it brings other packages along, which takes seconds.
+peft is imported late, because it imports other packages, which takes seconds.
 """
 
 import warnings
@@ -18,13 +18,13 @@ def add_adapters(
 ) -> None:
     """Put adapters on all matrices of the layers, and freeze everything else.
 
-    They start from the seed, so that all ranks start alike.
+    They are initialized from the seed, so that all ranks start with the same weights.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
         r=rank,
-        # peft's type is int; a ratio is what counts.
+        # peft declares int, but only the ratio to the rank matters.
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=dropout,
         target_modules=[
@@ -40,12 +40,12 @@ def add_adapters(
 
 
 def adapter_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters' own part of a state dict."""
+    """The adapters' part of a state dict."""
     return {name: value for name, value in weights.items() if ".lora_" in name}
 
 
 def merged(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `model` with its adapters added in: the plain model's. In float32 sums."""
+    """The plain model's state dict, with the adapters of `model` added in float32."""
     from peft.tuners.lora import LoraLayer
 
     plain = {

@@ -1,4 +1,4 @@
-"""`mars.json`: what decoding must know about a model and its Hugging Face files do not say."""
+"""`mars.json`: facts that decoding needs and the Hugging Face files of a model do not have."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,8 +18,8 @@ _TYPES = {"mask_token": "str", "mask_token_id": "int", "block_size": "int"}
 class ModelCard:
     """The mask token, and the deepest block trained: 0 for a model that was not MARS-trained.
 
-    A plain model has no mask token. With a draft adapter it needs none: masks are rows of the
-    adapter's embeddings, and no row of the vocabulary.
+    A plain model has no mask token. With a draft adapter it needs none, because masks then have
+    embeddings in the adapter and no token of the vocabulary.
     """
 
     mask_token: str | None
@@ -32,15 +32,15 @@ class ModelCard:
         return self.mask_token_id if self.block_size else None
 
 
-# Any Hugging Face model as it is: decoded by `exact`, or by a draft adapter.
+# Any unmodified Hugging Face model: decoded in `exact`, or with a draft adapter.
 PLAIN = ModelCard(mask_token=None, mask_token_id=None, block_size=0)
 
 
 def read_card(directory: str | Path, called: str | None = None) -> ModelCard:
     """The directory's card; `PLAIN` for a model without one.
 
-    `called` is the model's name in messages, where the directory is a copy of it. Raises ModelError
-    if the directory holds no model, or the card is not one.
+    `called` is the model's name in messages if the directory is a copy of it. Raises ModelError if
+    the directory holds no model, or the card is invalid.
     """
     path = Path(directory) / CARD_FILE
     name = called or str(directory)
@@ -67,7 +67,7 @@ def _types(content: dict[str, object]) -> dict[str, str]:
 
 
 def write_card(directory: str | Path, card: ModelCard) -> None:
-    """Writes or replaces the directory's card; that of a plain model is removed."""
+    """Writes or replaces the directory's card; for a plain model, removes it."""
     path = Path(directory) / CARD_FILE
     if card.mask_token_id is None:
         path.unlink(missing_ok=True)

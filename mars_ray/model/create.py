@@ -1,7 +1,7 @@
-"""The model a training job starts from, as a model directory with a mask token.
+"""Creates the model that a training job starts from, as a model directory with a mask token.
 
-A model that was never trained with masks has no mask token, and growing the vocabulary changes the
-shape of its checkpoint, so slots that exist and mean nothing are preferred.
+A model that was never trained with masks has no mask token. Growing the vocabulary would change the
+shape of its checkpoint, so existing unused tokens are preferred.
 
 Shape suffixes: V rows of the vocabulary, H hidden size.
 """
@@ -41,8 +41,8 @@ def create_model(
     """Writes the model directory of `config`, complete with mask token and card.
 
     `texts` is only called for presets, whose tokenizer is trained on them. The same arguments
-    write the same files. Raises ModelError if a pretrained model cannot be used, a preset has too
-    few rows for so many tokens, or the directory cannot be written.
+    write the same files. Raises ModelError if a pretrained model cannot be used, a preset has fewer
+    rows than the tokenizer has tokens, or the directory cannot be written.
     """
     if isinstance(config, PresetModel):
         _check_preset(config)
@@ -71,10 +71,10 @@ def _check_preset(config: PresetModel) -> None:
 
 
 def check_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A token without a row would end training or serving at the first text that has it.
+    """Raises ModelError if a token that texts may have lacks an embedding row.
 
-    Special tokens (often one for padding) are in none, but for those that the template writes.
-    Raises ModelError.
+    Such a token would end training or serving at the first text that has it. Special tokens (often
+    one for padding) occur in no text, except those that the template writes.
     """
     rows = model.config.vocab_size
     template = str(tokenizer.chat_template)
@@ -98,16 +98,16 @@ def _random_model(config: PresetModel, vocabulary: int, seed: int) -> Qwen2ForCa
 
 
 def _trained_block_size(config: PretrainedModel) -> int:
-    """What an earlier MARS training has reached: a directory of ours may be trained further."""
+    """The block size of an earlier MARS training: our own directories may be trained further."""
     path = Path(config.path)
     return read_card(path).block_size if (path / CARD_FILE).exists() else 0
 
 
 def ensure_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ModelCard:
-    """Gives the tokenizer a mask token, and the model a row for it if it has none to spare.
+    """Gives the tokenizer a mask token, and the model a row for it if none is free.
 
-    The first that applies: the tokenizer's own mask token; an unused special token; a new token on
-    an embedding row that no token has; a new token on a new row.
+    Takes the first that exists: the tokenizer's own mask token; an unused special token; a new
+    token on an unused embedding row; a new token on a new row.
     """
     if tokenizer.mask_token is None:
         token: Any = _reserved_token(tokenizer) or MASK
@@ -133,7 +133,7 @@ def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def _grow(model: PreTrainedModel, rows: int) -> None:
     """Adds rows to the embedding and the head; they start at the mean of the others.
 
-    A random row would be drawn from whatever state the generator is in, and far from the rest.
+    Random rows would depend on the generator's state and lie far from the others.
     """
     old = len(_weight(model.get_input_embeddings()))
     model.resize_token_embeddings(rows, mean_resizing=False)
@@ -144,7 +144,7 @@ def _grow(model: PreTrainedModel, rows: int) -> None:
 
 
 def _weight(layer: torch.nn.Module | None) -> torch.Tensor:
-    """One row a token, (V, H)."""
+    """A layer's weight with one row per token, (V, H)."""
     assert layer is not None
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)

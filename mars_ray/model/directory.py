@@ -1,6 +1,6 @@
-"""What a model directory holds, told without loading it: whether it is whole, and which model.
+"""Checks and identifies a model directory without loading the model.
 
-A copy that was cut short loads late, or not as it should.
+Without these checks, a truncated copy would fail late or load wrongly.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
 _LENGTH_BYTES = 8
-# The first and last bytes of each tensor tell models apart: whatever was trained has changed them,
-# and a model of 60 GB is told in a second.
+# The first and last bytes of each tensor distinguish models, because training changes them. A model
+# of 60 GB is identified in a second.
 _SAMPLE_BYTES = 1 << 14
-# Stored by old versions of transformers, and computed by all others.
+# Stored by old versions of transformers; newer ones compute it.
 _IGNORED = ".rotary_emb.inv_freq"
 
 
@@ -32,7 +32,7 @@ def check_config(directory: Path, called: str) -> None:
 
 
 def check_complete(directory: Path) -> None:
-    """Raises ModelError if config or weights are missing, or a file of weights was cut short."""
+    """Raises ModelError if config or weights are missing, or a weight file was cut short."""
     check_config(directory, str(directory))
     for name in weight_files(directory):
         path = directory / name
@@ -49,9 +49,9 @@ def check_complete(directory: Path) -> None:
 
 
 def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
-    """Raises ModelError if a file of weights has some that the model does not know.
+    """Raises ModelError if a weight file has weights that the model does not have.
 
-    `prefix` is what names of a model without its output projection lack.
+    `prefix` is missing from the names in files of a model without its output projection.
     """
     strange = [
         name
@@ -67,7 +67,7 @@ def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
 
 
 def dtype_of_weights(directory: Path) -> torch.dtype:
-    """The type of the first weight. Raises ModelError if the weights cannot be read."""
+    """The dtype of the first weight. Raises ModelError if the weights cannot be read."""
     path = directory / weight_files(directory)[0]
     try:
         with safe_open(path, framework="pt") as file:
@@ -77,7 +77,7 @@ def dtype_of_weights(directory: Path) -> torch.dtype:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """The names of its files of weights; they need not be there. Raises ModelError."""
+    """The names of the weight files; the files need not exist. Raises ModelError."""
     index = directory / _INDEX
     if not index.is_file():
         return [_SINGLE]
@@ -88,8 +88,8 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Which model it is, whatever its name: SHA-256 over names, types, shapes and samples of all
-    tensors, however they are split into files. Raises ModelError if they cannot be read."""
+    """The identity of a model, whatever its name: SHA-256 over names, types, shapes and samples of
+    all tensors, independent of the split into files. Raises ModelError if it cannot be read."""
     lines: list[bytes] = []
     for name in weight_files(Path(directory)):
         path = Path(directory) / name
@@ -109,7 +109,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """A line for each tensor of a file of weights."""
+    """A line for each tensor of a weight file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length

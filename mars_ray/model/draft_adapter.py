@@ -1,11 +1,11 @@
-"""A draft adapter: what makes a frozen model draft, in a directory of its own.
+"""A draft adapter: the weights that make a frozen model draft, in a directory of their own.
 
     adapter_config.json         LoRA, as peft writes it
     adapter_model.safetensors
     draft.safetensors           mask embeddings and sequential head; peft refuses unknown keys
-    draft.json                  the card: depths, the base by its fingerprint, how it was trained
+    draft.json                  the card: depths, the base's fingerprint, how it was trained
 
-All of it acts on mask rows only. Real rows never see it, so what the model says is untouched.
+All of it acts on mask rows only. Real rows never see it, so the model's answers are unchanged.
 
 Shape suffixes: D depths, H hidden size, K hidden size of the head, R rank, I inputs, O outputs.
 """
@@ -48,11 +48,11 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftCard:
-    """What an adapter was trained for, and how."""
+    """The purpose and the training of an adapter."""
 
-    depths: int  # masks of a group at most: the block size of its training
+    depths: int  # most masks of a group: the block size of its training
     base: str  # the model's name, for people
-    base_fingerprint: str  # of its weights (`model.directory`)
+    base_fingerprint: str  # of the base's weights (`model.directory`)
     rank: int = 0  # 0: no LoRA
     alpha: float = 0.0
     targets: tuple[str, ...] = ()  # names of linear layers, as peft has them: q_proj, ...
@@ -68,7 +68,7 @@ class DraftCard:
 
 @dataclass(frozen=True, slots=True)
 class DraftAdapter:
-    """Everything that is trained. `lora` is by the layer's name in the model, such as
+    """All trained weights. The keys of `lora` are the layers' names in the model, such as
     `model.layers.0.self_attn.q_proj`."""
 
     card: DraftCard
@@ -78,7 +78,7 @@ class DraftAdapter:
 
 
 def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
-    """Writes the directory, bfloat16; it appears complete or not at all. Raises ModelError."""
+    """Writes the directory in bfloat16; it appears complete or not at all. Raises ModelError."""
     try:
         with replaced_directory(Path(directory)) as fresh:
             _write(fresh, adapter)
@@ -103,7 +103,7 @@ def _write(directory: Path, adapter: DraftAdapter) -> None:
     save_file(_stored(own), directory / _DRAFT_WEIGHTS)
     text = json.dumps({"format": _FORMAT} | asdict(card), indent=2) + "\n"
     (directory / DRAFT_CARD_FILE).write_text(text, encoding="utf-8")
-    # safetensors writes files for their owner only; a server may run as somebody else.
+    # safetensors makes files readable for their owner only; a server may run as another user.
     mode = (directory / DRAFT_CARD_FILE).stat().st_mode
     for file in directory.iterdir():
         file.chmod(mode)
@@ -158,8 +158,8 @@ def read_draft_adapter(
 ) -> DraftAdapter:
     """The adapter, checked against the model directory `base` if one is given.
 
-    Raises ModelError: no adapter, another base, files cut short, shapes that do not fit the card,
-    numbers that are none.
+    Raises ModelError if there is no adapter, it is for another base, files were cut short, shapes
+    do not fit the card, or weights are not finite.
     """
     directory = Path(directory)
     card = read_draft_card(directory)
@@ -191,7 +191,8 @@ def _load(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _adapter(card: DraftCard, own: dict[str, Tensor], lora: dict[str, Tensor]) -> DraftAdapter:
-    """Raises KeyError, ValueError or AssertionError where anything is missing or does not fit."""
+    """The adapter from its tensors. Raises KeyError, ValueError or AssertionError if anything is
+    missing or does not fit."""
     embedding_DH = own.pop(_EMBEDDING)
     depths, size = embedding_DH.shape
     assert depths == card.depths, f"{depths} mask embeddings for {card.depths} depths"
@@ -215,7 +216,7 @@ def _adapter(card: DraftCard, own: dict[str, Tensor], lora: dict[str, Tensor]) -
 
 
 def name_base(directory: str | Path, base: str) -> None:
-    """Gives the adapter's base the name under which others can get it."""
+    """Sets the adapter's base to the name under which others can get it."""
     for file, key in ((DRAFT_CARD_FILE, "base"), (_PEFT_CONFIG, "base_model_name_or_path")):
         path = Path(directory) / file
         if path.exists():

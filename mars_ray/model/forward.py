@@ -1,6 +1,6 @@
-"""How training and the reference call a model: hidden states first, the head where it is wanted.
+"""How training and the reference call a model: hidden states first, then the head on chosen rows.
 
-The vocabulary projection dominates memory, so which rows reach it is the caller's decision.
+The vocabulary projection dominates memory, so the caller decides which rows reach it.
 
 Shape suffixes: B batch, R rows, H hidden size.
 """
@@ -21,13 +21,13 @@ def hidden_states(
     """Last hidden states, (B, R, H).
 
     `attention_mask` is a boolean (B, 1, R, keys) tensor, True where a row may look, or a flex
-    `BlockMask`; transformers hands both to its attention function as they are, and what else is
-    given too.
+    `BlockMask`. transformers passes either unchanged to its attention function, and so the other
+    arguments.
     """
     output = model.base_model(
         input_ids=input_ids_BR,
         position_ids=position_BR,
-        # By layer type: transformers then builds no mask of its own.
+        # Given by layer type, so that transformers builds no mask of its own.
         attention_mask=attention_mask,
         use_cache=False,
         **for_attention,

@@ -1,6 +1,6 @@
-"""GGUF, llama.cpp's files: a quantized model and its tokenizer, as Hugging Face ones.
+"""Converts GGUF, llama.cpp's files, into a Hugging Face model and tokenizer.
 
-A file with anything that would be lost on the way is refused.
+A file is refused if the conversion would lose any of it.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ from mars_ray.model.load import ARCHITECTURES, check_report, opened
 
 SUFFIX = ".gguf"
 
-# By llama.cpp's names. A Mistral is a llama there, and it is the same model as one.
+# By llama.cpp's names. It calls a Mistral a llama, and as one it is the same model.
 _KINDS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 _NUMBERS = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-# What a model is, below its architecture's name.
+# Keys of a model's sizes, below its architecture's name.
 _SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -50,23 +50,23 @@ _SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Three names of one number, where heads are as ours are.
+# Three names of one number, if heads are as in our architectures.
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _OTHERS = ("vocab_size", "rope.freq_base")
 _LOST = "has what would be lost on the way from GGUF,"
 _INSTEAD = "import the model that it was made from"
 _HOLDS = "a whole model and its tokenizer"
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
-# What a reader says of a file that ends too early or is none.
+# Errors of the reader on a truncated file, or one that is not GGUF.
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """All of a file but its weights and its vocabulary."""
+    """Everything in a file except its weights and its vocabulary."""
 
     path: Path
-    fields: dict[str, Any]  # of the vocabulary only the length
+    fields: dict[str, Any]  # only the length of the vocabulary
     tensors: Mapping[str, ReaderTensor]
 
     @property
@@ -74,24 +74,24 @@ class _Header:
         return str(self.fields.get("general.architecture"))
 
     def own(self, key: str) -> Any:
-        """A value of the architecture's."""
+        """The value of an architecture-specific key."""
         return self.fields.get(f"{self.architecture}.{key}")
 
     def token(self, name: str) -> int | None:
-        """A special token."""
+        """The id of a special token."""
         return self.fields.get(f"tokenizer.ggml.{name}_token_id")
 
 
 def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The file's model, dequantized into bfloat16, and its tokenizer.
 
-    Raises ModelError if it is damaged or has anything that would be lost on the way.
+    Raises ModelError if the file is damaged or the conversion would lose any of it.
     """
     header = _read(path)
     config = _config(header)
     names = _names(header, config)
     pre = header.fields.get("tokenizer.ggml.pre")
-    # First: it is quick, and the more likely one to be refused.
+    # First, because it is quick and more likely to be refused.
     tokenizer = load_gguf_tokenizer(
         path,
         kind=str(header.fields.get("tokenizer.ggml.model")),
@@ -116,7 +116,7 @@ def _read(path: Path) -> _Header:
 
 
 def _config(header: _Header) -> Any:
-    """transformers' configuration. Raises ModelError for what it has no place for."""
+    """transformers' configuration. Raises ModelError for keys that it cannot represent."""
     if header.architecture not in _KINDS:
         raise ModelError(
             f"{header.path} is a model of type {header.architecture!r}; "
@@ -124,7 +124,7 @@ def _config(header: _Header) -> Any:
         )
     _check_keys(header)
     given = {name: header.own(key) for key, name in _SIZES.items()}
-    # Lists are by layers that differ.
+    # A list means that layers differ.
     wrong = [key for key, name in _SIZES.items() if not isinstance(given[name], int | float)]
     if wrong or not header.fields.get("tokenizer.ggml.tokens"):
         raise ModelError(
@@ -140,7 +140,7 @@ def _config(header: _Header) -> Any:
             "rope_type": "default",
             "rope_theta": header.own("rope.freq_base") or 10_000.0,
         },
-        # llama.cpp has no second copy of a tied head.
+        # llama.cpp stores no second copy of a tied head.
         tie_word_embeddings="output.weight" not in header.tensors,
         dtype=torch.bfloat16,
     )
@@ -153,8 +153,8 @@ def _config(header: _Header) -> Any:
 
 
 def _check_keys(header: _Header) -> None:
-    """All that says how the model computes must be known: without its stretched rotary embedding,
-    its sliding window or its experts it is another model."""
+    """Raises ModelError for an unknown key that affects computation: without its stretched rotary
+    embedding, its sliding window or its experts it would be another model."""
     prefix = f"{header.architecture}."
     known = {*_SIZES, *_HEAD_SIZES, *_OTHERS}
     strange = [
@@ -172,8 +172,8 @@ def _check_keys(header: _Header) -> None:
 
 
 def _names(header: _Header, config: Any) -> dict[str, str]:
-    """llama.cpp's name of each of our tensors. Raises ModelError unless the file has these, and no
-    others."""
+    """llama.cpp's name of each of our tensors. Raises ModelError unless the file has exactly
+    these."""
     with torch.device("meta"):
         model = _KINDS[header.architecture][1](config)
     own = get_tensor_name_map(_NUMBERS[header.architecture], config.num_hidden_layers)
@@ -183,7 +183,7 @@ def _names(header: _Header, config: Any) -> dict[str, str]:
         if not (stem == "lm_head" and config.tie_word_embeddings):
             names[name] = f"{own.get_name(stem)}.{kind}"
             wanted[names[name]] = tuple(weight.shape)
-    # Their first dimension is the one that moves fastest.
+    # GGUF lists the fastest-moving dimension first.
     there = {name: tuple(map(int, t.shape[::-1])) for name, t in header.tensors.items()}
     for what, tensors in (
         ("lacks", wanted.keys() - there.keys()),
@@ -223,21 +223,21 @@ def _model(header: _Header, config: Any, names: dict[str, str]) -> PreTrainedMod
 
 
 def _weight(header: _Header, config: Any, name: str) -> Tensor:
-    """A tensor of the file in bfloat16, as transformers has it."""
+    """A tensor of the file in bfloat16, in transformers' layout."""
     stored = header.tensors[name]
     weight = torch.tensor(dequantize(stored.data, stored.tensor_type), dtype=torch.bfloat16)
     if header.architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
         return weight
-    # A rotary embedding turns neighbours there, and in transformers the halves of a head.
+    # Rotary embeddings rotate neighbours in llama.cpp, and the halves of a head in transformers.
     is_query = ".attn_q." in name
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
     pairs = weight.view(heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-# How text is cut before tokens are made of it, by `tokenizer.ggml.pre`, which transformers does not
-# take up. Cut in another way, text becomes other tokens: the model still answers, and worse. The
-# names are llama.cpp's (src/llama-vocab.cpp), with what the tokenizer.json of their models holds.
+# How text is cut before tokenisation, by `tokenizer.ggml.pre`, which transformers ignores. Text cut
+# in another way becomes other tokens, with which the model still answers, but worse. The names are
+# llama.cpp's (src/llama-vocab.cpp), the values those in the tokenizer.json of the models.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?\p{L}+|", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -252,12 +252,12 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How text becomes words, and words become tokens."""
+    """How text is cut into words, and words into tokens."""
 
-    split: str | None  # regular expression; None: GPT-2's, after every digit was set apart
-    normalizes: bool = False  # to composed characters, which llama.cpp leaves to its callers
-    ignores_merges: bool = False  # a word that is a token is taken as it is
-    adds_bos: bool = False  # if the file does not say it
+    split: str | None  # regular expression; None: GPT-2's, after separating every digit
+    normalizes: bool = False  # to composed characters (NFC), which llama.cpp leaves to its callers
+    ignores_merges: bool = False  # a word that is a token is taken whole
+    adds_bos: bool = False  # if the file does not say
 
 
 _LLAMA = _Cut(_LLAMA_3, ignores_merges=True, adds_bos=True)
@@ -277,9 +277,10 @@ _NONE = (None, "default")
 def load_gguf_tokenizer(
     path: Path, *, kind: str, pre: str | None, adds_bos: bool | None
 ) -> PreTrainedTokenizerBase:
-    """A file's tokenizer; the others are its fields of `tokenizer.ggml`, `kind` its `model`.
+    """A file's tokenizer. `kind` is the field `model` of `tokenizer.ggml`; the others have the
+    fields' names.
 
-    Raises ModelError for one that is not known here.
+    Raises ModelError for a tokenizer that is not supported.
     """
     is_plain = kind == "llama" and pre in _NONE
     if not is_plain and (kind != "gpt2" or pre not in _CUTS):
@@ -297,7 +298,7 @@ def load_gguf_tokenizer(
 def _restored(
     tokenizer: PreTrainedTokenizerBase, step: _Cut, adds_bos: bool | None
 ) -> PreTrainedTokenizerBase:
-    """transformers' tokenizer, cutting text as its file says."""
+    """transformers' tokenizer, changed to cut text as its file says."""
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -22,11 +22,11 @@ from mars_ray.model.card import CARD_FILE, read_card
 from mars_ray.model.directory import check_config, dtype_of_weights
 from mars_ray.storage.hub import missing
 
-# transformers' model types and how we name them in messages.
+# transformers' model types, and their names in messages.
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
 
-# What transformers raises on files that are not there, damaged or of another shape (RuntimeError),
-# and on values that it uses without a look at them.
+# Errors of transformers on files that are missing, damaged or of another shape (RuntimeError), and
+# on values that it does not check.
 _COMPLAINTS = (
     OSError,
     ValueError,
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16. One that only knows float32 converts, which takes
-    several times as long as float32 itself."""
+    """Whether this CPU multiplies bfloat16. Others convert to float32, which takes several times
+    as long as float32 itself."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
@@ -64,8 +64,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model in a local directory or of a hub name, in eval mode.
 
-    `dtype` None keeps the stored one. Raises ModelError if there is none, if its architecture is
-    not supported, or if its weights are incomplete or not in safetensors.
+    `dtype` None keeps the stored one. Raises ModelError if there is no model, if its architecture
+    is not supported, or if its weights are incomplete or not in safetensors.
     """
     read_config(directory, revision)
     loaded: Any = opened(
@@ -87,7 +87,7 @@ def load_model(
 
 
 def check_report(report: dict[str, Any], complaint: str) -> None:
-    """transformers fills missing weights with random numbers and goes on. Raises ModelError."""
+    """Raises ModelError for missing weights, which transformers fills with random numbers."""
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:
             names = ", ".join(sorted(str(key) for key in report[kind])[:3])
@@ -95,10 +95,11 @@ def check_report(report: dict[str, Any], complaint: str) -> None:
 
 
 def load_tokenizer(directory: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
+    """The tokenizer in a model's directory.
 
-    Raises ModelError if there is none, or if its mask token is not the one the model was trained
-    with: a model with another model's tokenizer answers nonsense and nothing else would notice.
+    Raises ModelError if there is none, or if its mask token is not the one that the model was
+    trained with. With another model's tokenizer the answers are nonsense, and no other check would
+    notice.
     """
     tokenizer = opened(
         directory,
@@ -123,7 +124,7 @@ def read_config(
 ) -> Any:
     """A model's configuration. Raises ModelError for an unsupported architecture or quantisation.
 
-    `called` is the model's name in messages, where the directory is a copy of it.
+    `called` is the model's name in messages if the directory is a copy of it.
     """
     name = called or str(directory)
     if called:
@@ -146,7 +147,7 @@ def read_config(
 
 
 def stored_dtype(directory: str | Path) -> torch.dtype:
-    """The type that a model's configuration names, or else that of its weights. Raises
+    """The dtype that a model's configuration names, or else that of its weights. Raises
     ModelError."""
     if isinstance(said := read_config(directory).dtype, torch.dtype):
         return said
@@ -159,7 +160,7 @@ def opened(
     revision: str | None = None,
     holds: str = "a model with safetensors weights",
 ) -> T:
-    """Calls `load`, with transformers' complaints as ModelErrors."""
+    """Calls `load`, and turns transformers' errors into ModelErrors."""
     quiet_unless_watched()
     try:
         return load()

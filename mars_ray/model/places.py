@@ -1,6 +1,6 @@
-"""Models and draft adapters at their places (`storage.place`): looked at, fetched, exported.
+"""Inspects, fetches and exports models and draft adapters at their places (`storage.place`).
 
-Only what a model needs is fetched: weights in safetensors, and its JSON and text files.
+Only the files that a model needs are fetched: weights in safetensors, and its JSON and text files.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from mars_ray.storage import copies
 from mars_ray.storage.place import Place, shown
 
 _DIGEST_CHARS = 8
-# `mars-ray adapt` has the same last part for all.
+# The last part alone does not distinguish adapters: `mars-ray adapt` uses the same for all.
 _NAME_PARTS = 2
 
 
 def pinned(place: Place) -> tuple[Place, ModelCard]:
-    """A model's place by a name that means the same on every node and later on, and its card.
+    """A model's place under a name that means the same on every node and later on, and its card.
 
     Raises ModelError.
     """
@@ -44,7 +44,7 @@ def config_of(place: Place) -> Any:
 def local_copy(place: Place, cache: str) -> Path:
     """The model's directory on this node, fetched if it is not here yet.
 
-    Several processes of a node fetch it once. Raises ModelError if it cannot be had whole.
+    Several processes of a node fetch it once. Raises ModelError if it cannot be fetched whole.
     """
     directory = copies.fetched(place, cache, _check_model, "checkpoint")
     check_complete(directory)
@@ -53,18 +53,19 @@ def local_copy(place: Place, cache: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """How much was written."""
+    """The size of an export."""
 
     files: int
     bytes: int
 
 
 def export_model(place: Place, destination: str, cache: str) -> Exported:
-    """Copies the files that loading takes, and `frontier.json` if there is one.
+    """Copies the files that loading needs, and `frontier.json` if there is one.
 
-    The configuration comes last, after the card: no service takes what has none for a model, so a
-    copy that was cut short is not served, nor a trained one for want of its card as a plain one.
-    Raises ModelError if the checkpoint is not whole, or the destination cannot be used.
+    The configuration is copied last, after the card. A directory without a configuration is not
+    accepted as a model, so a truncated copy cannot be served. Nor can a trained model be served as
+    a plain one because its card is missing. Raises ModelError if the checkpoint is not whole, or
+    the destination cannot be used.
     """
     directory = local_copy(pinned(place)[0], cache)
     files = sorted(
@@ -79,7 +80,7 @@ def export_model(place: Place, destination: str, cache: str) -> Exported:
 def pinned_adapter(name: str) -> tuple[str, DraftCard]:
     """A name that means the same on every node and later on, and the adapter's card.
 
-    A directory by its absolute path, a repository of the hub with its commit. Raises ModelError.
+    A directory is named by its absolute path, a hub repository with its commit. Raises ModelError.
     """
     place = Place.parse(name)
     with copies.pinned(place, DRAFT_CARD_FILE) as (known, directory):
@@ -93,10 +94,10 @@ def local_adapter(name: str, cache: str) -> Path:
 
 
 def adapter_name(name: str, directory: Path) -> str:
-    """How replies and metrics call it: the end of its place, and a digest of what is in it, such as
-    `adapt-smollm2/adapter@3f9a21c4`.
+    """The adapter's name in replies and metrics: the end of its place, and a digest of its content,
+    such as `adapt-smollm2/adapter@3f9a21c4`.
 
-    So another adapter at the same place has another name. Raises ModelError.
+    Another adapter at the same place therefore has another name. Raises ModelError.
     """
     digest = hashlib.sha256()
     try:

@@ -19,7 +19,7 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 MASK = "<|mask|>"
 
-# Tools come as a turn of their own before the conversation, and are called in the form of Hermes
+# Tools are listed in a turn of their own before the conversation, and calls have the form of Hermes
 # and Qwen2.5 models.
 CHAT_TEMPLATE = (
     "{%- if tools -%}"
@@ -57,10 +57,10 @@ class Shape:
 
 
 SHAPES: dict[PresetName, Shape] = {
-    # 0.06 where the published models have 0.02: so narrow a model learns arithmetic faster.
+    # 0.06 instead of the published models' 0.02: so narrow a model learns arithmetic faster.
     "tiny": Shape(128, 4, 4, 2, 384, None, True, 1e4, 2048, 0.06, torch.float32),
     "small": Shape(256, 4, 4, 2, 768, None, True, 1e4, 2048, 0.06, torch.float32),
-    # A Llama, whose projections have no biases; all else is alike.
+    # A Llama: its projections have no biases, the rest is the same.
     "smollm2-135m": Shape(576, 30, 9, 3, 1536, 49_152, True, 1e5, 8192, 0.02, torch.bfloat16),
     "qwen2.5-0.5b": Shape(896, 24, 14, 2, 4864, 151_936, True, 1e6, 32_768, 0.02, torch.bfloat16),
     "qwen2.5-7b": Shape(
@@ -93,9 +93,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
     """A tokenizer of at most `vocab_size` tokens, fewer if the texts give no more merges; the same
     every time.
 
-    Digits are tokens of their own, so that a number is always spelled in one way. Normalisation
-    and pre-tokenisation are Qwen2's own: for a Qwen2 model, transformers puts them in place of a
-    tokenizer's others when it is loaded, and words would be cut in other places than in training.
+    Each digit is a token, so that a number is always spelled in one way. Normalisation and
+    pre-tokenisation are Qwen2's: when transformers loads a Qwen2 model's tokenizer, it replaces any
+    others with these, and words would be cut differently than in training.
     """
     like = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
@@ -107,11 +107,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Qwen2Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Without half characters, which JSON can spell: a row with one is refused when it is tokenised.
+    # Drops half characters, which JSON can spell; a row with one is refused when it is tokenised.
     whole = (text.encode(errors="ignore").decode() for text in texts)
     tokenizer.train_from_iterator(whole, trainer)
     trained: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
-    # As pairs, which is what it takes in spite of its annotation.
+    # Pairs, which it requires in spite of its annotation.
     merges: Any = [tuple(merge) for merge in trained["merges"]]
     return Qwen2Tokenizer(
         vocab=trained["vocab"],

@@ -23,10 +23,10 @@ def save_model(
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes config, weights, tokenizer, chat template and card; replaces what was there.
+    """Writes config, weights, tokenizer, chat template and card; replaces an existing directory.
 
-    The directory appears complete or not at all. `state_dict` is given where the model's own
-    parameters are not whole, as under ZeRO-3.
+    The directory appears complete or not at all. Pass `state_dict` if the model's own parameters
+    are not whole, as under ZeRO-3.
     """
     with replaced_directory(Path(directory)) as fresh:
         write_model(fresh, model, tokenizer, card, state_dict)
@@ -39,12 +39,12 @@ def write_model(
     card: ModelCard,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes what `save_model` does into an empty directory, file by file."""
+    """Writes the files of `save_model` into an empty directory one by one."""
     quiet_unless_watched()
     _save_weights(directory, model, state_dict)
     tokenizer.save_pretrained(directory)
     write_card(directory, card)
-    # safetensors writes files for their owner only; a server may run as somebody else.
+    # safetensors makes files readable for their owner only; a server may run as another user.
     mode = (directory / CONFIG_FILE).stat().st_mode
     for file in directory.iterdir():
         file.chmod(mode)
@@ -55,10 +55,10 @@ def _save_weights(
     model: PreTrainedModel,
     state_dict: dict[str, Tensor] | None,
 ) -> None:
-    """Writes what `model.save_pretrained` does.
+    """Writes the same files as `model.save_pretrained`.
 
-    Beside accelerate, which peft brings, that function imports deepspeed: three seconds in every
-    process that saves a model.
+    If accelerate is installed, which peft requires, that function imports deepspeed, which takes
+    three seconds in every process that saves a model.
     """
     weights = model.state_dict() if state_dict is None else state_dict
     config = copy.copy(model.config)
@@ -73,5 +73,5 @@ def _save_weights(
 
 
 def _alone(value: Tensor) -> Tensor:
-    """The tensor without what lies beside it: ZeRO's parameters are pieces of a large one."""
+    """The tensor in storage of its own: ZeRO's parameters are pieces of a large tensor."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

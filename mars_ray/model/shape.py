@@ -1,4 +1,4 @@
-"""The sizes of a model, from its configuration alone: nothing is loaded."""
+"""The sizes of a model, from its configuration alone; no weights are loaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder with gated MLPs, as all supported architectures are."""
+    """The sizes of a decoder with gated MLPs, like all supported architectures."""
 
     vocabulary: int
     hidden: int
@@ -17,9 +17,9 @@ class ModelShape:
     layers: int
     query_heads: int
     query_size: int  # heads times head size
-    key_size: int  # of all key heads
-    biases: bool  # of the projections to queries, keys and values
-    head_norms: int  # parameters of norms of queries and keys, in a layer
+    key_size: int  # total size of the key heads
+    biases: bool  # whether the projections to queries, keys and values have biases
+    head_norms: int  # parameters of the norms of queries and keys in a layer
     tied: bool
 
     @property
@@ -70,14 +70,14 @@ def shape_of_config(config: Any) -> ModelShape:
 
 
 def most_positions(config: Any) -> int:
-    """Positions that the model can have, with what its rotary embedding stretches them to."""
+    """Most positions of the model, including a stretched rotary embedding."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = config.max_position_embeddings
     match rope.get("rope_type"):
         case "linear":
             return int(positions * rope.get("factor", 1.0))
         case "yarn":
-            # What it stretches; the other number may be stretched already.
+            # The length before stretching; the other number may be stretched already.
             return int(
                 (rope.get("original_max_position_embeddings") or positions)
                 * rope.get("factor", 1.0)
@@ -87,5 +87,5 @@ def most_positions(config: Any) -> int:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Number of tokens that a row sees at most, itself included; None: all before it."""
+    """Most tokens that a row sees, itself included; None if it sees all before it."""
     return getattr(config, "sliding_window", None)

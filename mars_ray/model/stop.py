@@ -1,4 +1,4 @@
-"""Where an answer ends."""
+"""The tokens at which an answer ends."""
 
 import logging
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def stop_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens at which `transformers` too would stop. Raises ModelError if there is none."""
+    """The tokens at which `transformers` would also stop. Raises ModelError if there are none."""
     known = _known(model.generation_config)
     if not known:
         raise ModelError(
@@ -23,7 +23,7 @@ def stop_ids(model: PreTrainedModel) -> frozenset[int]:
 def stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Adds the chat template's end of turn to the tokens at which `generate` stops.
 
-    Raises ModelError if the template says none.
+    Raises ModelError if the template has no end of turn.
     """
     generation = model.generation_config
     if generation is None:
@@ -35,7 +35,7 @@ def stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     try:
         generation.validate(strict=True)
     except ValueError as error:
-        # transformers loads it with a warning and refuses to save it. Of all it says we need these.
+        # transformers loads it with a warning and refuses to save it. Only its tokens are needed.
         log.warning("only its tokens are kept of generation_config.json: %s", error)
         model.generation_config = GenerationConfig(
             bos_token_id=generation.bos_token_id,
@@ -52,9 +52,9 @@ def _known(generation: GenerationConfig | None) -> list[int]:
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The special token with which the chat template ends an assistant's turn.
 
-    Base models often end texts with another token than their template ends turns with; decoding
-    must stop at both. Raises ModelError if there is no template, or it cannot be used, or it ends
-    turns with plain text.
+    Base models often end texts with a different token than their template ends turns with, and
+    decoding must stop at both. Raises ModelError if there is no template, if it cannot be used, or
+    if it ends turns with plain text.
     """
     if not tokenizer.chat_template:
         raise ModelError(

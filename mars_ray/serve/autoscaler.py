@@ -1,9 +1,9 @@
-"""The policy in Ray Serve: its context becomes a sample, the decision a number of replicas and a
-set-point.
+"""The policy in Ray Serve: turns its context into a sample, and a decision into a number of
+replicas and a set-point.
 
-Serve's controller calls the policy in its own loop, ten times a second, and every application waits
-meanwhile: so nothing here waits for anything, and nothing here raises. What a decision is made of
-comes from `autoscale/`, which knows nothing of Ray.
+Serve's controller calls the policy in its own loop ten times a second, and all applications wait
+meanwhile, so nothing here waits or raises. The decisions come from `autoscale/`, which does not use
+Ray.
 """
 
 import logging
@@ -24,12 +24,12 @@ from mars_ray.serve.threshold_actor import Setting, control_of
 
 logger = logging.getLogger("ray.serve")
 
-# Between two decisions, and between two reports of a replica.
+# Time between two decisions, and between two reports of a replica.
 _TICK_S = 0.5
 
 
 def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
-    """How Serve scales the deployment of a job's one model. All delays are the policy's own."""
+    """Serve's scaling settings for a job of one model. All delays are left to the policy."""
     scaling = job.scaling
     return AutoscalingConfig(
         min_replicas=0 if scaling.scale_to_zero else scaling.min_replicas,
@@ -55,14 +55,14 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
 
 
 class Autoscaler:
-    """The policy of one model, as Serve calls it: made anew with every deployment, and when the
+    """The policy of one model as Serve calls it; created with every deployment and when the
     controller restarts.
 
-    Until the replicas have reported it holds what was asked for before, and publishes nothing.
+    Until the replicas have reported, it keeps the previous target and publishes nothing.
     """
 
     def __init__(self, name: str, config: str, model: str, measures_steps: bool) -> None:
-        """`measures_steps`: seconds of a step are what the replicas say, not the model."""
+        """`measures_steps`: step times come from the replicas, not from the service model."""
         self._name = name
         self._config = ScalingConfig.model_validate_json(config)
         self._model = ServiceModel.from_json(model, "the service model")
@@ -85,7 +85,7 @@ class Autoscaler:
         if self._decision is None:
             return context.target_num_replicas, {}
         if not ticks and self._decision.replicas == 0:
-            # Serve itself may have woken a fleet of none since.
+            # Serve itself may have woken a fleet of zero since.
             return context.target_num_replicas, {}
         return self._decision.replicas, {}
 
@@ -101,7 +101,7 @@ class Autoscaler:
         self._decision = decision
 
     def _take_step_costs(self, reports: dict[str, Report]) -> None:
-        """Takes the costs that replicas measure when they start, once, since they do not change."""
+        """Takes, once, the step costs that replicas measure at their start; they do not change."""
         if self._measures_steps and (costs := step_costs(reports.values())):
             self._model = replace(self._model, seconds_at=costs)
             self._measures_steps = False
@@ -110,7 +110,7 @@ class Autoscaler:
         """Sends the decision to the model's actor, without waiting for it to arrive."""
         threshold = decision.threshold_setpoint
         if threshold is not None:
-            # Replicas know when it was built; whoever comes from there is newer.
+            # Build time 0, so that a setting from a replica, which knows the real one, is newer.
             setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
             control = control_of(self._name, setting)
             decided = Decided(

@@ -25,30 +25,30 @@ _HELP = """/model NAME   the one to ask; without a name: which there are
 /system TEXT   instructions before the conversation
 /new   forget the conversation
 /quit   or Ctrl-D; Ctrl-C ends an answer"""
-# Tokens that came together are underlined together, in two colours in turn: where a forward ends is
-# seen also where two of them follow each other. One token alone is plain.
+# Tokens of one forward are underlined together, in two colours in turn, so that the border between
+# two forwards is visible. A single token is plain.
 _TOGETHER = ("underline cyan", "underline green")
 _CONNECT_S = 600.0
-_BAR = 32  # columns of the faster one
+_BAR = 32  # columns of the faster bar
 _SEED_BITS = 31
-_NONE = {"tokens": 0}  # what a chunk that only ends an answer holds
+_NONE = {"tokens": 0}  # for a chunk that only ends an answer
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said, and how the next answer is asked for."""
+    """The conversation so far, and the settings of the next request."""
 
     url: str
     model: str
     api_key: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0  # of the question that was asked last, so that it can be asked again
+    seed: int = 0  # of the last question, so that it can be repeated
     last: "Answered | None" = None  # the answer to it
     means: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def ask(self, text: str) -> Iterator[dict[str, Any]]:
-        """The chunks of the answer, which is remembered as far as it was read."""
+        """Yields the chunks of the answer; as much as is read of it joins the conversation."""
         self.messages.append({"role": "user", "content": text})
         self.seed = secrets.randbits(_SEED_BITS)
         said = ""
@@ -66,7 +66,7 @@ class Conversation:
     def chunks(
         self, messages: list[dict[str, str]], settings: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """The chunks of an answer that is not remembered, by the last seed."""
+        """Yields the chunks of an answer with the last seed; the conversation stays as it is."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -78,7 +78,7 @@ class Conversation:
         return _events(self.url, body | settings, self.api_key)
 
     def mean(self, usage: dict[str, Any]) -> str:
-        """Tokens per forward over all answers decoded as this one; empty if it is the first."""
+        """Tokens per forward over all answers decoded like this one; empty for the first."""
         mars = usage["mars"]
         key = repr([self.model, *(mars[name] for name in ("mode", "threshold", "adapter"))])
         sums = self.means[key]
@@ -90,10 +90,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer that came to its end. The rate is in tokens per second, counted from the first ones
-    on, since what a prompt takes is the same in every mode."""
+    """A finished answer. The rate is in tokens per second from the first tokens on, because the
+    time for the prompt is the same in every mode."""
 
-    messages: list[dict[str, str]]  # up to the question
+    messages: list[dict[str, str]]  # up to and including the question
     text: str
     rate: float
     usage: dict[str, Any]
@@ -188,7 +188,7 @@ def _show(conversation: Conversation, text: str, console: Console) -> None:
 def _read(
     chunks: Iterator[dict[str, Any]], asked: list[dict[str, str]], console: Console
 ) -> Answered | None:
-    """Shows an answer as it comes; None if it does not come to its end."""
+    """Shows an answer as it arrives; returns None if it does not finish."""
     said, usage, tokens, together = "", None, 0, 0
     first: tuple[float, int] | None = None
     last_s = 0.0
@@ -226,7 +226,7 @@ def _figures(conversation: Conversation, answered: Answered) -> str:
 
 
 def _compare(conversation: Conversation, console: Console) -> None:
-    """Asks the last question once more, a token a forward; the conversation stays as it is."""
+    """Repeats the last question at one token per forward; the conversation stays as it is."""
     ours = conversation.last
     if ours is None:
         console.print("ask something first: there is no answer to compare with", style="dim")

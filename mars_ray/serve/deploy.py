@@ -1,4 +1,4 @@
-"""The service as a Serve application, and its start."""
+"""The service as a Serve application: checking, starting and updating it."""
 
 import logging
 import socket
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 APP_NAME = "mars-ray"
 # The ingress only forwards.
 _INGRESS_CPUS = 0.1
-# Places beyond the engine's own limit, for requests on their way to be refused by it.
+# Places beyond the engine's own limit, so that it can refuse the requests in them.
 _REFUSAL_PLACES = 64
-# How often a process that is to end looks whether its requests have.
+# How often an ending process checks whether its requests have finished.
 _DRAIN_LOOK_S = 0.2
-# Three checks that fail in a row have a replica replaced.
+# Serve replaces a replica after three failed checks in a row.
 _HEALTH_CHECK_S = 2.0
 _ROUTERS = {
     "prefix": {"request_router_class": PrefixRouter},
     "power_of_two": {},
 }
-# Serve's own loops and ours in one thread each: neither blocks, the engine has a thread of its own,
-# and a streamed message is handed over less often (docs/log.md).
+# Serve's loop and ours share a thread: neither blocks, the engine has a thread of its own, and a
+# streamed message is handed over less often (docs/log.md).
 _ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -53,9 +53,9 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def build_app(job: ServeJob) -> serve.Application:
-    """The application: one ingress before a deployment of replicas for each model.
+    """The application: one ingress in front of a deployment of replicas for each model.
 
-    Raises ConfigError or ModelError if a checkpoint cannot be served so.
+    Raises ConfigError or ModelError if a checkpoint cannot be served with these settings.
     """
     if job.host not in _LOOPBACK and not job.keys_file:
         logger.warning(
@@ -65,7 +65,7 @@ def build_app(job: ServeJob) -> serve.Application:
 
 
 def _built(job: ServeJob) -> serve.Application:
-    """The application of a job that was checked."""
+    """The application of a checked job."""
     models = job.each()
     built_s = time.time()
     ingress = serve.deployment(
@@ -80,7 +80,7 @@ def _built(job: ServeJob) -> serve.Application:
 
 def _replicas(job: ServeJob, built_s: float) -> serve.Application:
     """The deployment of a job's one model."""
-    # Ray's annotation leaves out its own default, None.
+    # Ray's annotation lacks its own default, None.
     per_node: Any = job.max_replicas_per_node
     replica = serve.deployment(
         name=job.deployment,
@@ -101,7 +101,7 @@ def _how_many(job: ServeJob) -> dict[str, Any]:
 
 
 def service_model(job: ServeJob) -> ServiceModel:
-    """The service model by which the replicas are scaled, in steps as this job's engine makes them.
+    """The service model by which the replicas are scaled, for steps of this job's engine.
 
     Raises ConfigError.
     """
@@ -127,8 +127,8 @@ def _given(job: ServeJob) -> ServiceModel:
 
 
 def _places(job: ServeJob) -> int:
-    """Serve's limit of requests at a replica. Ours is lower and answers with a 429; a request that
-    Serve holds back waits unseen."""
+    """Serve's limit of requests at a replica. Our own limit is lower and answers with a 429; a
+    request that Serve holds back would wait unseen."""
     return job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
 
 
@@ -142,7 +142,7 @@ def _actor_options(job: ServeJob) -> dict[str, Any]:
 
 
 def _life(job: ServeJob) -> dict[str, Any]:
-    """How Serve treats the processes of a deployment."""
+    """Serve's lifecycle and logging options for the processes of a deployment."""
     return {
         # The ingress has a log of its own (serve/ingress/middleware.py).
         "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
@@ -154,7 +154,7 @@ def _life(job: ServeJob) -> dict[str, Any]:
 
 
 def check(job: ServeJob) -> None:
-    """Checks what can be checked of a job without a cluster, which takes long to start.
+    """Checks as much of a job as is possible without a cluster, which takes long to start.
 
     Raises ConfigError or ModelError.
     """
@@ -166,7 +166,7 @@ def start(job: ServeJob) -> str:
     """Starts Serve and the application in it; returns the URL once it answers.
 
     Raises ConfigError if the port is taken or Serve already runs on this cluster, EngineError if
-    the replicas do not come up.
+    the replicas do not start.
     """
     app = build_app(job)
     if serve.status().proxies:
@@ -175,9 +175,9 @@ def start(job: ServeJob) -> str:
             "with `serve shutdown`, or add this application to it with `serve deploy`"
         )
     check_port(job.host, job.port)
-    # Actors of a service before this one, which did not end as it should have.
+    # Actors of an earlier service that did not end properly.
     end_controls()
-    # What Serve says of itself while it starts would bury what the command says.
+    # Serve's own log lines at the start would bury the command's output.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         http_options={"host": job.host, "port": job.port},
@@ -194,12 +194,12 @@ def start(job: ServeJob) -> str:
 
 
 def update(job: ServeJob) -> None:
-    """Has the running service go on with this job: new processes take over from the old ones. If
-    nothing but draft adapters is new, the old ones go on with them.
+    """Changes the running service to this job: new processes take over from the old ones. If only
+    draft adapters differ, the old processes stay and swap them.
 
-    No request fails meanwhile. Raises ConfigError if there is no service or it cannot be changed
-    so, EngineError if the new replicas do not come up; the old ones then go on. ModelError for an
-    adapter that a replica cannot load; all go on with the old one then.
+    No request fails meanwhile. Raises ConfigError if there is no service or it cannot be changed in
+    this way, and EngineError if the new replicas do not start; the old ones then continue. Raises
+    ModelError if a replica cannot load an adapter; all continue with the old one then.
     """
     job = _checked(job)
     app = _built(job)
@@ -223,7 +223,7 @@ def update(job: ServeJob) -> None:
 
 
 def _checked(job: ServeJob) -> ServeJob:
-    """The job with names of files and checkpoints that also workers elsewhere understand."""
+    """The job with names of files and checkpoints that workers on other nodes also understand."""
     first, *others = (_checked_model(model) for model in job.each().values())
     ApiKeys(job.keys_file).check_models([model.name for model in (first, *others)])
     changes: dict[str, Any] = {"more_models": tuple(others)}
@@ -257,9 +257,11 @@ def _checked_model(job: ServeJob) -> ServeJob:
 
 
 def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
-    """The draft adapter's pinned name, and its card. It is read here to the last number; whether it
-    is for this model is seen by the model's weights, so that of another place than a directory only
-    the replicas can tell. Raises ModelError."""
+    """The draft adapter's pinned name, and its card. Raises ModelError.
+
+    The adapter is read in full. Whether it is for this model depends on the model's weights, which
+    are read here only if the base is a directory; otherwise the replicas check it.
+    """
     assert job.engine.draft_adapter
     place, card = pinned_adapter(job.engine.draft_adapter)
     is_here = not base.is_uri and not base.is_on_hub
@@ -270,8 +272,8 @@ def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
 def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
     """Raises ConfigError for a default mode that cannot be served.
 
-    One that nobody has named is `verified`, and `exact` as long as nothing drafts: replicas know
-    (`serve/replica/llm_server.py`), and an adapter may come later.
+    An unnamed default is `verified`, and `exact` as long as nothing drafts. The replicas decide
+    that (`serve/replica/llm_server.py`), because an adapter may come later.
     """
     if job.default_mode is None:
         return
@@ -284,13 +286,13 @@ def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if somebody listens there.
+    """Raises ConfigError if another process listens there.
 
-    Serve's proxy shares a port with whoever else shares it, and then gets half the requests.
+    Serve's proxy allows port sharing, and would then get only half of the requests.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: a port whose last connections are still closing is free.
+        # As servers do, so that a port whose last connections are still closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

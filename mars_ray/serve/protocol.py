@@ -1,11 +1,11 @@
-"""What crosses from the HTTP ingress to a replica and back.
+"""The messages between the HTTP ingress and a replica.
 
     ingress  --GenerationRequest-->  replica
-    ingress  <--OutputDelta, ..., OutputDelta(finish)--  replica    of an engine step or several
-    ingress  <--ErrorInfo--  replica                                the last one, and no delta
+    ingress  <--OutputDelta, ..., OutputDelta(finish)--  replica    each of one or more engine steps
+    ingress  <--ErrorInfo--  replica                                always the last message
 
 A request has `choices` answers, each with deltas of its own; it is over when all have finished.
-Errors travel as values, not as exceptions: the first message decides the HTTP status, and Ray wraps
+Errors are sent as values, not raised: the first message decides the HTTP status, and Ray wraps
 exceptions in types of its own.
 """
 
@@ -19,7 +19,7 @@ from mars_ray.decode.thresholds import Quality
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What an answer asks the client to do; `arguments` is JSON."""
+    """A call that an answer asks the client to make; `arguments` is JSON."""
 
     id: str
     name: str
@@ -28,17 +28,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What a piece adds to one of an answer's calls: its beginning, or more of its arguments."""
+    """A piece's addition to one of an answer's calls: its beginning, or more of its arguments."""
 
     index: int
     arguments: str = ""
-    id: str | None = None  # with `name` where it begins, and nowhere else
+    id: str | None = None  # with `name`, only where the call begins
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of the conversation; that of a tool answers a call of the assistant's."""
+    """One message of the conversation; a tool's message answers one of the assistant's calls."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -55,13 +55,13 @@ class Tools:
     named: str | None = None  # the one that must be called
 
 
-# A conversation, a text as it is, or tokens.
+# A conversation, a text without chat template, or tokens.
 Prompt = tuple[Turn, ...] | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A checked request: what to answer, and how."""
+    """A checked request: the prompts, and how to answer them."""
 
     id: str
     prompts: tuple[Prompt, ...]
@@ -70,31 +70,31 @@ class GenerationRequest:
     max_new_tokens: int | None  # None: as many as the limit below and the context allow
     new_tokens_limit: int
     stop: tuple[str, ...] = ()
-    n: int = 1  # answers to each prompt
-    logprobs: int | None = None  # likeliest tokens to report beside each token
-    is_mode_open: bool = False  # the request leaves to the service how it is decoded
-    quality: Quality | None = None  # in place of the mode's threshold
-    quality_class: str | None = None  # None: the request has pinned what it wants
-    schema: dict[str, Any] | None = None  # of the JSON that the answer must be
+    n: int = 1  # number of answers to each prompt
+    logprobs: int | None = None  # number of likeliest tokens to report with each token
+    is_mode_open: bool = False  # the request leaves the mode to the service
+    quality: Quality | None = None  # replaces the mode's threshold
+    quality_class: str | None = None  # None: the request pins its settings
+    schema: dict[str, Any] | None = None  # schema of the JSON that the answer must be
     tools: Tools | None = None
-    # A message for each step, at most one in each `stream_interval_s`, or one in all.
+    # A message for each step, at most one per `stream_interval_s`, or a single one.
     delivery: Literal["steps", "paced", "whole"] = "paced"
-    is_streamed: bool = True  # or the client gets nothing before all answers are whole
-    timeout_s: float | None = None  # a replica counts it from the arrival there
+    is_streamed: bool = True  # else the client gets nothing before all answers are whole
+    timeout_s: float | None = None  # a replica counts it from the request's arrival there
 
     @property
     def choices(self) -> int:
-        """Number of answers in all; those to one prompt stand together."""
+        """Total number of answers; those to one prompt are adjacent."""
         return len(self.prompts) * self.n
 
     @property
     def choices_param(self) -> str:
-        """The request's field at fault where these are too many."""
+        """The request's field at fault if there are too many choices."""
         return "n" if self.n > 1 else "prompt"
 
     @property
     def is_forced(self) -> bool:
-        """Whether the request names the tool; OpenAI then does not call the reason `tool_calls`."""
+        """Whether the request names the tool; OpenAI's finish reason is then not `tool_calls`."""
         return self.tools is not None and self.tools.named is not None
 
 
@@ -110,7 +110,7 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an answer got while one draft adapter, or none, was in force."""
+    """The counts of an answer while one draft adapter, or none, was in force."""
 
     adapter: str | None
     tokens: int
@@ -119,33 +119,33 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an answer ended and what it took."""
+    """How an answer ended, and its counts."""
 
     reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
-    completion_tokens: int  # the end-of-turn token is counted, though it is not in the text
+    completion_tokens: int  # including the end-of-turn token, which is not in the text
     forwards: int
-    disagreed: int = 0  # tokens seen not to be the model's own choice, one step later
+    disagreed: int = 0  # tokens found, one step later, not to be the model's own choice
     threshold: float | None = None  # the lowest in force, in modes that have one
-    mode: str | None = None  # where it is another one than the call's
-    served: tuple[Served, ...] = ()  # one after the other; their sums are the counts above
+    mode: str | None = None  # if it differs from the call's mode
+    served: tuple[Served, ...] = ()  # in order of time; their sums are the counts above
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one engine step, or several, added to an answer; the last piece has the finish."""
+    """The addition of one or more engine steps to an answer; the last one has the finish."""
 
     text: str
     finish: Finish | None = None
     choice: int = 0
-    forward: int = 0  # the last step's number among those of the answer
-    tokens: int = 0  # that were committed
+    forward: int = 0  # number of the last step, counted per answer
+    tokens: int = 0  # number of committed tokens
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCallDelta, ...] = ()
 
 
 def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
-    """Two pieces of one answer as one; it has the forward of the second."""
+    """Two pieces of one answer joined; `forward` is that of the second."""
     return replace(
         second,
         text=first.text + second.text,
@@ -158,7 +158,7 @@ def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
 def _joined_calls(
     first: tuple[ToolCallDelta, ...], second: tuple[ToolCallDelta, ...]
 ) -> tuple[ToolCallDelta, ...]:
-    """Arguments that follow each other as one piece of them."""
+    """The deltas, with consecutive arguments of a call joined."""
     if not first or not second or first[-1].name or second[0].name:
         return first + second
     arguments = first[-1].arguments + second[0].arguments
@@ -181,7 +181,7 @@ Message = OutputDelta | ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a replica says of a draft adapter that it gets ready: its name, or what is wrong."""
+    """A replica's reply about a draft adapter to be made ready: its name, or the fault."""
 
     name: str | None = None
     error: str | None = None
@@ -189,7 +189,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A prompt's tokens, and how many a sequence may have."""
+    """A prompt's tokens, and the most that a sequence may have."""
 
     tokens: tuple[int, ...]
     max_context: int

@@ -1,4 +1,4 @@
-"""The end of a service: it lets nobody in, finishes what it has accepted, and stops."""
+"""Shutdown of a service: it refuses new requests, finishes the accepted ones, and stops."""
 
 import logging
 import signal
@@ -22,7 +22,7 @@ from mars_ray.serve.threshold_actor import end_controls
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-# Serve's proxy may still be handing to clients what the ingress has already given to it.
+# Serve's proxy may still be sending to clients what the ingress has passed to it.
 _FLUSH_S = 1.0
 _ANSWER_S = 10.0
 
@@ -30,7 +30,7 @@ _ANSWER_S = 10.0
 def wait_until_stopped(job: ServeJob) -> None:
     """Blocks until SIGINT or SIGTERM, then drains the job's service and stops Serve.
 
-    A second signal ends the draining at once. Only for the main thread, which gets the signals.
+    A second signal ends the draining at once. Must run in the main thread, which gets the signals.
     """
     stop, at_once = threading.Event(), threading.Event()
     is_drained = False
@@ -53,7 +53,7 @@ def wait_until_stopped(job: ServeJob) -> None:
 
 
 def drain(limit_s: float, at_once: threading.Event) -> bool:
-    """Refuses new requests and waits for the accepted ones, until the limit or until told to stop.
+    """Refuses new requests and waits for the accepted ones, until the limit or until `at_once`.
 
     Returns whether all of them are finished.
     """
@@ -75,11 +75,11 @@ def drain(limit_s: float, at_once: threading.Event) -> bool:
 
 
 def _cut() -> None:
-    """Ends the replicas and what they do; Serve alone would give them time to drain once more."""
-    # Ray's annotation is that of the other argument.
+    """Kills the replicas with their work; Serve alone would give them time to drain once more."""
+    # Ray's annotation is for the other value of the argument.
     actors: Any = list_named_actors(all_namespaces=True)
     for actor in actors:
         if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
-            # It may have ended meanwhile.
+            # The actor may have ended meanwhile.
             with suppress(ValueError):
                 ray.kill(ray.get_actor(**actor))

@@ -1,4 +1,4 @@
-"""The reply of `GET /v1/mars/status`: what models are doing at the moment."""
+"""The reply of `GET /v1/mars/status`: the current state of the models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mars_ray.serve.openai.response_models import Part
 class ReplicaStatus:
     """One replica now; tokens, forwards and disagreements are those of the last minute."""
 
-    mode: str  # of a request that names none
+    mode: str  # mode of requests that name none
     threshold: float | None
     adapter: str | None  # the draft adapter in force
     running: int
@@ -82,11 +82,11 @@ def model_status(
         "tokens_per_forward": tokens / forwards if forwards else None,
         "disagreement": disagreed / tokens if tokens else None,
         "mode": replicas[0].mode if replicas else None,
-        # While a new one spreads, both.
+        # Both, while a new one spreads.
         "adapter": ", ".join(dict.fromkeys(filter(None, adapters))) or None,
-        # While a new one spreads, the lower one is what a client may get.
+        # While a new one spreads, a client may get the lower one.
         "threshold": min(thresholds, default=None),
-        # They have one job, but not always one kind of node.
+        # All replicas have the same job, but may run on different kinds of nodes.
         "engine": replicas[0].engine if replicas else None,
         "policy": decided,
     }

@@ -1,11 +1,11 @@
-"""Another draft adapter in the replicas of a running service, all of them or none.
+"""Swaps the draft adapter in all replicas of a running service, or in none.
 
-    every replica gets it ready: fetched, read, checked against the model (`replica/adapters.py`)
-    if one cannot, that is the end of it, and nothing has changed
-    the model's actor says that it is in force                           (`threshold_actor.py`)
-    every replica takes it between two steps; one that starts later asks the actor first
+1. Every replica fetches and reads it, and checks it against the model (`replica/adapters.py`).
+   If one cannot, the swap ends there, and nothing has changed.
+2. The model's actor announces that it is in force (`threshold_actor.py`).
+3. Every replica takes it between two steps; one that starts later asks the actor first.
 
-So no request fails and no process is new.
+No request fails, and no process is restarted.
 """
 
 import time
@@ -21,7 +21,7 @@ from mars_ray.serve.protocol import Prepared
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.threshold_actor import Setting, Swap, control_of
 
-# An adapter has some megabytes; a store may be slow.
+# An adapter has a few megabytes, but a store may be slow.
 _PREPARE_S = 120.0
 _TAKE_S = 30.0
 _LOOK_S = 0.1
@@ -36,12 +36,10 @@ class Running:
 
 
 def swap_adapters(job: ServeJob, running: Running, ingress: Any) -> bool:
-    """Whether adapters are all that is new in the job, which is then in force.
+    """Puts the job in force if only its adapters are new; returns whether that is so.
 
-    `ingress` is the handle of the running service's ingress.
-
-    Raises ModelError if a replica cannot load one, and nothing has changed then; EngineError if
-    replicas do not answer in time.
+    `ingress` is the handle of the running service's ingress. Raises ModelError if a replica cannot
+    load an adapter, and then nothing has changed; EngineError if replicas do not answer in time.
     """
     if _without_adapters(job) != _without_adapters(running.job):
         return False
@@ -70,7 +68,7 @@ def _without_adapters(job: ServeJob) -> list[dict[str, Any]]:
 
 
 def _told(ingress: Any, name: str, method: str, *args: Any, limit_s: float) -> list[Any]:
-    """What the living replicas answer. Raises EngineError if they do not all answer in time."""
+    """The replies of the living replicas. Raises EngineError unless all answer in time."""
     try:
         said = ingress.tell_all.remote(name, method, *args).result(timeout_s=limit_s)
     except TimeoutError as error:
@@ -85,7 +83,7 @@ def _told(ingress: Any, name: str, method: str, *args: Any, limit_s: float) -> l
 
 
 def _prepared(ingress: Any, model: ServeJob) -> str | None:
-    """The adapter's name, once every replica has it ready. Raises ModelError."""
+    """Makes the adapter ready in every replica; returns its name. Raises ModelError."""
     place = model.engine.draft_adapter
     said: list[Prepared] = _told(ingress, model.name, "prepare_adapter", place, limit_s=_PREPARE_S)
     for each in said:
@@ -101,7 +99,8 @@ def _prepared(ingress: Any, model: ServeJob) -> str | None:
 
 
 def _is_in_force(ingress: Any, model: ServeJob, running: Running, name: str | None) -> bool:
-    """Whether every replica has the model's adapter; without replicas, whether it was said last."""
+    """Whether every replica has the model's adapter; without replicas, whether it was the last
+    one announced."""
     said: list[ReplicaStatus] = _told(ingress, model.name, "status", limit_s=_TAKE_S)
     if said:
         return {each.adapter for each in said} == {name}

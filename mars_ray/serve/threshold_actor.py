@@ -1,9 +1,9 @@
-"""What changes while a service runs: a small named actor for each model, on which replicas wait for
-the set-point and for another draft adapter.
+"""Settings that change while a service runs: a small named actor for each model, on which replicas
+wait for the set-point and for another draft adapter.
 
-Whoever decides publishes and goes on; a replica has the news some milliseconds later, and a new one
-asks for it first. The actor outlives the process that made it, and updates of the service: replicas
-tell it what their job says, and the newest job counts, however it came to be deployed.
+A publisher does not wait; a replica has the news some milliseconds later, and a new one asks for it
+first. The actor outlives the process that made it, and updates of the service. Replicas report
+their job's setting to it, and the newest job counts, however it was deployed.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ from mars_ray.errors import ConfigError
 from mars_ray.serve.status import Decided
 
 _NAMESPACE = "mars-ray"
-# A wait ends without news after this time, so that none goes on for a caller that is gone.
+# A wait ends without news after this time, so that none lasts for a caller that is gone.
 _WAIT_S = 30.0
 _RETRY_S = 0.5
 _ANSWER_S = 2.0
-_KEPT = 4096  # decisions, half an hour of them
+_KEPT = 4096  # decisions of half an hour
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a job says of its model's threshold."""
+    """A job's settings of its model's threshold."""
 
-    at_s: float  # when the application was built, by the clock of the wall
-    set_point: float  # at rest
-    is_auto: bool  # whether the policy decides from there on
+    at_s: float  # wall-clock time at which the application was built
+    set_point: float  # the set-point at rest
+    is_auto: bool  # whether the policy changes it from there
 
     @classmethod
     def of(cls, job: ServeJob, built_s: float) -> "Setting":
@@ -50,27 +50,27 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Another draft adapter than the job's, or none, in the replicas of one application."""
+    """A draft adapter that replaces the job's in one application's replicas; it may be none."""
 
-    built_s: float  # when that application was built: those before and after it have another job
+    built_s: float  # when that application was built; earlier and later ones have other jobs
     at_s: float
-    adapter: str | None  # where it is, as every node finds it
-    name: str | None  # as replies call it
+    adapter: str | None  # its place, valid on every node
+    name: str | None  # its name in replies
 
 
 @dataclass(frozen=True, slots=True)
 class SetPoint:
-    """What is in force for requests that leave it open, and the last swap of draft adapters."""
+    """The settings for requests that pin nothing, and the last swap of draft adapters."""
 
     version: int
     threshold: float
-    shed: float = 0.0  # share of the new ones among them to refuse
-    rungs: tuple[Rung, ...] = ()  # that a replica may choose from by itself
+    shed: float = 0.0  # share of new ones among them to refuse
+    rungs: tuple[Rung, ...] = ()  # levels that a replica may choose from by itself
     swap: Swap | None = None
 
 
 class ThresholdActor:
-    """The actor. Versions count changes; another actor begins at another number."""
+    """The actor. A version counts changes; each new actor begins at another number."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -81,10 +81,10 @@ class ThresholdActor:
     async def adopt(self, setting: Setting, swap: Swap | None = None) -> None:
         """Takes the setting of the newest job.
 
-        A fixed fleet begins with its own set-point if that is another one than before, or a policy
-        chose before; else what an operator has said stays in force.
-        `swap` is the last one that the replica knows of: after the loss of an actor the next one
-        has it from there.
+        A fixed fleet begins with its own set-point if that has changed, or if a policy chose
+        before; otherwise the set-point of an operator stays in force.
+        `swap` is the last one that the replica knows: a new actor learns it from there after the
+        loss of the old one.
         """
         if swap:
             await self.swap(swap)
@@ -101,7 +101,7 @@ class ThresholdActor:
 
     async def record(self, decided: Decided, rungs: tuple[Rung, ...]) -> None:
         """Keeps a decision of the autoscaling policy and publishes its set-point, unless the
-        service has gone over to a fixed number of replicas meanwhile."""
+        service has changed to a fixed number of replicas meanwhile."""
         if not self._setting.is_auto:
             return
         self._history.append(decided)
@@ -118,17 +118,17 @@ class ThresholdActor:
     async def publish(
         self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
     ) -> None:
-        """Puts a set-point in force; the same as before is no change."""
+        """Puts a set-point in force; an unchanged one does not count as a change."""
         self._change(replace(self._point, threshold=threshold, shed=shed, rungs=rungs))
 
     async def swap(self, swap: Swap) -> None:
-        """Has replicas of that application take this adapter, unless they know a newer one."""
+        """Makes replicas of that application take this adapter, unless they know a newer one."""
         known = self._point.swap
         if known is None or known.at_s < swap.at_s:
             self._change(replace(self._point, swap=swap))
 
     async def swapped(self, built_s: float) -> Swap | None:
-        """The last swap of that application, if there was any."""
+        """The last swap of that application, if there was one."""
         swap = self._point.swap
         return swap if swap and swap.built_s == built_s else None
 
@@ -139,7 +139,7 @@ class ThresholdActor:
             self._changed = asyncio.Event()
 
     async def wait(self, version: int | None) -> SetPoint:
-        """The set-point, once its version is another one than this; None: at once."""
+        """The set-point, once its version differs from this one; with None, at once."""
         changed = self._changed
         if self._point.version == version:
             with contextlib.suppress(TimeoutError):
@@ -162,8 +162,8 @@ def control_of(model: str, setting: Setting) -> Any:
 
 
 async def swapped(model: str, built_s: float) -> Swap | None:
-    """What replicas of this application take in place of the job's adapter; None also if the actor
-    does not answer in time, since replicas hear of it later by `follow`."""
+    """The swap that replaces the job's adapter in this application. None also if the actor does not
+    answer in time, because replicas get it later through `follow`."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             control = await asyncio.to_thread(_actor, model)
@@ -176,8 +176,8 @@ async def swapped(model: str, built_s: float) -> Swap | None:
 
 
 async def newest_decision(model: str) -> Decided | None:
-    """The policy's last decision on a model; None if there is none, or its actor does not answer in
-    time."""
+    """The policy's last decision on a model; None if there is none, or if its actor does not answer
+    in time."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             control = await asyncio.to_thread(_actor, model)
@@ -187,7 +187,7 @@ async def newest_decision(model: str) -> Decided | None:
 
 
 def publish(model: str, threshold: float) -> None:
-    """Has the model's replicas go over to this threshold.
+    """Makes the model's replicas change to this threshold.
 
     Raises ConfigError if no service has this model, or the policy chooses its threshold.
     """
@@ -210,13 +210,13 @@ def _actor(model: str) -> Any:
 
 
 def end_controls(models: Container[str] | None = None) -> None:
-    """Ends the actors of models that are served no more; of all models, where Serve has ended."""
-    actors: Any = list_named_actors(all_namespaces=True)  # Ray's annotation: of the other argument
+    """Ends the actors of these models, which are no longer served; of all, once Serve has ended."""
+    actors: Any = list_named_actors(all_namespaces=True)  # Ray annotates the other case
     for actor in actors:
         prefix, _, model = actor["name"].partition(":")
         is_ours = (prefix, actor["namespace"]) == ("control", _NAMESPACE)
         if is_ours and (models is None or model in models):
-            # It may have ended meanwhile.
+            # The actor may have ended meanwhile.
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(**actor))
 
@@ -227,8 +227,8 @@ async def follow(
     apply: Callable[[SetPoint], Coroutine[Any, Any, None]],
     swapped: Callable[[], Swap | None] = lambda: None,
 ) -> None:
-    """Applies every set-point, until cancelled. `setting` is the job's own, and `swapped` says what
-    was applied in place of the job's adapter."""
+    """Applies every set-point until cancelled. `setting` is the job's own, and `swapped` returns
+    the swap that was applied in place of the job's adapter."""
     version = None
     while True:
         try:
@@ -239,8 +239,8 @@ async def follow(
                 version = point.version
                 await apply(point)
         except RayError as error:
-            # It may have died, and another one counts its versions from the start; or the cluster's
-            # head is away, and a threshold would be in force until the replica ends.
+            # Either the actor has died, and the next one counts its versions anew, or the cluster's
+            # head is unreachable, and the threshold would stay in force until the replica ends.
             if not isinstance(error, RayActorError):
                 logger.warning(
                     "the set-point of %s cannot be followed, again soon: %s", model, error

@@ -1,1 +1,1 @@
-"""Places of models, adapters and checkpoints: directories, the Hugging Face hub, object stores."""
+"""Storage of models, adapters and checkpoints: directories, the Hugging Face hub, object stores."""

@@ -1,12 +1,12 @@
-"""Copies of what lies at a place: fetched to this machine, or published where services load it.
+"""Copies of places: fetched to this machine, or published where services load them.
 
-Of a place in an object store there is a whole copy on a machine, or none:
+A machine has a whole copy of a place in an object store, or none:
 
-    <cache>/<name>-<digest>            a whole copy; the digest is that of the URI and its files
-    <cache>/<name>-<digest>.partial    being fetched, or what a process that died left
+    <cache>/<name>-<digest>            a whole copy; the digest covers the URI and its files
+    <cache>/<name>-<digest>.partial    a fetch in progress, or the remains of one that died
     <cache>/<name>-<digest>.lock       held by the process that fetches
 
-The hub's files are in its own cache, and a directory is used where it is.
+The hub's files are in its own cache, and a directory is used in place.
 """
 
 import hashlib
@@ -30,23 +30,22 @@ from mars_ray.storage.place import Place, explained, shown
 
 logger = logging.getLogger(__name__)
 
-# What a model or adapter needs. Not *.bin and *.pt, which are programs, nor code.
+# Files that a model or adapter needs. Excludes *.bin and *.pt, which can run code, and source code.
 WANTED = (".safetensors", ".json", ".txt", ".model", ".jinja")
 _DIGEST_CHARS = 12
-# An empty file that is there until the last one is: what lies beside it is of an attempt.
+# An empty file that exists until the last one has arrived: the files beside it are unfinished.
 _UNFINISHED = "export.unfinished"
 
-# Is given a copy and its name in messages; raises ModelError for one that is not whole.
+# Takes a copy and its name in messages; raises ModelError if the copy is not whole.
 Check = Callable[[Path, str], None]
 
 
 @contextmanager
 def pinned(place: Place, *names: str) -> Iterator[tuple[Place, Path]]:
-    """The place by a name that means the same on every node and later on, and a directory with
-    those of its files that are called `names`.
+    """The place under a name that means the same on every node and later on, and a directory with
+    its files `names`.
 
-    A directory is named by its absolute path, a repository of the hub by its commit. Raises
-    ModelError.
+    A directory is named by its absolute path, a hub repository by its commit. Raises ModelError.
     """
     if place.revision and not place.is_on_hub:
         raise ModelError(f"{shown(place.name)}: only names of the hub have a revision")
@@ -66,10 +65,10 @@ def pinned(place: Place, *names: str) -> Iterator[tuple[Place, Path]]:
 
 
 def fetched(place: Place, cache: str, check: Check, what: str) -> Path:
-    """The place's directory on this machine, fetched if it is not here yet; `what` it holds.
+    """The place's directory on this machine, fetched if needed; `what` names its kind in messages.
 
-    Several processes of a machine fetch it once. Raises ModelError if it cannot be had, and what
-    `check` raises on a new copy of an object store's.
+    Several processes of a machine fetch it once. Raises ModelError if it cannot be fetched, and
+    what `check` raises on a new copy from an object store.
     """
     if place.is_on_hub:
         return snapshot(place, [f"*{suffix}" for suffix in WANTED])
@@ -84,9 +83,9 @@ def fetched(place: Place, cache: str, check: Check, what: str) -> Path:
 
 
 def publish(directory: Path, names: Sequence[str], last: Sequence[str], destination: str) -> None:
-    """Copies files of a directory to a new place, those of `last` in the end, in turn.
+    """Copies files of a directory to a new place, those of `last` at the end, in order.
 
-    The very last one says that all are there. A copy that was cut short can be made again. Raises
+    The very last file marks the copy as complete. An interrupted copy can be repeated. Raises
     ModelError if the destination holds anything else or is not writable.
     """
     with explained(ModelError, "write to", destination, "; export again"):
@@ -100,7 +99,7 @@ def publish(directory: Path, names: Sequence[str], last: Sequence[str], destinat
             )
         target.write_empty(_UNFINISHED)
         target.put(directory, names, last)
-        # Who may not delete leaves it behind, where it means nothing beside the last file.
+        # Without the right to delete it stays, but means nothing once the last file exists.
         with suppress(OSError):
             target.delete_file(_UNFINISHED)
 
@@ -120,7 +119,7 @@ def _cached(uri: str, cache: Path, check: Check) -> Path:
 
 
 def _listing(uri: str) -> tuple[Directory, list[StoredFile]]:
-    """The place, and those of its files that are wanted."""
+    """The place, and its wanted files."""
     with explained(ModelError, "read", uri):
         store = Directory.at(uri)
         return store, [file for file in store.files() if file.name.endswith(WANTED)]
@@ -140,7 +139,7 @@ def _download(
     total = sum(file.size for file in files)
     logger.info("fetching %s: %d files, %d bytes", shown(uri), len(files), total)
     _fetch(store, files, partial, uri)
-    # An upload meanwhile would leave us with files of two versions.
+    # An upload during the fetch could have mixed files of two versions.
     if _listing(uri)[1] != files:
         raise ModelError(f"{shown(uri)} was changed while it was fetched; start again")
     check(partial, shown(uri))

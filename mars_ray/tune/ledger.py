@@ -1,11 +1,11 @@
-"""The sweep's own record: a line for each thing that happens to a trial, in their order.
+"""The sweep's own record: a line for each event of a trial, in order.
 
     {"event": "start",  "trial": id, "time": ..., "values": {...}}
     {"event": "score",  "trial": id, "time": ..., "step": 60, "score": 3.1, "metrics": {...}}
     {"event": "error",  "trial": id, "time": ..., "error": "..."}
     {"event": "end",    "trial": id, "time": ..., "status": "finished" | "stopped" | "failed"}
 
-Times are seconds since 1970. Only the driver writes; what a killed driver did not finish writing is
+Times are seconds since 1970. Only the driver writes; an incomplete last line of a killed driver is
 cut off.
 """
 
@@ -22,12 +22,12 @@ LEDGER_FILE = "trials.jsonl"
 
 @dataclass(slots=True)
 class TrialRecord:
-    """Everything that the ledger knows of a trial."""
+    """The ledger's facts about a trial."""
 
     trial: str
-    values: dict[str, Any]  # its settings by key of the space; the latest, under PBT
+    values: dict[str, Any]  # its settings by key of the space; under PBT the latest
     scores: list[tuple[int, float]] = field(default_factory=list)  # (step, score)
-    metrics: dict[str, float] = field(default_factory=dict)  # of its last evaluation
+    metrics: dict[str, float] = field(default_factory=dict)  # from its last evaluation
     status: Status = "running"
     errors: list[str] = field(default_factory=list)
     model: str | None = None  # relative to the sweep's directory, once finished
@@ -44,7 +44,7 @@ class TrialRecord:
 
 
 class Ledger:
-    """Appends events to a file and holds what they add up to."""
+    """Appends events to a file and holds the records that result from them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,6 +78,6 @@ class Ledger:
 
 
 def ended(path: Path) -> int:
-    """Number of trials that have ended; leaves the file as it is, so any process may ask."""
+    """Number of trials that have ended. Only reads the file, so any process may call it."""
     events = read_journal(path, mend=False)
     return len({event["trial"] for event in events if event["event"] == "end"})

@@ -1,7 +1,7 @@
-"""Generation by the survivors: the trials that nothing beats by the cheap, teacher-forced measures.
+"""Evaluation by generation of the survivors: trials that no other beats in teacher-forced measures.
 
-Each survivor is evaluated once, by a task of its own on the cluster; a resumed sweep does not do it
-again.
+Those measures are cheap. Each survivor is evaluated once, by a task of its own on the cluster; a
+resumed sweep does not repeat it.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.tune.ledger import Ledger, TrialRecord
 
-# The model that all trials started from, measured beside them.
+# Name of the model that all trials started from, which is measured too.
 START = "start"
 
 
@@ -39,7 +39,7 @@ def survivors(ledger: Ledger, objectives: Objectives) -> list[TrialRecord]:
 
 
 def check_room(job: TuneJob, problems: list[Problem], start_model: Path) -> None:
-    """Raises ConfigError if a problem has no room for its answer: before trials are trained that
+    """Raises ConfigError if a problem has no room for its answer, before trials are trained that
     could not be measured."""
     objectives = job.objectives
     prompts = prompts_of(problems, load_tokenizer(start_model))
@@ -79,7 +79,7 @@ def measure(
 
 
 def _raise_failure(done: list[ray.ObjectRef]) -> None:
-    """Raise what failed in a task; Ray's own error hides it behind a traceback of the worker."""
+    """Raise the error of a failed task; Ray's own error hides it behind the worker's traceback."""
     try:
         ray.get(done)
     except RayTaskError as error:
@@ -89,7 +89,7 @@ def _raise_failure(done: list[ray.ObjectRef]) -> None:
 
 
 def _gpus(job: TuneJob) -> float:
-    """GPUs of a task that generates: none where the trials have none either."""
+    """GPUs of a task that generates; 0 if the trials have none either."""
     on_cpu = job.objectives.engine.device == "cpu"
     return 0 if on_cpu else min(1, job.train.cluster.gpus_per_worker)
 
@@ -97,7 +97,7 @@ def _gpus(job: TuneJob) -> float:
 def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:
     """The point with most T/F of those that cost at most the stated loss against `exact`."""
     least = frontier.points[0].accuracy - objectives.max_accuracy_loss
-    # At a hair's breadth below: accuracies are shares of a count.
+    # A tolerance for rounding, because accuracies are shares of a count.
     kept = [point for point in frontier.points if point.accuracy >= least - 1e-9]
     return max(kept, key=lambda point: point.tokens_per_forward)
 
@@ -105,8 +105,8 @@ def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:
 def best(
     frontiers: dict[str, Frontier], objectives: Objectives, trials: list[TrialRecord]
 ) -> TrialRecord:
-    """The fastest trial that is, in `exact`, at most the stated loss below the starting model; if
-    none is, the most accurate. Raises TrainingError if no trial has finished."""
+    """The fastest trial whose accuracy in `exact` is at most the stated loss below the starting
+    model's; without one, the most accurate. Raises TrainingError if no trial has finished."""
     if not trials:
         raise TrainingError("no trial has finished, so none is best; see trials.jsonl")
     least = frontiers[START].points[0].accuracy - objectives.max_accuracy_loss
@@ -142,7 +142,7 @@ def _job(job: TuneJob, name: str, model: Path, modes: tuple[Mode, ...]) -> Evalu
 
 
 def _is_measured(job: EvaluateJob) -> bool:
-    """Whether the frontier that is there is whole, and of this job: objectives may have changed."""
+    """Whether there is a whole frontier of this job; the objectives may have changed since."""
     assert job.output_dir is not None
     if not (Path(job.output_dir) / FRONTIER_FILE).exists():
         return False

@@ -1,4 +1,4 @@
-"""The results of a sweep, one row a trial: as JSON, as Parquet and as a table."""
+"""The results of a sweep, one row per trial: as JSON, as Parquet and as a table."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from mars_ray.tune.measure import START, fastest
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The results of a trial; None where it did not come so far: only survivors generate."""
+    """The results of a trial. Fields that it did not reach are None: only survivors generate."""
 
     trial: str
     status: str
@@ -34,12 +34,12 @@ class Row:
     exact_accuracy: float | None
     exact_accuracy_low: float | None
     exact_accuracy_high: float | None
-    threshold: float | None  # of the fastest that keeps quality; None if that is `exact`
+    threshold: float | None  # of the fastest point that keeps quality; None if that is `exact`
     threshold_accuracy: float | None
-    tokens_per_forward: float | None  # of the same
+    tokens_per_forward: float | None  # of the same point
     tokens_per_forward_lossless: float | None
     attempts_failed: int
-    error: str | None  # of the last failed attempt
+    error: str | None  # from the last failed attempt
     values: dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def rows_of(
 
 
 def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) -> dict[str, Any]:
-    """The sweep in a few numbers."""
+    """A summary of the sweep in a few numbers."""
     assert job.stage.steps is not None
     trained = sum(_trained_steps(job, row) for row in rows)
     counts = {status: sum(row.status == status for row in rows) for status in _STATUSES}
@@ -70,7 +70,7 @@ def summary_of(job: TuneJob, rows: list[Row], frontiers: dict[str, Frontier]) ->
 
 
 def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[str, Any]) -> None:
-    """`results.json` and `results.parquet`; in the latter settings are columns."""
+    """Write `results.json` and `results.parquet`; in the latter, settings are columns."""
     table = {"summary": summary, "trials": [asdict(row) for row in rows]}
     table |= {"job": job.model_dump(mode="json"), "provenance": provenance()}
     write_whole(directory / "results.json", json.dumps(table, indent=1) + "\n")
@@ -79,7 +79,7 @@ def write_results(directory: Path, job: TuneJob, rows: list[Row], summary: dict[
 
 
 def print_rows(job: TuneJob, rows: list[Row], console: Console) -> None:
-    """One line a trial; settings by the last part of their keys."""
+    """Print one line per trial; settings are named by the last part of their keys."""
     table = Table(title=f"{len(rows)} trials of stage {job.stage_name}")
     for name in ("trial", "status"):
         table.add_column(name)
@@ -100,7 +100,7 @@ _STATUSES = ("finished", "stopped", "failed")
 
 
 def _trained_steps(job: TuneJob, row: Row) -> int:
-    """Steps up to its last checkpoint: a run goes on while Tune decides that it ends."""
+    """Steps up to the trial's last checkpoint: a run continues while Tune decides to end it."""
     directory = Path(absolute_path(job.output_dir)) / "trials" / row.trial
     runs = directory.glob(f"*/stages/{job.stage_name}")
     found = [checkpoint.newest(run) for run in runs]
@@ -143,7 +143,7 @@ def _lossless(frontier: Frontier | None) -> float | None:
 
 
 def _flat(rows: list[Row]) -> list[dict[str, Any]]:
-    """Settings as columns, each of one type: numbers, or else JSON."""
+    """Rows with settings as columns, each of one type: numbers, or else JSON."""
     other = {
         key for row in rows for key, value in row.values.items() if type(value) not in (int, float)
     }

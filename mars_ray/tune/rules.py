@@ -1,7 +1,7 @@
 """When a trial ends early: pure functions of the scores seen so far.
 
-Ray Tune forgets what its schedulers have seen when a sweep is restored, and a restored sweep would
-compare trials with fewer others. These rules are fed again from the sweep's own record.
+Ray Tune's schedulers lose their state when a sweep is restored, and would then compare trials with
+fewer others. These rules are fed again from the sweep's own record.
 """
 
 from math import inf
@@ -12,10 +12,10 @@ from mars_ray.config.tune import AshaScheduler, MedianScheduler, NoScheduler
 
 
 class Rule(Protocol):
-    """Higher scores are better; a trial's steps rise."""
+    """A rule of early stopping. Higher scores are better; the steps of a trial increase."""
 
     def stops(self, trial: str, step: int, score: float) -> bool:
-        """Take in a score, and say whether the trial ends."""
+        """Add a score; whether the trial ends."""
         ...
 
 
@@ -27,7 +27,7 @@ class RunToEnd:
 
 
 class Asha:
-    """Asynchronous successive halving: each rung asks for the best 1/reduction of those seen."""
+    """Asynchronous successive halving: only the best 1/reduction of the scores pass a rung."""
 
     def __init__(self, config: AshaScheduler, total_steps: int) -> None:
         self._reduction = config.reduction
@@ -38,13 +38,13 @@ class Asha:
             milestone *= config.reduction
 
     def stops(self, trial: str, step: int, score: float) -> bool:
-        # A trial that jumps over a rung is judged at the highest it has reached.
+        # A trial that skips rungs is judged at the highest one it has reached.
         stop = False
         for milestone, scores in self._rungs.items():
             if step >= milestone and trial not in scores:
                 scores[trial] = score
                 better = sum(other > score for other in scores.values())
-                # The best so far always goes on: the first has nothing to be compared with.
+                # The best so far always continues, since the first trial has no other to beat.
                 stop = better >= max(1, int(len(scores) / self._reduction))
         return stop
 

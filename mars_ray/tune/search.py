@@ -1,4 +1,4 @@
-"""Our configuration in Ray Tune's terms: domains, searchers, schedulers."""
+"""Converts our configuration to Ray Tune's objects: domains, searchers, schedulers."""
 
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ from mars_ray.tune.rules import Rule, rule_of
 
 
 class EarlyStopping(FIFOScheduler):
-    """A rule as a Tune scheduler. A restored sweep feeds it again from the ledger."""
+    """A rule as a Tune scheduler; a restored sweep feeds it again from the ledger."""
 
     def __init__(self, job: TuneJob, ledger: Path) -> None:
         super().__init__()
         self._job = job
         self._ledger = ledger
-        self._rule: Rule | None = None  # Tune keeps this object as it was before the first trial
-        self._stopped: set[str] = set()  # before the driver was killed
+        self._rule: Rule | None = None  # Tune saves this object as it is before the first trial
+        self._stopped: set[str] = set()  # trials stopped before the driver was killed
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         if self._rule is None:
@@ -45,7 +45,7 @@ class EarlyStopping(FIFOScheduler):
             for record in Ledger(self._ledger).trials.values():
                 for step, score in record.scores:
                     self._rule.stops(record.trial, step, score)
-            # By its event: who has begun again since is no longer of this status.
+            # By the last event: a trial that has begun again no longer has this status.
             self._stopped = {
                 event["trial"]
                 for event in read_journal(self._ledger)
@@ -56,7 +56,7 @@ class EarlyStopping(FIFOScheduler):
         if "score" not in result or result["step"] == self._job.stage.steps:
             return TrialScheduler.CONTINUE
         assert self._rule is not None
-        # Tune may not have kept that it ended, and its rung has judged it already.
+        # Tune may not have saved the trial's end, but its rung has judged it already.
         if trial.trial_id in self._stopped:
             return TrialScheduler.STOP
         stop = self._rule.stops(trial.trial_id, result["step"], result["score"])
@@ -64,12 +64,12 @@ class EarlyStopping(FIFOScheduler):
 
 
 def domains(job: TuneJob) -> dict[str, Any]:
-    """The search space; a choice is drawn by its index."""
+    """The search space, in which a choice is drawn by its index."""
     return {key: _domain(parameter) for key, parameter in job.space.items()}
 
 
 def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
-    """The searcher, for `at_once` trials. Optuna sees both objectives, not the score."""
+    """The searcher for `at_once` concurrent trials. Optuna gets both objectives, not the score."""
     if job.searcher == "optuna":
         metrics = ["metrics/tokens_per_forward", "metrics/clean_ce"]
         optuna = OptunaSearch(metric=metrics, mode=["max", "min"], seed=job.seed)
@@ -78,7 +78,7 @@ def searcher_of(job: TuneJob, at_once: int) -> Searcher | SearchAlgorithm:
 
 
 def scheduler_of(job: TuneJob, ledger: Path) -> TrialScheduler:
-    """The scheduler, which decides what trials go on."""
+    """The scheduler, which decides which trials continue."""
     if not isinstance(job.scheduler, PbtScheduler):
         return EarlyStopping(job, ledger)
     return PopulationBasedTraining(
@@ -106,7 +106,7 @@ def _domain(parameter: Parameter) -> Any:
 
 
 def _mutations(parameter: Parameter) -> Any:
-    # PBT moves along a list to a neighbour.
+    # For a list, PBT moves to a neighbouring value.
     if isinstance(parameter, Choice):
         return list(range(len(parameter.values)))
     return _domain(parameter)

@@ -1,7 +1,7 @@
-"""From a point of the search space to the training job of a trial. No Ray in here.
+"""Turns a point of the search space into the training job of a trial. Does not use Ray.
 
-A point is what a searcher draws: a number for each parameter, for a choice the index of its value.
-So searchers need to know nothing of tables and lists.
+A searcher draws a point: a number for each parameter, which for a choice is the index of its value.
+Searchers therefore need not handle tables and lists.
 """
 
 import json
@@ -17,7 +17,7 @@ from mars_ray.config.tune import Choice, IntRange, LogUniform, Parameter, TuneJo
 from mars_ray.errors import ConfigError
 
 Point = Mapping[str, float]
-# Number of random points to try besides corners: they find settings that exclude each other.
+# Number of random points to try besides corners; they find settings that exclude each other.
 _TRIED_POINTS = 64
 
 
@@ -41,8 +41,8 @@ def trial_job(job: TuneJob, values: Mapping[str, Any]) -> TrainJob:
 def check_space(job: TuneJob) -> None:
     """Try the ends of every parameter, every choice, and random points, before anything starts.
 
-    Raises ConfigError, naming the key, if one of them is no training job, or if the model that it
-    trains could not generate by the job's objectives.
+    Raises ConfigError, naming the key, if one of them is not a valid training job, or if its model
+    could not generate under the job's objectives.
     """
     for key, parameter in job.space.items():
         for value in _corners(parameter):
@@ -78,12 +78,12 @@ def _value(parameter: Parameter, drawn: float) -> Any:
         case IntRange(low=low, high=high):
             return min(max(low, int(drawn)), high)
         case _:
-            # Population based training may step over the ends.
+            # Population based training may step beyond the ends.
             return min(max(parameter.low, drawn), parameter.high)
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: tuples come out of a frozen configuration."""
+    """A value as JSON has it; a frozen configuration has tuples."""
     try:
         return json.loads(json.dumps(value))
     except TypeError:

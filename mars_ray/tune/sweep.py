@@ -1,13 +1,13 @@
-"""A sweep from its configuration to its trials' ends; run again to resume.
+"""A sweep, from its configuration to the end of its trials; run again to resume.
 
 output_dir/
-  sweep.json        the resolved job, and what ran it
-  base/             the stages before the one that is tried, and the model that trials start from
+  sweep.json        the resolved job, and its provenance
+  base/             the stages before the tried one, and the model that trials start from
   cache/            tokenised sources, shared by all trials
-  trials.jsonl      what happened to each trial (ledger.py)
+  trials.jsonl      the events of all trials (ledger.py)
   trials/<id>/      the Train runs of a trial
   tune/             Ray Tune's own state
-  frontiers/<id>/   what the survivors generated
+  frontiers/<id>/   the survivors' generated results
   results.*, pareto.png, best.toml
 """
 
@@ -48,10 +48,10 @@ from mars_ray.tune.trial import MarsTrial, SweepPlan
 PLOT_FILE = "pareto.png"
 BEST_FILE = "best.toml"
 _NAME = "tune"
-# Memory of a trial's own process, which has no share of a CPU, since it only waits.
+# Memory of a trial's own process, which gets no share of a CPU because it only waits.
 _DRIVER_MEMORY_BYTES = 500 << 20
 _SETTINGS = {
-    # Our ledger and table take their place.
+    # Our ledger and table replace Tune's loggers.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "5",
@@ -71,7 +71,7 @@ class Sweep:
 
 
 def run_sweep(job: TuneJob, console: Console) -> Sweep:
-    """Run, measure and write a sweep; the same call resumes one. Ray must be connected.
+    """Run, measure and write a sweep; a repeated call resumes it. Ray must be connected.
 
     Raises MarsError.
     """
@@ -111,7 +111,7 @@ def _point(job: TuneJob, trial: TrialRecord, frontier: Frontier | None, chosen: 
 
 
 def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
-    """The best trial's settings as a job that `mars-ray train` takes."""
+    """Write the best trial's settings as a job for `mars-ray train`."""
     table = trial_job(job, chosen.values).model_dump(mode="json", exclude_none=True)
     header = f"# The best of {job.trials} trials: {chosen.trial}.\n"
     write_whole(path, header + tomli_w.dumps(table))
@@ -120,8 +120,8 @@ def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
 def run_trials(job: TuneJob, console: Console) -> Ledger:
     """Run every trial to its end, on the cluster that `ray.init` has connected to.
 
-    Raises ConfigError if a point of the space is no training job, or if what a trial leaves could
-    not generate, before any trial; DataError if the objectives' task cannot be read; and
+    Raises ConfigError, before any trial, if a point of the space is not a valid training job or a
+    trial's model could not generate. Raises DataError if the objectives' task cannot be read, and
     TrainingError if output_dir holds another sweep or the sweep was stopped.
     """
     job = absolute(job)
@@ -130,14 +130,14 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     _claim(job)
     plan = SweepPlan(job, start_model(job))
     check_room(job, problems, plan.start_model)
-    # Tokenised once, before the first trial asks.
+    # Tokenises the data once, before the first trial needs it.
     stage_plan(job.train, job.stage_name, plan.start_model)
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
-    # It misses the result files that it has been told not to write.
+    # Otherwise Tune warns about missing result files, which it was configured not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     path = Path(job.output_dir) / LEDGER_FILE
     with warnings.catch_warnings():
-        # A trial that takes another's place is a Train run of its own: there is nothing to reuse.
+        # A trial that replaces another is a Train run of its own, so there is nothing to reuse.
         warnings.filterwarnings("ignore", "Consider boosting PBT performance")
         tuner = _tuner(plan, _Watch(job, path, console), console)
         with Lines(console, lambda: f"{ended(path)} of {job.trials} trials have ended"):
@@ -151,7 +151,7 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
 
 
 def absolute(job: TuneJob) -> TuneJob:
-    """The same job, independent of the working directory, with one cache for all trials."""
+    """The job made independent of the working directory, with one cache for all trials."""
     output_dir = absolute_path(job.output_dir)
     train = with_absolute_paths(job.train)
     if train.data.cache_dir is None:
@@ -166,8 +166,8 @@ def absolute(job: TuneJob) -> TuneJob:
 
 
 def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:
-    """As many as the job says, or as the cluster has room for now, which may grow for them: what
-    waits holds nothing but its driver's memory."""
+    """The job's number of concurrent trials, or what fits on the cluster now. The cluster may grow
+    for more: a waiting trial holds only its driver's memory."""
     if job.max_concurrent:
         return min(job.max_concurrent, job.trials)
     asked = job.train.cluster
@@ -189,7 +189,7 @@ def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
         return tune.Tuner.restore(
             str(state), trainable, resume_unfinished=True, param_space=domains(job)
         )
-    # Killed before its first trial: nothing to resume from.
+    # Killed before its first trial, so there is nothing to resume from.
     shutil.rmtree(state, ignore_errors=True)
     at_once = trials_at_once(job, ray.cluster_resources())
     console.print(f"{job.trials} trials, {at_once} at once")
@@ -206,7 +206,7 @@ def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
             name=_NAME,
             storage_path=job.output_dir,
             failure_config=tune.FailureConfig(max_failures=job.retries),
-            # Trials write their own; population based training asks for copies when it needs them.
+            # Trials write their own checkpoints; PBT requests copies when it needs them.
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             callbacks=[watch],
             verbose=0,
@@ -215,7 +215,7 @@ def _tuner(plan: SweepPlan, watch: "_Watch", console: Console) -> tune.Tuner:
 
 
 class _Watch(tune.Callback):
-    """Writes the ledger and tells what happens, in the driver."""
+    """Writes the ledger and prints events, in the driver."""
 
     def __init__(self, job: TuneJob, ledger: Path, console: Console) -> None:
         self._job = job
@@ -224,7 +224,7 @@ class _Watch(tune.Callback):
         self._ledger: Ledger | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tune keeps callbacks for a restored sweep, which reads the ledger anew.
+        # Tune pickles callbacks for a restored sweep, which reads the ledger again.
         return self.__dict__ | {"_console": None, "_ledger": None}
 
     @property
@@ -268,7 +268,8 @@ class _Watch(tune.Callback):
         self._end(trial, "failed")
 
     def _begin(self, trial: Trial) -> None:
-        """Note a trial's settings before its first step; population based training changes them."""
+        """Record a trial's settings before its first step, as population based training changes
+        them."""
         values = values_at(self._job, trial.config)
         known = self.ledger.trials.get(trial.trial_id)
         if known is None or known.status != "running" or known.values != values:
@@ -291,7 +292,7 @@ class _Watch(tune.Callback):
 
 
 def start_model(job: TuneJob) -> Path:
-    """The model that trials start from; the stages before theirs are run if there are any."""
+    """The model that trials start from; runs the stages before the tried one, if any."""
     base = str(Path(job.output_dir) / "base")
     before = {name: s for name, s in job.train.stages.items() if name != job.stage_name}
     train = job.train.model_copy(update={"output_dir": base})
@@ -302,8 +303,8 @@ def start_model(job: TuneJob) -> Path:
 
 
 def _close_lost(ledger: Ledger, known: set[str]) -> None:
-    """End the trials that began seconds before a driver was killed: Tune kept nothing of them, and
-    others have taken their places."""
+    """End the trials that began seconds before a driver was killed: Tune saved nothing of them, and
+    others have replaced them."""
     for trial in ledger.trials.values():
         if trial.status == "running" and trial.trial not in known:
             ledger.append("error", trial.trial, error="lost with the driver, soon after its start")
@@ -311,7 +312,7 @@ def _close_lost(ledger: Ledger, known: set[str]) -> None:
 
 
 def _claim(job: TuneJob) -> None:
-    """Make the directory this sweep's. Raises TrainingError if it is another's."""
+    """Claim the directory for this sweep. Raises TrainingError if it belongs to another."""
     path = Path(job.output_dir) / "sweep.json"
     table = job.model_dump(mode="json")
     if path.exists():
@@ -326,8 +327,8 @@ def _claim(job: TuneJob) -> None:
 
 
 def _deciding(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trials depend on, by key: of the objectives the score alone. How survivors generate
-    may change, and is measured anew then."""
+    """The settings that trials depend on, by key. Of the objectives that is only the score; how
+    survivors generate may change, and is then measured again."""
     weight = job["objectives"]["clean_ce_weight"]
     others = {key: value for key, value in job.items() if key != "objectives"}
     return others | {"objectives.clean_ce_weight": weight}
@@ -338,7 +339,7 @@ def _directory_name(trial: Trial) -> str:
 
 
 def _error(trial: Trial) -> str:
-    """The last line of what ended an attempt, which names it."""
+    """The last line of the error that ended an attempt, which names it."""
     path = trial.error_file
     text = Path(path).read_text() if path and Path(path).exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

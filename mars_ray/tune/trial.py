@@ -1,8 +1,8 @@
 """A trial on Ray Tune: a driver that starts a Ray Train run and passes its evaluations on.
 
-It asks for no CPU of its own, since it only waits; its workers take what the training job says.
-What Tune needs for a restart is the run's directory, which is named by trial and settings: a trial
-that starts again goes on from its newest checkpoint.
+It requests no CPU of its own because it only waits; its workers take what the training job says.
+For a restart Tune needs only the run's directory, which is named by trial and settings: a restarted
+trial continues from its newest checkpoint.
 """
 
 import shutil
@@ -27,30 +27,30 @@ from mars_ray.train.store import CheckpointStore, below
 from mars_ray.tune.space import trial_job, values_at
 
 _POLL_S = 0.3
-# Time for an attempt that is told to end: for its checkpoint and its worker group.
+# Time for a stopped attempt to write its checkpoint and end its worker group.
 _STOP_TIMEOUT_S = 120
 _EVAL = "eval_"
-# In a copy that Tune keeps: the directory of the run that it is of.
+# File in a copy that Tune keeps: the directory of the run that was copied.
 _ORIGIN = "origin"
-# In a run's directory: the state of the last checkpoint that came from another run.
+# File in a run's directory: the state of the last checkpoint that came from another run.
 _TAKEN = "taken.json"
-# As bad as can be, for searchers that learn from ends: no draft is accepted, and the clean loss is
-# above that of a uniform guess. Numbers beyond would only stretch their scale.
+# The worst result, for searchers that learn from final results: no draft is accepted, and the clean
+# loss is above that of a uniform guess. Worse numbers would only stretch their scale.
 _DIVERGED = {"tokens_per_forward": 1.0, "clean_ce": 20.0}
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """What all trials have in common; it travels once through the object store."""
+    """The data that all trials share; it is put into the object store once."""
 
     job: TuneJob  # with absolute paths
-    start_model: Path  # of the stage that is tried
+    start_model: Path  # start of the tried stage
 
 
 class MarsTrial(tune.Trainable):
-    """One trial; each `step` is the way to the next evaluation."""
+    """One trial; each `step` runs to the next evaluation."""
 
-    # The plan comes by `tune.with_parameters`.
+    # `tune.with_parameters` adds the plan.
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], plan: SweepPlan
     ) -> None:
@@ -66,7 +66,7 @@ class MarsTrial(tune.Trainable):
             self._run = _Run(self._plan)
             self._run.start()
         while True:
-            # Asked first: a run that has just ended may have evaluations that were not passed on.
+            # Checked first: a run that has just ended may have evaluations left to pass on.
             ended = not self._run.is_alive()
             evaluation = self._run.next_evaluation()
             if evaluation is not None:
@@ -76,7 +76,7 @@ class MarsTrial(tune.Trainable):
             time.sleep(_POLL_S)
 
     def cleanup(self) -> None:
-        """Ends the run in order, so that it leaves a checkpoint and frees its workers."""
+        """Ends the run properly, so that it leaves a checkpoint and frees its workers."""
         if self._run is not None and self._run.is_alive():
             self._plan.stop_file.touch()
             self._run.join(timeout=_STOP_TIMEOUT_S)
@@ -92,7 +92,7 @@ class MarsTrial(tune.Trainable):
 
     def _end(self, run: "_Run") -> dict[str, Any]:
         if isinstance(run.error, NonFiniteLossError):
-            # It would meet the same again: a result, not an accident.
+            # A result, not an accident: a retry would fail in the same way.
             return {"done": True, "fatal": str(run.error), "metrics": _DIVERGED}
         if run.error is not None:
             raise run.error
@@ -113,7 +113,7 @@ class MarsTrial(tune.Trainable):
 
 
 class _Run(threading.Thread):
-    """The Train run, beside the thread in which Tune calls."""
+    """The Train run, in a thread beside the one of Tune's calls."""
 
     def __init__(self, plan: StagePlan) -> None:
         super().__init__(name="trial", daemon=True)
@@ -130,8 +130,8 @@ class _Run(threading.Thread):
             self.error = error
 
     def next_evaluation(self) -> tuple[int, dict[str, float]] | None:
-        """The first evaluation, before the last step's, that has not been passed on."""
-        # From the start of the file each time: a run that begins again cuts it back.
+        """The first evaluation that was not passed on yet; the last step's is left out."""
+        # Reads the file from the start each time, because a restarted run truncates it.
         for record in MetricsReader(self._plan.metrics_file).new():
             step = record["step"]
             if record["kind"] != "eval" or step <= self._seen_step or step == self._last_step:
@@ -146,7 +146,7 @@ class _Run(threading.Thread):
         return self._plan.config.steps
 
     def _is_saved(self, step: int) -> bool:
-        """Tune may ask for the weights of the step it has just heard of."""
+        """Whether this step's weights are saved; Tune may request them right after evaluation."""
         if step % self._plan.job.checkpoint.every_steps:
             return True
         newest = checkpoint.newest(self._plan.run_dir)
@@ -154,13 +154,13 @@ class _Run(threading.Thread):
 
 
 def _log_to(path: Path) -> None:
-    """Write to a file what a Train run says on its driver's terminal."""
+    """Redirect a Train run's terminal output to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr = path.open("a", buffering=1, encoding="utf-8")
 
 
 def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:
-    """The trial's training job, in a directory of its own, here and in the store of copies."""
+    """The trial's training job, with directories of its own here and in the store of copies."""
     trained = trial_job(job, values)
     place = ("trials", trial, identity_hash(trained))
     kept, directory = trained.checkpoint, Path(job.output_dir).joinpath(*place)
@@ -170,11 +170,11 @@ def job_of(job: TuneJob, trial: str, values: dict[str, Any]) -> TrainJob:
 
 
 def hand_over(directory: Path, plan: StagePlan) -> None:
-    """Let a run go on from a copy of another's checkpoint: weights, optimizer and step.
+    """Make a run continue from a copy of another's checkpoint: weights, optimizer and step.
 
-    A trial that starts again is given the same copy once more: then what the run has made of it is
-    kept. The weights of another copy replace the run's own from that step on; settings that did not
-    change, or came back, have brought it to a directory that is not empty.
+    A restarted trial gets the same copy again; the run's progress since then is kept. The weights
+    of a different copy replace the run's own from that step on. Then the directory is not empty:
+    the settings, by which it is named, did not change or changed back.
     """
     donor = checkpoint.newest(directory)
     assert donor is not None, f"{directory} holds no checkpoint"
@@ -196,7 +196,7 @@ def hand_over(directory: Path, plan: StagePlan) -> None:
 
 
 def _has_taken(donor: Path, plan: StagePlan) -> bool:
-    """Whether the run's own checkpoints are this one's, or followed from it."""
+    """Whether the run's own checkpoints are this one or followed from it."""
     origin, taken = donor.parent / _ORIGIN, plan.run_dir / _TAKEN
     if origin.exists() and origin.read_text() == str(plan.run_dir):
         return True

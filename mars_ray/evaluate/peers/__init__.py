@@ -1,9 +1,9 @@
 """Decoders measured side by side, each a process of its own that answers JSON lines.
 
-They may live in environments that do not know this package: a peer is a script, run by any Python.
+A peer is a script run by any Python, so that its environment need not have this package.
 
     -> {"mode": ..., "batches": [[[ids], ...], ...], "max_new_tokens": n, "stop_ids": [...]}
     <- {"seconds": s, "tokens": [[ids], ...], ...}
 
-A batch is decoded together, and the next one when it is done.
+The sequences of a batch are decoded together, and batches one after the other.
 """

@@ -1,8 +1,8 @@
-"""The paper's decoding as it stands there: confident tokens of a padded batch in lockstep.
+"""The paper's decoding as published: a padded batch commits confident tokens in lockstep.
 
-What is kept between forwards is the ablation: `none` forwards everything anew; `token` keeps what
-all rows have committed; `block` keeps whole blocks, at whose ends rows wait for each other (the
-paper's block-level cache). Rows that are done go on being computed until the last one is.
+The ablation is what the cache keeps between forwards: `none` forwards everything again; `token`
+keeps what all rows have committed; `block` keeps whole blocks, at whose ends rows wait for each
+other (the paper's block-level cache). Finished rows are computed until the last one is done.
 
 Shape suffixes: B rows of the batch, Q columns of a forward, C columns so far, P rows' results.
 """
@@ -22,7 +22,7 @@ from mars_ray.model.load import load_model
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype; of the others it needs none, as its cache grows."""
+    """Arguments: checkpoint, dtype. The rest are ignored, because the cache grows as needed."""
     checkpoint, dtype, *_ = sys.argv[1:]
     model = load_model(checkpoint, dtype=getattr(torch, dtype))
     card = read_card(checkpoint)
@@ -66,7 +66,7 @@ class Lockstep:
         self._pad_B1 = torch.tensor([[self._prompt_end - len(ids)] for ids in self._prompts])
         self.answers: list[list[int]] = [[] for _ in self._prompts]
         self._done = [False] * len(self._prompts)
-        # Of every row until it is done, waiting included.
+        # Counts every row until it is done, waiting included.
         self.forwards = 0
         self._cache = DynamicCache()
         self.steps = self.positions = 0
@@ -101,7 +101,7 @@ class Lockstep:
         return [len(a) for a, done in zip(self.answers, self._done, strict=True) if not done]
 
     def _first_of_next(self) -> int:
-        """First column of the next forward: those before it held final tokens in the last one."""
+        """First column of the next forward; columns before it held final tokens in the last one."""
         match self._cache_kind:
             case "none":
                 return 0
@@ -137,8 +137,8 @@ class Lockstep:
         return output.logits.float()
 
     def _commit(self, index: int, tokens: list[int], confidences: list[float]) -> None:
-        """Commit the causal row's token, then those of masks up to the first below the threshold,
-        or to the block's end."""
+        """Commit the causal row's token, then those of masks up to the first below the threshold or
+        to the block's end."""
         answer = self.answers[index]
         room = self._most - len(answer)
         if self._cache_kind == "block":

@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def _roofline(model: PreTrainedModel) -> dict[str, float]:
-    """Bytes that a step has to read at least, and bytes per second that this device copies."""
-    # Written: pages that never were are all one page of zeros, which a cache holds.
+    """The least bytes that a step must read, and the bytes per second that this device copies."""
+    # Written to, because untouched pages all map to one page of zeros, which stays in a cache.
     block = torch.ones(2**28, dtype=torch.uint8, device=model.device)
     target = torch.empty_like(block)
     times = []
@@ -61,7 +61,7 @@ def _roofline(model: PreTrainedModel) -> dict[str, float]:
         if block.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    # By its shape: the engine has taken matrices out of it.
+    # Computed from the shape, because the engine has taken matrices out of the model.
     weights = shape_of_config(model.config).parameters * model.dtype.itemsize
     return {"weight_bytes": weights, "copy_bytes_per_s": 2 * block.numel() / min(times)}
 
@@ -95,7 +95,7 @@ def answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(engine: Engine, requests: list[Request]) -> tuple[list[Completion], int, int]:
-    """Completions, engine steps, positions forwarded."""
+    """The completions, the number of engine steps, and the number of positions forwarded."""
     for request in requests:
         engine.submit(request)
     completions: dict[str, Completion] = {}

@@ -23,7 +23,7 @@ def main() -> None:
     model.to(device).eval()
     version = {"peer": "transformers-continuous", "version": transformers.__version__}
     print(json.dumps(version), flush=True)
-    # Of the largest batch: a manager that is kept between tasks keeps the cache of the first one.
+    # Sized for the largest batch: a manager kept between tasks keeps the first task's cache.
     size = ContinuousBatchingConfig(
         page_size=32,
         num_blocks=int(max_batch) * (int(max_context) // 32 + 1),
@@ -40,7 +40,7 @@ def _answer(
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
         do_sample=False,
-        # -1: no token ends a sequence.
+        # -1 means that no token ends a sequence.
         eos_token_id=task["stop_ids"] or -1,
         pad_token_id=0,
     )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype; of the others it needs none, as its cache grows."""
+    """Arguments: checkpoint, dtype. The rest are ignored, because the cache grows as needed."""
     checkpoint, dtype, *_ = sys.argv[1:]
     model = load(checkpoint, dtype)
     print(json.dumps({"peer": "transformers", "version": transformers.__version__}), flush=True)
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def load(checkpoint: str, dtype: str) -> PreTrainedModel:
-    """The model as transformers has it, on the device at hand."""
+    """The model as transformers loads it, on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
     return model.to(device).eval()
@@ -32,7 +32,7 @@ def answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
         do_sample=False,
-        # -1: no token ends a sequence; without one the model's own would.
+        # -1 means that no token ends a sequence; without it the model's own token would.
         eos_token_id=task["stop_ids"] or [-1],
         pad_token_id=0,
     )

@@ -1,4 +1,4 @@
-"""vLLM as a peer. Stands alone: it is run by the Python of vLLM's own environment."""
+"""vLLM as a peer. It imports nothing of this package: the Python of vLLM's environment runs it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 def main() -> None:
     """Arguments: checkpoint, dtype, longest sequence."""
-    # Whatever vLLM prints must not get between the answers.
+    # vLLM's own prints must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import vllm  # type: ignore[import-not-found]

@@ -1,11 +1,11 @@
-"""Who may ask: API keys with names, and limits of their own.
+"""Access control: API keys with names and limits of their own.
 
-A TOML file, whose keys are given as they are or, better, as their SHA-256 in hexadecimal:
+They come from a TOML file, in plain text or, better, as their SHA-256 in hexadecimal:
 
     [[keys]]
     name = "team-a"
     sha256 = "2bb80d53..."
-    answers = 8          # being written at the same time
+    answers = 8          # in progress at the same time
     new_tokens = 256     # per answer
     models = ["small"]   # that it may use; default: all
 """
@@ -47,7 +47,7 @@ class ApiKey(Config):
 
     @property
     def digest(self) -> str:
-        """The hash that is compared, so that no key is kept in memory longer than needed."""
+        """The hash used for comparison, so that no key stays in memory longer than needed."""
         return self.sha256 or _digest(self.key or "")
 
 
@@ -56,7 +56,7 @@ class _File(Config):
 
 
 class ApiKeys:
-    """Checks requests against a file's keys; without a file everybody may ask."""
+    """Checks requests against a file's keys; without a file, all requests are allowed."""
 
     def __init__(self, path: str | None) -> None:
         """Raises ConfigError if the file cannot be used; its message names no key."""
@@ -64,9 +64,9 @@ class ApiKeys:
         self._open: Counter[str] = Counter()
 
     def holder(self, authorization: str | None) -> ApiKey | None:
-        """The key of an Authorization header, or None if none is asked for.
+        """The key of an Authorization header, or None if the service requires no keys.
 
-        Raises ApiError. Takes the same time whichever key is right, and if none is.
+        Raises ApiError. Takes the same time whichever key matches, and if none does.
         """
         if not self._keys:
             return None
@@ -79,7 +79,7 @@ class ApiKeys:
         return right[0]
 
     def check_models(self, names: Collection[str]) -> None:
-        """Raises ConfigError if a key is for a model that is none of `names`."""
+        """Raises ConfigError if a key is for a model that is not in `names`."""
         for key in self._keys:
             for model in key.models or ():
                 if model not in names:
@@ -90,7 +90,8 @@ class ApiKeys:
 
     @contextmanager
     def lease(self, key: ApiKey | None, answers: int) -> Iterator[None]:
-        """Held while the answers are written. Raises ApiError if the key would have too many."""
+        """Counts the answers while they are written. Raises ApiError if the key would have too
+        many."""
         if key is None:
             yield
             return
@@ -116,7 +117,7 @@ def _read(path: str) -> tuple[ApiKey, ...]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except ValidationError as error:
-        # Without the values: they may be keys.
+        # Without the values, which may be keys.
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         places = ", ".join(
             f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems

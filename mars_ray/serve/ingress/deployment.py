@@ -1,4 +1,4 @@
-"""The HTTP side of the service as a Serve deployment: it holds no model and imports none."""
+"""The HTTP side of the service as a Serve deployment, without a model or imports for one."""
 
 import os
 from typing import Any
@@ -17,12 +17,12 @@ from mars_ray.serve.ingress.replica_client import ReplicaClient
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.swap import Running
 
-# Above Ray's own for workers: where cores are few, a step of the engine must not wait for text.
+# Above the niceness of Ray's workers: on few cores, an engine's step must not wait for text.
 _NICENESS = 4
 
 
-# Without an app: FastAPI resolves the routes of one given here only after Serve has pickled it, and
-# then wrongly. The method below builds the app in the ingress's own process.
+# No app is given here: Serve would pickle it before FastAPI resolves its routes, which then goes
+# wrong. The method below builds the app in the ingress's own process.
 @serve.ingress()
 class Ingress:
     """Checks requests, forwards them to a replica, and writes the replies."""
@@ -38,11 +38,11 @@ class Ingress:
         write_to(job.request_log)
 
     def running(self) -> Running:
-        """What was deployed, and when it was built."""
+        """The deployed job, and the time at which it was built."""
         return Running(self._job, self._built_s)
 
     async def tell_all(self, model: str, method: str, *args: Any) -> list[Any]:
-        """What each of a model's replicas says to this; none if there are no replicas."""
+        """Calls a method of each replica of a model; their replies, empty without replicas."""
         try:
             replies = self._replicas[model].broadcast(method, *args)
             return await replies.results_async(return_exceptions=True)
@@ -50,11 +50,11 @@ class Ingress:
             return []
 
     def close(self) -> None:
-        """Let no request in any more."""
+        """Refuse all new requests."""
         self._gate.close()
 
     def inside(self) -> int:
-        """Accepted requests that are not finished."""
+        """Number of accepted requests that are not finished."""
         return self._gate.inside
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -68,10 +68,10 @@ class Ingress:
 
 
 def _hung_up(app: ASGIApp) -> ASGIApp:
-    """The app, told in ASGI's words that the client is gone.
+    """The app, with a client's disconnect reported as ASGI defines it.
 
-    Serve's `receive` raises when the proxy gives up a request, which nobody above it expects: every
-    client that left would be an unretrieved exception in the log.
+    Serve's `receive` raises when the proxy gives up a request, which its callers do not expect:
+    every client that left would appear in the log as an unretrieved exception.
     """
 
     async def told(scope: Scope, receive: Receive, send: Send) -> None:

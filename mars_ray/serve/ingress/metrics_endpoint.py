@@ -1,8 +1,8 @@
 """`GET /metrics`: the service's metrics, gathered from the Prometheus endpoints of all nodes.
 
-Each node of a Ray cluster exports what its own processes count. A scraper that knows the nodes asks
-them; this page is for one that knows only the service. Serve's proxy takes no message of over 4 MiB
-from a replica, so a page of a large cluster is compressed or comes in pieces.
+Each node of a Ray cluster exports the metrics of its own processes. A scraper that knows the nodes
+should read them there; this page is for one that knows only the service. Serve's proxy refuses
+messages above 4 MiB from a replica, so a page of a large cluster is compressed or sent in pieces.
 """
 
 import asyncio
@@ -18,17 +18,18 @@ from mars_ray.cluster.direct import open_direct
 
 logger = logging.getLogger(__name__)
 
-# What this service counts, and what Serve counts of it; the rest is about Ray.
+# Metrics of this service, and Serve's metrics of it; the rest is about Ray.
 _PREFIXES = ("ray_mars_", "ray_serve_")
 _TIMEOUT_S = 2.0
 PIECE_BYTES = 1 << 20
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-# So that the proxy takes one piece before the next one comes.
+# A pause for the proxy to take one piece before the next one comes.
 _PAUSE_S = 0.01
 
 
 async def of_all_nodes() -> str:
-    """Prometheus's text format; a node that does not answer in time is left out, and logged."""
+    """The metrics of all nodes in Prometheus's text format; a node that does not answer in time is
+    left out and logged."""
     addresses = [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in await asyncio.to_thread(ray.nodes)
@@ -39,7 +40,7 @@ async def of_all_nodes() -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """One text of several: each family once, with the samples of all, as the format demands."""
+    """Joins texts: each family once with the samples of all, as the format requires."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for text in texts:
         name = ""
@@ -62,7 +63,7 @@ def joined(texts: Iterable[str]) -> str:
 
 def _read(address: str) -> str:
     try:
-        # A node goes by its outward address, which a proxy outside need not reach.
+        # Never through a proxy: the node's address need not be reachable from there.
         with open_direct(Request(address), _TIMEOUT_S) as reply:
             return reply.read().decode()
     except OSError as error:
@@ -71,7 +72,7 @@ def _read(address: str) -> str:
 
 
 async def page(text: str, accepted: str) -> Response:
-    """The text, compressed for a client that says it takes gzip; in pieces if it is long."""
+    """The text, compressed if the client accepts gzip, and in pieces if it is long."""
     content, headers = text.encode(), {"vary": "accept-encoding"}
     if "gzip" in accepted.lower():
         content = await asyncio.to_thread(gzip.compress, content, 5)

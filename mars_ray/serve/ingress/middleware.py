@@ -1,6 +1,6 @@
-"""What stands around the routes: the gate that drains an ingress, and the log of requests.
+"""Middleware around the routes: the gate that drains an ingress, and the log of requests.
 
-One JSON line for each request, when it is over; nothing of what was said unless asked for.
+The log has one JSON line for each finished request, without prompts unless the job asks for them.
 """
 
 import json
@@ -23,14 +23,14 @@ from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, T
 
 logger = logging.getLogger("mars_ray.requests")
 
-# As long as another process takes to answer on this address, or a load balancer to look elsewhere.
+# The time until another process answers on this address, or a load balancer looks elsewhere.
 _RETRY_AFTER_S = 5
-# What is asked to see how the service is, and counts for nothing.
+# Paths of health checks and scrapers, which pass the gate uncounted.
 _ALWAYS_OPEN = ("/healthz", "/readyz", "/metrics")
 _CLOSED = ErrorInfo(503, "the service is stopping; try again later", code="draining")
 _ID_CHARS = 128
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
-# What is asked every few seconds and says nothing.
+# Paths that are polled every few seconds, whose log lines would be noise.
 _NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
 
 
@@ -43,16 +43,16 @@ class Gate:
 
     @property
     def inside(self) -> int:
-        """Requests whose last byte has not been sent."""
+        """Number of requests whose last byte has not been sent."""
         return self._inside
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are let in."""
+        """Whether new requests are accepted."""
         return self._is_open
 
     def close(self) -> None:
-        """Let nobody in from now on; whoever is inside stays until served."""
+        """Refuse new requests from now on; those inside are still served."""
         self._is_open = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -78,18 +78,18 @@ class Gate:
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of a request so far; times in seconds since its arrival."""
+    """The facts about a request so far; times are seconds since its arrival."""
 
     request_id: str | None  # the client's, or its proxy's
     method: str
     path: str
-    id: str | None = None  # of the reply
+    id: str | None = None  # id of the reply
     key: str | None = None
     user: str | None = None
     model: str | None = None
     mode: str | None = None
-    status: int | None = None  # of HTTP; none if the client left before
-    ending: str | None = None  # of the answers: stop, length, tool_calls, abort, or an error's code
+    status: int | None = None  # HTTP status; None if the client left before it
+    ending: str | None = None  # stop, length, tool_calls, abort, or an error's code
     prompt_tokens: int = 0
     completion_tokens: int = 0
     forwards: int = 0
@@ -104,14 +104,14 @@ class Entry:
     def called(
         self, call: GenerationRequest, model: str, user: str | None, *, with_prompt: bool
     ) -> None:
-        """Notes that the request was right, and is sent to a replica."""
+        """Notes that the request was valid and goes to a replica."""
         self.mode, self.model, self.user = call.mode.type, model, user
         self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]
 
     def told(self, message: OutputDelta | ErrorInfo) -> None:
-        """Notes what the replica has said."""
+        """Notes a message of the replica."""
         if isinstance(message, ErrorInfo):
             self.ending = message.code
             return
@@ -119,7 +119,7 @@ class Entry:
             self.first_token_s = self._elapsed_s
         if finish := message.finish:
             self._unfinished -= 1
-            # As long as one goes on the client may still leave.
+            # While an answer is unfinished, the client may still leave.
             if self._unfinished == 0:
                 self.ending = finish.reason
             if message.choice % self._choices == 0:
@@ -130,7 +130,7 @@ class Entry:
             self.mode = finish.mode or self.mode
 
     def line(self) -> str:
-        """The entry as JSON, without what there is none of."""
+        """The entry as JSON, without empty fields."""
         self.total_s = self._elapsed_s
         values = asdict(self).items()
         shown = {name: v for name, v in values if v is not None and not name.startswith("_")}
@@ -167,12 +167,12 @@ def logged(app: ASGIApp) -> ASGIApp:
 
 
 def entry_of(request: Request) -> Entry:
-    """The entry of a request behind `logged`."""
+    """The entry of a request that came through `logged`."""
     return request.state.entry
 
 
 def write_to(path: str | None) -> None:
-    """Have this process write its lines there, or to standard output."""
+    """Make this process write its lines to the path, or to standard output."""
     handler = WatchedFileHandler(path, encoding="utf-8") if path else _to_stdout()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
@@ -185,7 +185,7 @@ def _to_stdout() -> logging.Handler:
 
 
 def _clean(request_id: str) -> str:
-    """The id without what could break a line, a shell or a dashboard."""
+    """The id without characters that could break a line, a shell or a dashboard."""
     return _NOT_IN_ID.sub("_", request_id[:_ID_CHARS])
 
 

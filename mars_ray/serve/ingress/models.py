@@ -1,4 +1,4 @@
-"""The models of a service: which one a request means, and what answers for it."""
+"""The models of a service: selects the one a request names, and its backend."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from mars_ray.serve.status import Decided, ReplicaStatus
 
 
 class Backend(Protocol):
-    """What answers for a model: an engine in this process, or replicas behind a handle."""
+    """The server of a model: an engine in this process, or replicas behind a handle."""
 
     def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """Deltas until every choice has finished, or an error; closing it ends the work."""
+        """Yields deltas until every choice has finished, or an error; closing it ends the work."""
         ...
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
@@ -27,7 +27,7 @@ class Backend(Protocol):
         ...
 
     async def is_ready(self) -> bool:
-        """Whether a request would be answered now."""
+        """Whether a request sent now would be answered."""
         ...
 
     async def status(self) -> Sequence[ReplicaStatus]:
@@ -41,7 +41,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the service; `job` is the service's as if it were the only one."""
+    """A model of the service; `job` is the service's job with this model alone."""
 
     name: str
     job: ServeJob
@@ -49,7 +49,7 @@ class Model:
 
 
 class Models:
-    """All models of a service, and who may use which."""
+    """All models of a service, and which keys may use them."""
 
     def __init__(self, job: ServeJob, backends: Mapping[str, Backend]) -> None:
         jobs = job.each()
@@ -57,14 +57,14 @@ class Models:
         self._models = {name: Model(name, jobs[name], backends[name]) for name in jobs}
 
     def of(self, key: ApiKey | None) -> list[Model]:
-        """The models that the key is good for."""
+        """The models that the key may use."""
         allowed = None if key is None else key.models
         return [model for name, model in self._models.items() if allowed is None or name in allowed]
 
     def asked(self, name: str | None, key: ApiKey | None) -> Model:
-        """The model of a request; it need not be named if there is only one.
+        """The model of a request, which need not name it if there is only one.
 
-        Raises ApiError; a model that the key is not good for is not there.
+        Raises ApiError; a model that the key may not use is reported as unknown.
         """
         models = {model.name: model for model in self.of(key)}
         if name is None and len(models) == 1:

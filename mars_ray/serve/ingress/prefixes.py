@@ -1,8 +1,8 @@
-"""Which replica has seen the beginning of a prompt: the pure part of prefix-aware routing.
+"""Finds the replicas that have seen the beginning of a prompt: the pure part of prefix routing.
 
-A prompt is cut into blocks, and a block is known by a hash of itself and all before it, as in the
-engine's own prefix cache and in the caches of vLLM and SGLang. Replicas tell nothing: what they
-hold is guessed from what was sent to them.
+A prompt is cut into blocks. The key of a block is a hash of it and of all before it, as in the
+engine's own prefix cache, vLLM and SGLang. Replicas do not report their caches; the content is
+estimated from the prompts that were sent to them.
 """
 
 from collections import OrderedDict
@@ -14,14 +14,14 @@ from mars_ray.serve.protocol import Prompt, Turn
 # About one page of the engine's cache. The ingress has no tokenizer.
 BLOCK_CHARS = 64
 BLOCK_TOKENS = 16
-# Of one prompt; who shares so much is sent to the same replica, whatever follows.
+# Most blocks of one prompt; prompts that share this many go to the same replica, whatever follows.
 MAX_BLOCKS = 512
 
 ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def prefix_blocks(prompt: Prompt) -> tuple[int, ...]:
-    """Hashes of the prompt's whole blocks, each of everything up to its end."""
+    """Hashes of the prompt's whole blocks, each over the prompt up to the block's end."""
     chain = 0
     chains = []
     for block in _blocks(prompt):
@@ -40,7 +40,7 @@ def _blocks(prompt: Prompt) -> Iterator[Hashable]:
 
 
 def _text(prompt: Prompt) -> str:
-    """A conversation as a text that its continuation begins with."""
+    """The prompt as a text; that of a longer conversation begins with that of a shorter one."""
     if isinstance(prompt, str):
         return prompt
     turns = [part for part in prompt if isinstance(part, Turn)]
@@ -52,7 +52,7 @@ def _text(prompt: Prompt) -> str:
 
 
 class PrefixTable(Generic[ReplicaT]):
-    """The blocks that each replica was sent, as many as `capacity`; the oldest are forgotten."""
+    """The blocks sent to each replica: at most `capacity`, the oldest are forgotten."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -63,8 +63,9 @@ class PrefixTable(Generic[ReplicaT]):
         return len(self._holders)
 
     def add(self, blocks: Sequence[int], replica: ReplicaT) -> None:
-        """The replica was sent a prompt of these blocks."""
-        # The first block last: without it those behind it are never found.
+        """Notes that the replica was sent a prompt of these blocks."""
+        # The first block is added last, so that it is forgotten last: without it the later ones
+        # are never found.
         for block in reversed(blocks):
             self._holders.setdefault(block, set()).add(replica)
             self._holders.move_to_end(block)
@@ -72,11 +73,11 @@ class PrefixTable(Generic[ReplicaT]):
             self._holders.popitem(last=False)
 
     def longest(self, blocks: Sequence[int], replicas: Collection[ReplicaT]) -> set[ReplicaT]:
-        """Those of `replicas` that share the longest beginning; none if nobody shares a block."""
+        """The replicas that share the longest beginning; empty if none shares a block."""
         best: set[ReplicaT] = set()
         for block in blocks:
             here = {replica for replica in self._holders.get(block, ()) if replica in replicas}
-            # Who was sent this block was also sent those before, unless they are forgotten.
+            # A replica with this block was also sent those before it, unless they are forgotten.
             here = here & best if best else here
             if not here:
                 break

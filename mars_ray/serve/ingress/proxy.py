@@ -1,9 +1,9 @@
-"""What stands in Serve's proxy, where connections are: before it nothing has been checked.
+"""Protection in Serve's proxy, which holds the connections; nothing is checked before it.
 
-Serve's proxy is uvicorn, which takes heads of any length and waits for them for ever, and it reads
-headers of its own for which strangers have no use. It loads `middlewares` because the environment
-names it (`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`), and knows nothing of the job: the ingress
-says in a header of each stream how long a client may take to read.
+Serve's proxy is uvicorn, which accepts heads of any length and waits for them for ever. It also
+obeys headers of its own, which clients have no right to set. It loads `middlewares` because the
+environment names it (`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`). It does not know the job, so the
+ingress states in a header of each stream how long a client may take to read.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 LIMIT_HEADER = "x-mars-slow-reader-s"
-# With them a client could lengthen its time, have its request go on when it has left, or choose
-# among replicas.
+# With these headers a client could extend its time limit, keep its request running after it has
+# left, or choose among replicas.
 _OF_SERVE = (
     b"x-request-timeout-seconds",
     b"x-request-disconnect-disabled",
@@ -29,7 +29,7 @@ _OF_SERVE = (
 
 
 class SlowReaders:
-    """ASGI middleware: ends a response of which nothing could be sent for so long."""
+    """ASGI middleware: ends a response of which nothing could be sent within the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -46,7 +46,7 @@ class SlowReaders:
                     limit_s = float(headers[LIMIT_HEADER])
                     del headers[LIMIT_HEADER]
             try:
-                # It waits for as long as the connection's buffers are full.
+                # `send` waits while the connection's buffers are full.
                 await asyncio.wait_for(send(message), limit_s)
             except TimeoutError:
                 logger.warning("a client has read nothing for %g s and is dropped", limit_s)
@@ -57,23 +57,23 @@ class SlowReaders:
 
 
 def _hang_up(send: Send) -> None:
-    """Ends the connection at once: closing would first send what the client does not read."""
+    """Aborts the connection: closing it would first send what the client does not read."""
     cycle = getattr(send, "__self__", None)
     if isinstance(cycle, httptools_impl.RequestResponseCycle | h11_impl.RequestResponseCycle):
         cycle.transport.abort()
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve's proxy puts around everything; it asks before its server starts."""
-    # There is no option for it, but this is where the server looks its protocol up.
+    """The middlewares of Serve's proxy, which calls this before its server starts."""
+    # uvicorn looks its protocol up here; Serve has no option for it.
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{BoundedProtocol.__name__}"
     return [Middleware(SlowReaders), Middleware(CleanHeaders)]
 
 
 class CleanHeaders:
-    """ASGI middleware: leaves out headers that Serve obeys, and those that it cannot decode.
+    """ASGI middleware: drops headers that Serve obeys, and those that it cannot decode.
 
-    It takes all values for UTF-8, and one that is not would be a 500.
+    Serve decodes all values as UTF-8, and an invalid one would cause a 500.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -94,18 +94,19 @@ def _is_clean(name: bytes, value: bytes) -> bool:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP, for clients that get on: bytes that lead nowhere, and time, have an end.
+    """uvicorn's HTTP protocol with limits on useless bytes and on time.
 
-    A client owes the rest of a head, its first one included, and of a body that is not read any
-    more because the reply is out. How long other bodies may take, the job says (`limits.body_s`).
+    The time limit applies to the rest of a head, the first one included. It also applies to the
+    rest of a body that is no longer read because the reply has been sent. The job limits the time
+    of other bodies (`limits.body_s`).
     """
 
-    # As much again may come in one read. Common servers take 8 to 32 KiB.
+    # One read may add as much again. Common servers accept 8 to 32 KiB.
     HEAD_BYTES = 65536
     OWED_S = 10.0
 
     _owed: asyncio.TimerHandle | None = None
-    _is_whole = True  # whether the last request has come to its end
+    _is_whole = True  # whether the last request has arrived completely
     _gets_on = False
     _futile_bytes = 0
 
@@ -123,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """See asyncio.Protocol."""
         self._gets_on = False
         super().data_received(data)
-        # Heads, trailers, extensions of chunks: whatever neither begins a request nor its body.
+        # Heads, trailers, chunk extensions: bytes that complete no head and are no part of a body.
         self._futile_bytes = 0 if self._gets_on else self._futile_bytes + len(data)
         if self._futile_bytes > self.HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
@@ -166,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_late(self) -> None:
         self._owed = None
         if self.cycle is not None and not self.cycle.response_complete:
-            # The next request on this connection; while this one is answered, it is not read.
+            # This is the next request on the connection; it is not read while one is answered.
             self._owe()
         else:
             self.transport.close()

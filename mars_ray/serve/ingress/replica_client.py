@@ -1,7 +1,8 @@
 """A model's replicas, as the HTTP routes see them.
 
-Requests survive the loss of a replica, as long as their client has seen nothing of an answer.
-Another replica says the same: what a request leaves open, its seed too, was decided before.
+Requests survive the loss of a replica as long as their client has received nothing of an answer.
+Another replica gives the same answer, because all open settings, the seed included, were decided
+before.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ from mars_ray.serve.threshold_actor import newest_decision
 
 logger = logging.getLogger(__name__)
 
-# A replica that takes longer to say that it is ready, is not.
+# A replica that takes longer than this to report that it is ready counts as not ready.
 _READY_S = 5.0
-# However many pages are open, replicas are not asked more often.
+# Replicas are not asked for their status more often than this, however many pages are open.
 _STATUS_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
-# One more than the replicas that one fault is likely to take.
+# One more than the number of replicas that one fault is likely to end.
 _TRIES = 3
 _PAUSE_S = 0.2
-# A replica that lives is to say itself that time is over: it counts those answers.
+# Time for a living replica to report the deadline itself, because it counts those answers.
 _GRACE_S = 1.0
-# The second where no replica runs and those of the newest version do not start.
+# DeploymentUnavailableError: no replica runs, and those of the newest version do not start.
 _GONE = (RayActorError, DeploymentUnavailableError)
 _LOST = ErrorInfo(
     503,
@@ -46,7 +47,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """What `ask` said at most `fresh_s` seconds ago; it is never asked twice at the same time."""
+    """Caches the result of `ask` for `fresh_s` seconds, and never runs two calls at once."""
 
     def __init__(self, ask: Callable[[], Awaitable[Value]], fresh_s: float) -> None:
         self._ask = ask
@@ -55,7 +56,7 @@ class Recent(Generic[Value]):
         self._known: tuple[float, Value] | None = None
 
     async def get(self) -> Value:
-        """The value, from now or from before. Raises what `ask` raises."""
+        """The value, cached or new. Raises what `ask` raises."""
         async with self._lock:
             now = time.monotonic()
             if self._known is None or now - self._known[0] > self._fresh_s:
@@ -71,7 +72,7 @@ async def _next(messages: AsyncIterator[Message], until: float | None) -> Messag
 
 
 async def insisted(ask: Callable[[], Awaitable[Reply]]) -> Reply:
-    """The reply of the first replica that lives long enough. Raises ApiError if none does."""
+    """The reply of the first replica that survives long enough. Raises ApiError if none does."""
     for _ in range(_TRIES):
         try:
             return await ask()
@@ -87,27 +88,27 @@ def _late(limit_s: float | None) -> ErrorInfo:
 
 
 def _is_broken(message: Message) -> bool:
-    """Whether the replica lives, but not its engine."""
+    """Whether the replica is alive, but its engine is not."""
     return isinstance(message, ErrorInfo) and message.code == "engine_error"
 
 
 class ReplicaClient:
-    """The backend behind a handle: one model's replicas."""
+    """The backend of one model: its replicas behind a handle."""
 
     def __init__(self, handle: DeploymentHandle, job: ServeJob) -> None:
         self._job = job
-        # Messages, not Ray's objects. A handle has the options of the process that made it, so this
-        # one's environment has no say.
+        # Sends messages, not Ray objects. Set here because a handle keeps the options of the
+        # process that made it, and ignores this process's environment.
         self._handle = handle.options(_by_reference=False)
         self._status = Recent(self._asked_for_status, _STATUS_S)
         self._decided = Recent(lambda: newest_decision(job.name), _STATUS_S)
         self._streaming = self._handle.options(stream=True)
 
     async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """The messages of the first replica that lives long enough; else an error as the last one.
+        """Yields the messages of the first replica that survives long enough, else a final error.
 
-        What is not to be delivered before it is whole is kept back until then. The call's time runs
-        from here: no replica may be there to look at the clock.
+        An answer that must be delivered whole is held back until it is. The call's time limit
+        counts from here, because there may be no replica to check it.
         """
         limit_s = call.timeout_s
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -154,7 +155,7 @@ class ReplicaClient:
 
     async def is_ready(self) -> bool:
         try:
-            # A model at zero answers when it is asked; to ask it for its health would wake it.
+            # A model scaled to zero counts as ready; asking for its health would wake it.
             if self._job.scaling.scale_to_zero and await self._status.get() is None:
                 return True
             return await asyncio.wait_for(self._asked(), _READY_S)
@@ -171,7 +172,7 @@ class ReplicaClient:
         return await self._decided.get() if self._job.replicas == "auto" else None
 
     async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:
-        """The status of the replicas that answer, or None where there are no replicas at all."""
+        """The status of the replicas that answer, or None if there are no replicas."""
         try:
             replies = await self._handle.broadcast("status").results_async(
                 timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True

@@ -1,4 +1,4 @@
-"""Request routing that prefers the replica which holds the beginning of the prompt.
+"""Request routing that prefers the replica that holds the beginning of the prompt.
 
 Prior work: Ray's `PrefixCacheAffinityRouter` (ray.llm), SGLang's cache-aware router, llm-d. This
 one keeps its table in the router's own process, counts whole blocks, and needs no other actor.
@@ -13,21 +13,21 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from mars_ray.serve.ingress.prefixes import PrefixTable, prefix_blocks
 from mars_ray.serve.protocol import GenerationRequest
 
-# About 20 MB. A replica's own cache forgets far sooner.
+# About 20 MB. A replica's own cache forgets much sooner.
 _TABLE_BLOCKS = 65_536
 # Requests that the preferred replica may have beyond the least loaded one.
 MAX_IMBALANCE = 4
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a call where the longest beginning of its first prompt was sent before.
+    """Sends a call to the replica that was sent the longest beginning of its first prompt.
 
-    Unless that replica has more than MAX_IMBALANCE requests beyond the least loaded one. Then, and
-    for a prompt that nobody has seen, the less loaded of two random replicas gets it.
+    If that replica has more than MAX_IMBALANCE requests beyond the least loaded one, or the prompt
+    is new to all, the less loaded of two random replicas gets the call.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Made by Serve, in every process with a handle to the deployment."""
+        """Called by Serve, in every process with a handle to the deployment."""
         super().__init__(*args, **kwargs)
         self._turn = asyncio.Lock()
         self._table: PrefixTable[ReplicaID] = PrefixTable(_TABLE_BLOCKS)
@@ -37,14 +37,14 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ranks, best first: Serve goes to the next where all replicas of one are full."""
+        """Ranks, best first; Serve goes to the next rank if all replicas of one are full."""
         if pending_request:
-            # Or Serve would ask again at once, and for ever, while all are full.
+            # Otherwise Serve would retry at once, and for ever, while all are full.
             pending_request.routing_context.should_backoff = True
         blocks = _blocks(pending_request)
         async with self._turn:
-            # Let the request before this one be sent, and so counted: Serve chooses for all that
-            # wait in one go, and they would all find the same replica free.
+            # Let the previous request be sent and counted: Serve chooses for all waiting requests
+            # at once, and they would all find the same replica free.
             await asyncio.sleep(0)
             preferred = self._preferred(candidate_replicas, blocks)
         fallback = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
@@ -57,7 +57,7 @@ class PrefixRouter(RequestRouter):
         self._table.add(_blocks(pending_request), replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Notes which replicas there are now."""
+        """Notes the current replicas."""
         super().update_replicas(replicas)
         self._table.keep(self.curr_replicas)
 
@@ -70,7 +70,7 @@ class PrefixRouter(RequestRouter):
         self, candidates: list[RunningReplica], blocks: tuple[int, ...]
     ) -> list[RunningReplica]:
         """The least loaded of those that share the longest beginning, if it is not overloaded."""
-        # What Serve last heard of them and has sent since; a replica not heard of lately is idle.
+        # Serve's last known load plus what it sent since; a replica without recent news is idle.
         cache = self.replica_queue_len_cache
         loads = {replica.replica_id: cache.get(replica.replica_id) or 0 for replica in candidates}
         holding = self._table.longest(blocks, loads)
@@ -87,7 +87,7 @@ class PrefixRouter(RequestRouter):
 
 
 def _blocks(request: PendingRequest | None) -> tuple[int, ...]:
-    """The blocks of a call's first prompt; other requests have none."""
+    """The blocks of a call's first prompt; empty for other requests."""
     if request and request.args and isinstance(call := request.args[0], GenerationRequest):
         return prefix_blocks(call.prompts[0])
     return ()

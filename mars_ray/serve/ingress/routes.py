@@ -49,11 +49,11 @@ from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 
 logger = logging.getLogger(__name__)
 
-# Streams must reach the client piece by piece through caches and nginx.
+# Lets streams reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
-    # Its own lines and this server, nothing else.
+    # The page may use only its inline code and this server.
     "Content-Security-Policy": (
         "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -69,9 +69,9 @@ def build_api(
     gate: Gate | None = None,
     metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
-    """The API of the job's models, each with what answers for it by name, behind a gate.
+    """The API of the job's models behind a gate; `backends` are by the models' names.
 
-    `metrics` writes what `/metrics` shows.
+    `metrics` returns the text of `/metrics`.
     """
     gate = gate or Gate()
     routes = _Routes(job, Models(job, backends), gate, metrics)
@@ -97,7 +97,7 @@ def build_api(
         api.add_api_route(path, route, methods=["POST"], response_model=None)
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
-    # The last one is the first to be asked: what the gate refuses is logged.
+    # The middleware added last runs first, so that requests refused by the gate are logged.
     api.add_middleware(gate.around)
     api.add_middleware(logged)
     return api
@@ -119,7 +119,7 @@ class _Routes:
         self._started = int(time.time())
 
     async def page(self) -> Response:
-        """Open to all, like the two after it: it holds nothing and asks for the key itself."""
+        """The page, which needs no key: it holds no data and asks for the key itself."""
         return HTMLResponse(_PAGE.read_text("utf-8"), headers=_PAGE_HEADERS)
 
     async def healthz(self) -> dict[str, str]:
@@ -150,7 +150,7 @@ class _Routes:
         return model_list([model.name for model in models], self._started)
 
     async def status(self, request: Request) -> MarsStatusReply:
-        """What the models are doing at the moment."""
+        """The current status of the models."""
         models = self._models.of(self._holder(request))
         return {"object": "list", "data": await asyncio.gather(*map(_status_of, models))}
 
@@ -183,10 +183,10 @@ class _Routes:
         request_id: str,
         answer: Callable[[bytes, Entry, ApiKey | None], Awaitable[Response]],
     ) -> Response:
-        """The answer to a body; what fails unforeseen is logged under the request's id."""
+        """The answer to a body; unexpected errors are logged under the request's id."""
         entry = entry_of(request)
         entry.id = request_id
-        # Before a byte of the body is read.
+        # Checked before a byte of the body is read.
         key = self._holder(request)
         entry.key = key.name if key else None
         try:
@@ -195,7 +195,7 @@ class _Routes:
         except ApiError:
             raise
         except ClientDisconnect:
-            # Nobody reads the answer to half a request; this is nginx's number for it.
+            # The client left before its body was complete; nginx's status for that.
             return Response(status_code=499)
         except Exception as error:
             logger.exception("request %s failed", request_id)
@@ -270,9 +270,9 @@ async def _status_of(model: Model) -> ModelStatus:
 
 
 def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> GenerationRequest:
-    """The call with no more tokens than its key allows.
+    """The call, limited to the tokens that its key allows.
 
-    Raises ApiError if it asks for more, by `param`, or for more answers than the key ever has.
+    Raises ApiError if it asks for more, naming `param`, or for more answers than the key may have.
     """
     if key and key.answers is not None and call.choices > key.answers:
         message = f"key {key.name!r} allows {key.answers} answers at a time, not {call.choices}"
@@ -288,7 +288,7 @@ def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> Generati
 async def _collect(
     answers: list[Answer], first: Message, rest: AsyncIterator[Message], entry: Entry
 ) -> None:
-    """Reads every answer to its end. Raises ApiError if one fails on its way."""
+    """Reads every answer to its end. Raises ApiError if one fails."""
     message = first
     while True:
         entry.told(message)
@@ -301,7 +301,7 @@ async def _collect(
 
 
 async def _read(request: Request, limits: Limits) -> bytes:
-    """The body, read no further and no longer than the limits."""
+    """The body, read within the limits of size and time."""
     message = f"the body has more than {limits.body_bytes} bytes, this server's limit"
     too_large = ApiError(ErrorInfo(413, message, code="body_too_large"))
     # The HTTP parser has checked that it is a number.
@@ -326,7 +326,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
     entry_of(request).ending = refusal.code
     headers = {}
     if refusal.status == 408:
-        # OpenAI's clients would ask again, and wait as long again.
+        # Otherwise OpenAI's clients would retry, and wait as long again.
         headers["x-should-retry"] = "false"
     if refusal.retry_after_s is not None:
         headers["Retry-After"] = str(refusal.retry_after_s)
@@ -338,7 +338,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """The reply to an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
-    # Not request.url: it is made of the Host header, which may be anything.
+    # Not request.url, which contains the Host header, which may be anything.
     message = f"{request.method} {request.scope['path']}: {error.detail}"
     return JSONResponse(
         error_body(ErrorInfo(error.status_code, message)), error.status_code, error.headers

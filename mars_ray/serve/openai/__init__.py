@@ -1,1 +1,1 @@
-"""OpenAI's API: request and response bodies, validation, server-sent events."""
+"""OpenAI's API: bodies of requests and responses, validation, server-sent events."""

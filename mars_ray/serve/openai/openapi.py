@@ -1,6 +1,6 @@
-"""The OpenAPI description of the service, made of what checks requests and of the types of replies.
+"""The OpenAPI description of the service, made from the request models and the reply types.
 
-The routes read their bodies themselves, so FastAPI knows nothing of them.
+The routes read their bodies themselves, so FastAPI cannot generate it.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class _Route:
     body: type | None = None
     chunk: type | None = None
     errors: tuple[int, ...] = ()
-    is_open: bool = False  # to those without a key
+    is_open: bool = False  # needs no key
     text: str = ""  # the media type of a reply that is not JSON
 
 
@@ -95,7 +95,7 @@ _ROUTES = (
 def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
     """The description, in OpenAPI 3.1.
 
-    names: the models that are served. with_keys: whether the service asks for API keys.
+    names: the models that are served. with_keys: whether the service requires API keys.
     """
     used = {model for route in _ROUTES for model in (route.reply, route.body, route.chunk) if model}
     models = sorted(used | {ErrorReply}, key=lambda model: model.__name__)

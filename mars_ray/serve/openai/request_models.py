@@ -1,4 +1,4 @@
-"""Bodies of requests, checked field by field.
+"""Request bodies, checked field by field.
 
 Nothing that is accepted is ignored: a field this server does not act on is refused by name.
 """
@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from mars_ray.config.modes import Threshold
 from mars_ray.serve.protocol import ErrorInfo, ToolCall, Turn
 
-# OpenAI's own limit; a stop string is searched for in every step's text.
+# OpenAI's own limit; every step's text is searched for each stop string.
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 # The chat template is rendered once for each assistant turn.
@@ -33,7 +33,7 @@ _TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "
 _TOOL = "<tool>"
 _VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# A list's first fault is enough: hundreds of thousands fit in a body and take seconds to collect.
+# Stops at a list's first fault: a body can hold hundreds of thousands, which take seconds to list.
 _FIRST = Field(fail_fast=True)
 
 
@@ -113,7 +113,7 @@ class AssistantMessage(Wire):
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[tuple[MessageToolCall, ...], _FIRST] | None = None
-    # That client writes these, and no answer of this server has any.
+    # The official client sends these fields; answers of this server never have a value in them.
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -264,7 +264,7 @@ Stops = Annotated[
     Discriminator(_stop_kind),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-# One way to write a number: a second one would be the same token once more.
+# Only one spelling of each number: with another one, the same token could be given twice.
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Biases = Annotated[
     dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
@@ -277,7 +277,7 @@ class AnswerBody(Wire):
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    # OpenAI's default: a client that does not say wants sampling at 1.
+    # OpenAI's default: a client that names no temperature wants sampling at 1.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -292,9 +292,9 @@ class AnswerBody(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    # OpenAI's name for whoever is behind the request; it goes into the log.
+    # OpenAI's name for the end user behind the request; it is written to the log.
     user: Annotated[str, Field(max_length=256)] | None = None
-    # These are not in OpenAI's API.
+    # The fields from here on are not in OpenAI's API.
     mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
     threshold: Threshold | None = None
     window: Annotated[int, Field(ge=0, le=64)] | None = None
@@ -358,13 +358,13 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise ApiError(_refusal(error.errors(include_url=False, include_input=False)[0])) from error
-    # After the check, which bounds how deep the body is.
+    # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)
     return parsed
 
 
 def _once(pairs: list[tuple[str, Any]]) -> None:
-    """Raises ApiError if a field is given twice: all but one would be ignored."""
+    """Raises ApiError if a field is given twice, because all but one would be ignored."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -373,7 +373,7 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _param(error: ErrorDetails) -> str:
-    """The field at fault, without the marks of the variants that pydantic has tried."""
+    """The field at fault, without the marks of the variants that pydantic tried."""
     places: list[str] = []
     before = None
     for place in error["loc"]:

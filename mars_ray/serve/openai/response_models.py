@@ -1,6 +1,7 @@
-"""The shapes of replies: what `serve/openai/responses.py` writes, and the served OpenAPI schema.
+"""The shapes of replies that `serve/openai/responses.py` writes and the OpenAPI schema describes.
 
-Plain dicts at run time. They have no room for more fields, and tests hold replies to them.
+They are plain dicts at run time. They allow no further fields, and tests check replies against
+them.
 """
 
 from typing import (

@@ -42,7 +42,7 @@ from mars_ray.serve.protocol import (
 
 
 def threshold_of(mode: Mode) -> float | None:
-    """The threshold in force; some modes have none."""
+    """The threshold of the mode; None if it has none."""
     return getattr(mode, "threshold", None)
 
 
@@ -70,7 +70,7 @@ def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
 
 
 def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
-    """What each draft adapter has served, in the order of their first tokens."""
+    """The counts of each draft adapter, in the order of their first tokens."""
     tokens: Counter[str | None] = Counter()
     forwards: Counter[str | None] = Counter()
     for served in chain.from_iterable(finish.served for finish in finishes):
@@ -83,7 +83,7 @@ def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
 
 
 def _threshold(call: GenerationRequest, finishes: Sequence[Finish]) -> float | None:
-    """The lowest that was in force."""
+    """The lowest threshold that was in force."""
     told = [finish.threshold for finish in finishes if finish.threshold is not None]
     return min(told, default=None if finishes[-1].mode else threshold_of(call.mode))
 
@@ -94,12 +94,12 @@ class Answer:
 
     text: str = ""
     logprobs: list[TokenText] | None = None
-    forwards: list[int] | None = None  # of each token
+    forwards: list[int] | None = None  # the forward of each token
     calls: list[ToolCall] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, piece: OutputDelta) -> None:
-        """The next piece."""
+        """Adds the next piece."""
         self.text += piece.text
         for more in piece.calls:
             self._add_to_call(more)
@@ -117,13 +117,13 @@ class Answer:
 
 
 class ChatShape:
-    """How `/v1/chat/completions` writes answers."""
+    """The format of answers of `/v1/chat/completions`."""
 
     name = "chat.completion"  # the reply's `object`
     chunk_name = "chat.completion.chunk"
 
     def whole(self, answer: Answer) -> ChatContent:
-        """A choice's content, not streamed."""
+        """The content of a choice that is not streamed."""
         content = None if answer.calls and not answer.text else answer.text
         message: ChatAnswer = {"role": "assistant", "content": content, "refusal": None}
         if answer.calls:
@@ -138,9 +138,9 @@ class ChatShape:
         first: bool,
         offset: int = 0,
     ) -> ChatAddition:
-        """A choice's content in a chunk; no text: nothing more to say.
+        """A choice's content in a chunk; `text` is None if there is nothing more to add.
 
-        `offset`: so many characters of its tokens were in earlier chunks.
+        `offset` is the number of characters of its tokens in earlier chunks.
         """
         delta: ChatDelta = {"role": "assistant"} if first else {}
         if text is not None:
@@ -149,7 +149,7 @@ class ChatShape:
 
 
 class TextShape:
-    """How `/v1/completions` writes answers."""
+    """The format of answers of `/v1/completions`."""
 
     name = chunk_name = "text_completion"
 
@@ -174,7 +174,7 @@ Shape = ChatShape | TextShape
 
 
 def tool_call_delta(piece: ToolCallDelta) -> ChatAddition:
-    """What a chunk of a chat adds to a call."""
+    """The addition of a chat's chunk to a call."""
     added: ChunkToolCall = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id is not None and piece.name is not None:
         function: ChunkFunction = {"name": piece.name, "arguments": piece.arguments}
@@ -214,8 +214,8 @@ def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> Tex
 
 
 def _top_logprobs(token: TokenText) -> dict[str, float]:
-    """By text; of several tokens that look alike, as parts of characters do, the chosen one or else
-    the best."""
+    """Log-probabilities by text. Among tokens with the same text, as parts of characters have, the
+    chosen one counts, or else the best."""
     said: dict[str, float] = {}
     for other in (token, *token.top):
         said.setdefault(other.text, other.logprob)
@@ -235,7 +235,7 @@ def reply(
             choice["mars"] = {"forwards": answer.forwards}
         choices.append(choice)
         finishes.append(answer.finish)
-    # `Any`, since one literal writes both kinds of replies: the tests hold it to them.
+    # `Any`, because one literal serves both kinds of replies; tests check it.
     made: Any = {
         "id": call.id,
         "object": shape.name,

@@ -1,4 +1,4 @@
-"""An answer as server-sent events: an event or two per piece, in OpenAI's chunks."""
+"""Answers as server-sent events: one or two of OpenAI's chunks per piece."""
 
 import json
 import logging
@@ -34,23 +34,23 @@ class Chunks:
     model: str
     created: int
     include_usage: bool
-    forwards: bool = False  # each chunk says which forward its tokens are of
+    forwards: bool = False  # each chunk states the forward of its tokens
     _finishes: dict[int, Finish] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
-    _said: set[int] = field(default_factory=set)  # choices that have a text or calls
+    _said: set[int] = field(default_factory=set)  # choices that have had text or calls
     _shown: Counter[int] = field(default_factory=Counter)  # characters of each choice's tokens
 
     @property
     def is_over(self) -> bool:
-        """Whether every choice has its finish."""
+        """Whether every choice has finished."""
         return len(self._finishes) == self.call.choices
 
     def of(self, piece: OutputDelta) -> Iterator[str]:
-        """A chunk with what the piece adds, if it adds anything, and one for its finish."""
+        """Yields a chunk with the addition of the piece, if it has any, and one for its finish."""
         first = piece.choice not in self._begun
         if piece.text or piece.calls:
             self._said.add(piece.choice)
-        # A step whose text is held back has nothing to say.
+        # A step whose text is held back adds nothing.
         if first or piece.text or piece.logprobs or (self.forwards and piece.tokens):
             self._begun.add(piece.choice)
             yield self._chunk(piece.choice, self._addition(piece, first=first))
@@ -58,14 +58,14 @@ class Chunks:
             yield self._chunk(piece.choice, tool_call_delta(call))
         if piece.finish:
             self._finishes[piece.choice] = piece.finish
-            # Without a call an empty answer is a text, too.
+            # An empty answer without calls still has a text.
             text = None if piece.choice in self._said else ""
             ending = self.shape.delta(text, None, first=False)
             yield self._chunk(piece.choice, ending, piece.finish.reason)
 
     def _addition(self, piece: OutputDelta, *, first: bool) -> dict[str, Any]:
         logprobs = None if self.call.logprobs is None else piece.logprobs
-        # An answer that only calls has no content, not an empty one.
+        # The content of an answer of calls only is null, not empty.
         text = None if self.call.tools and not piece.text else piece.text
         offset = self._shown[piece.choice]
         self._shown[piece.choice] += sum(len(token.text) for token in piece.logprobs)
@@ -75,13 +75,13 @@ class Chunks:
         return choice
 
     def usage(self) -> str:
-        """The chunk after all others."""
+        """The last chunk, with the usage."""
         finishes = [self._finishes[choice] for choice in range(self.call.choices)]
         return event(self._body([]) | {"usage": usage(self.call, finishes)})
 
     def _chunk(self, index: int, choice: Mapping[str, Any], reason: str | None = None) -> str:
         chunk = self._body([{"index": index, **choice, "finish_reason": reason}])
-        # With usage asked for, every chunk has the field: clients of OpenAI's API expect that.
+        # If usage is requested, every chunk has the field, as clients of OpenAI's API expect.
         return event(chunk | {"usage": None} if self.include_usage else chunk)
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Chunks:
 
 
 class EventStream(StreamingResponse):
-    """A response of events; whatever ends it, they are closed, and what was held for it."""
+    """A response of events; however it ends, the events and the held resources are closed."""
 
     def __init__(
         self, events: AsyncGenerator[str, None], headers: dict[str, str], held: AsyncExitStack
@@ -116,10 +116,11 @@ async def stream(
     rest: AsyncIterator[Message],
     told: Callable[[Message], None] = lambda _: None,
 ) -> AsyncGenerator[str, None]:
-    """The events of a call; `told` hears of every message that they are made of.
+    """Yields the events of a call; `told` is called with every message that they are made from.
 
-    Those that come together go together: every text is a message through two of Serve's processes.
-    An error after the start is an event of its own, and the last one: there is no [DONE].
+    Events that arrive together are sent together, because every text is a message through two of
+    Serve's processes. An error after the start is an event of its own and the last one: no [DONE]
+    follows.
     """
     try:
         message = first
@@ -141,6 +142,6 @@ async def stream(
 
 
 def internal_error(request_id: str) -> ErrorInfo:
-    """What a client learns of a fault of ours."""
+    """The error that a client gets for an internal fault."""
     message = f"internal error; the server's log has it under request {request_id}"
     return ErrorInfo(500, message, code="internal_error")

@@ -1,4 +1,4 @@
-"""From a checked body to a generation request: limits, defaults, and contradictory settings."""
+"""Turns a checked body into a generation request: limits, defaults, contradictory settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,9 +31,9 @@ _MODES: dict[str, Mode] = {
     mode.type: mode
     for mode in (ExactMode(), VerifiedMode(), ConfidenceMode(), JacobiMode(), SpeculativeMode())
 }
-# OpenAI's default for completions; a chat's answer takes the room there is.
+# OpenAI's default for completions; a chat's answer may use all the room left.
 _COMPLETION_TOKENS = 16
-# Fields of `Sampling` that have the same name in a request.
+# Fields that have the same name in `Sampling` and in a request.
 _SAME_NAME = (
     "top_p",
     "top_k",
@@ -72,7 +72,7 @@ def to_generation_request(
         is_streamed=bool(body.stream),
         timeout_s=_timeout_s(body, job.limits),
     )
-    # More answers than the engine has places would be refused even if it were idle.
+    # More answers than the engine has places would be refused even by an idle engine.
     most = min(job.limits.choices, job.engine.max_batch + job.limits.waiting_requests)
     if call.choices > most:
         refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
@@ -97,10 +97,10 @@ def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
 
 
 def turns_of(messages: Iterable[ChatMessage]) -> tuple[Turn, ...]:
-    """The turns of a conversation. Chat templates know a tool's result by its place, so results of
-    several calls come in the order of the calls, whatever order they were given in.
+    """The turns of a conversation. Chat templates identify a tool's result by its position, so the
+    results of several calls are put in the order of the calls.
 
-    Raises ApiError for a result of a call that the message before it does not make.
+    Raises ApiError for a result of a call that the assistant's message before it did not make.
     """
     turns: list[Turn] = []
     order: dict[str, int] = {}  # places of the calls whose results are due, by their ids
@@ -134,7 +134,7 @@ def _sampling(body: AnswerBody, seed: int) -> Sampling:
 
 
 def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
-    """The length that the client asks for, if any."""
+    """The length that the client asks for; None if it names none."""
     if (body.min_tokens or 0) > limits.new_tokens:
         refuse("min_tokens", f"'min_tokens' is more than this server's {limits.new_tokens}")
     asked = {"max_tokens": body.max_tokens}
@@ -156,7 +156,7 @@ def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | No
 
 
 def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
-    """The most tokens of an answer whose length the client leaves open."""
+    """Most tokens of an answer whose length the client leaves open."""
     if isinstance(body, ChatBody):
         return limits.new_tokens
     return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
@@ -171,7 +171,7 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def _mode(body: AnswerBody, default: Mode) -> Mode:
-    """The request's mode; what it leaves open is the server's default, or else the mode's."""
+    """The request's mode; open settings take the server's default, or else the mode's."""
     base = default
     if body.mode is not None and body.mode != default.type:
         base = _MODES[body.mode]
@@ -186,7 +186,7 @@ def _mode(body: AnswerBody, default: Mode) -> Mode:
 
 
 def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
-    """What stands in for the mode's threshold; None: nothing does."""
+    """The quality that replaces the mode's threshold, if any."""
     given = {
         name: value
         for name in ("threshold", "quality", "quality_budget")
@@ -208,7 +208,7 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
 
 
 def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
-    """The class of quality; None for a request that says itself how it is to be decoded."""
+    """The class of quality; None for a request that itself states how to decode it."""
     if body.quality is not None:
         return body.quality
     pins = (body.mode, body.threshold, body.quality_budget)
@@ -227,8 +227,8 @@ def _schema(body: AnswerBody) -> dict[str, Any] | None:
 
 
 def _check_options(schema: dict[str, Any]) -> None:
-    """Raises ApiError for options of llguidance, except the one that only shapes white space: with
-    others parts of the schema are ignored, or something is written that is not JSON."""
+    """Raises ApiError for options of llguidance, except the one that only shapes white space.
+    Others may make it ignore parts of the schema, or write text that is not JSON."""
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict) or not options.keys() <= {"whitespace_flexible"}:
         message = "'x-guidance' of a schema may hold 'whitespace_flexible' and nothing else"

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters:
-    """Getting an adapter ready and taking it are apart, so that all replicas of a service can do
-    the first before one does the second."""
+    """Swaps adapters in two operations, `prepare` and `take`, so that all replicas of a service can
+    do the first before any does the second."""
 
     def __init__(self, engine: EngineClient, cache: str) -> None:
         self._engine = engine
@@ -22,14 +22,14 @@ class Adapters:
         self._ready: tuple[str, str] | None = None  # place and name of the adapter made ready
 
     async def prepare(self, place: str | None) -> Prepared:
-        """Gets one ready, or says why that cannot be. Raises EngineError if the engine is dead."""
+        """Makes an adapter ready, or returns the fault. Raises EngineError for a dead engine."""
         try:
             return Prepared(await self._loaded(place))
         except ModelError as error:
             return Prepared(error=str(error))
 
     async def take(self, place: str | None) -> None:
-        """Has the adapter make drafts from the engine's next step on; without a place, none does.
+        """Puts the adapter in force from the engine's next step on, or none without a place.
 
         Raises ModelError, and EngineError if the engine is dead.
         """
@@ -40,7 +40,7 @@ class Adapters:
         logger.info("draft adapter: %s", name or "none")
 
     async def _loaded(self, place: str | None) -> str | None:
-        """The name of the adapter, once the engine has it; None without a place."""
+        """Loads the adapter into the engine; returns its name, or None without a place."""
         if place is None:
             return None
         name, directory = await asyncio.to_thread(self._fetched, place)

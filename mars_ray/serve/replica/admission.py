@@ -1,4 +1,4 @@
-"""Admission of calls: as many answers as there are places, and of those a share in an overload."""
+"""Admission of calls: limits answers to the places, and refuses a share of calls in an overload."""
 
 from dataclasses import dataclass
 
@@ -9,21 +9,21 @@ _RETRY_AFTER_S = 1
 
 @dataclass(slots=True)
 class Admission:
-    """Counts answers. `shed` is the share of the calls that have pinned nothing to be refused."""
+    """Counts answers. `shed` is the share to refuse of the calls that pin nothing."""
 
     places: int
     open: int = 0
     shed: float = 0.0
-    _owed: float = 0.0  # of a refusal
+    _owed: float = 0.0  # accumulated fraction of a refusal
 
     def refusal(self, call: GenerationRequest) -> ErrorInfo | None:
-        """The error for a call that may not come in, else None."""
+        """The error for a call that is refused, else None."""
         if self.open + call.choices > self.places:
             message = f"{self.open} answers are being written or wait; try again later"
             return ErrorInfo(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
         if call.quality_class is None:
             return None
-        # Evenly spread, not drawn: of any ten calls at a share of 0.3, three.
+        # Evenly spread, not random: at a share of 0.3, three of any ten calls.
         self._owed += self.shed
         if self._owed < 1:
             return None

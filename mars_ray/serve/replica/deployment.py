@@ -32,17 +32,17 @@ from mars_ray.storage.place import Place
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-# Between two looks of the fast loop at this replica's queue.
+# Interval at which the fast loop checks this replica's queue.
 _STEER_S = 0.1
-# The engine's thread gives the interpreter away in every operation of a step. With Python's 5 ms it
-# would wait as long as a step of a small model to get it back from the loop's thread.
+# The engine's thread releases the GIL in every operation of a step. With Python's default of 5 ms,
+# getting it back from the loop's thread could take as long as a step of a small model.
 _SWITCH_S = 0.0005
 
 
 class Replica:
     """Answers calls with its own copy of the model."""
 
-    # Serve awaits it: the loop that runs here is that of the requests.
+    # Async because Serve then runs it in the event loop of the requests.
     async def __init__(self, job: ServeJob, setting: Setting) -> None:
         sys.setswitchinterval(_SWITCH_S)
         self._swap = await swapped(job.name, setting.at_s)
@@ -53,7 +53,7 @@ class Replica:
         place = job.engine.draft_adapter
         if place and engine_config.draft_adapter:
             engine.adapter_name = adapter_name(place, Path(engine_config.draft_adapter))
-        # Of what runs here, before anything else is said in this process's log.
+        # The first line of this process's log states the engine that runs here.
         print(f"{job.name}: {engine.info}", flush=True)
         self._metrics = ReplicaMetrics()
         client = AsyncEngine(engine, checkpoint)
@@ -68,8 +68,7 @@ class Replica:
         self._leaving = asyncio.create_task(self._leave())
 
     async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """The messages of one call, for Serve to iterate; it cancels that when the caller is
-        gone."""
+        """Yields the messages of one call; Serve cancels the iteration when the caller is gone."""
         return self._engine.generate(call)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
@@ -81,20 +80,20 @@ class Replica:
         return await self._engine.detokenize(tokens)
 
     async def is_ready(self) -> bool:
-        """Whether a request would be answered now."""
+        """Whether a request sent now would be answered."""
         return await self._engine.is_ready()
 
     async def status(self) -> ReplicaStatus:
-        """What this replica is doing at the moment."""
+        """The current status of this replica."""
         (status,) = await self._engine.status()
         return status
 
     async def prepare_adapter(self, place: str | None) -> Prepared:
-        """Gets a draft adapter ready, so that taking it cannot fail."""
+        """Makes a draft adapter ready, so that putting it in force cannot fail."""
         return await self._adapters.prepare(place)
 
     async def _set(self, point: SetPoint) -> None:
-        # A dead engine needs none, and the next replica asks for itself.
+        # A dead engine needs no adapter, and the replica after it asks for its own.
         with contextlib.suppress(EngineError):
             await self._engine.follow(point.threshold, point.shed, point.rungs)
             swap = point.swap
@@ -105,7 +104,7 @@ class Replica:
         try:
             await self._adapters.take(swap.adapter)
         except ModelError:
-            # Every replica that was there had it ready: this one has come since.
+            # All replicas made it ready before the swap, so this one has started since.
             logger.exception("the draft adapter stays as it was, and not %s", swap.name)
             return
         self._swap = swap
@@ -118,37 +117,38 @@ class Replica:
                 await self._engine.steer()
 
     async def _look(self) -> None:
-        """Export what the engine says, for as long as it lives."""
+        """Export the engine's metrics for as long as it lives."""
         with contextlib.suppress(EngineError):
             while True:
                 self._metrics.engine(await self._engine.seen())
                 await asyncio.sleep(_LOOK_S)
 
     async def _leave(self) -> None:
-        """End with the engine, so that callers go elsewhere and Serve starts another one.
+        """Exit when the engine ends, so that callers go elsewhere and Serve starts another replica.
 
-        Serve's own checks take seconds. Meanwhile a replica that refuses at once would be the least
-        loaded one, and every other try of a request would come back to it.
+        Serve's own checks take seconds. Meanwhile a replica that refuses everything at once would
+        be the least loaded one, and every second retry of a request would return to it.
         """
         await self._engine.ended()
         logger.error("the engine has ended, and its replica with it")
         os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The sums that Serve hands to the autoscaling policy."""
+        """The sums that Serve passes to the autoscaling policy."""
         return await self._engine.sums()
 
     def check_health(self) -> None:
-        """Serve replaces the replica when this raises, as for an engine that is stuck."""
+        """Raises if the engine is dead or stuck; Serve then replaces the replica."""
         self._engine.check_health()
 
     def open_answers(self) -> int:
-        """Answers being written or waiting."""
+        """Number of answers in progress or waiting."""
         return self._engine.open_answers
 
 
 def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
-    """The checkpoint on this node, and the engine's configuration with what else it names."""
+    """The checkpoint's local directory, and the engine's configuration with its other models
+    fetched."""
     engine = job.engine
     checkpoint = local_copy(Place(job.checkpoint, job.revision), job.model_cache)
     changes = {}

@@ -1,8 +1,8 @@
-"""The border between the service and an engine: all that `LLMServer` asks of one.
+"""The interface between the service and an engine: all that `LLMServer` requires of one.
 
-`decode/async_engine.py` has the engine of this process. Another one, such as vLLM's `AsyncLLM`,
-comes in here; `tests/serve/test_engine_client.py` is what it must pass. This is no part of
-`serve/protocol.py`, as the ingress has neither torch nor an engine.
+`decode/async_engine.py` implements it for the engine of this process. Another one, such as vLLM's
+`AsyncLLM`, can be added by implementing it and passing `tests/serve/test_engine_client.py`. It is
+not in `serve/protocol.py`, because the ingress has neither torch nor an engine.
 """
 
 from collections.abc import AsyncGenerator
@@ -14,73 +14,74 @@ from mars_ray.decode.stats import Snapshot
 
 
 class EngineClient(Protocol):
-    """An engine that works by itself. Every coroutine raises EngineError once it has ended."""
+    """An engine that runs on its own. Every coroutine raises EngineError once it has ended."""
 
     @property
     def facts(self) -> EngineFacts:
-        """What holds for every request. Raises ModelError if answers would never end."""
+        """Facts that hold for every request. Raises ModelError if answers would never end."""
         ...
 
     @property
     def can_draft(self) -> bool:
-        """Whether a request that is submitted now may be in a mode that needs drafts."""
+        """Whether a request submitted now may use a mode that needs drafts."""
         ...
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the engine."""
         ...
 
     def stop(self) -> None:
-        """End; requests under way get an EngineError."""
+        """Stop the engine; unfinished requests get an EngineError."""
         ...
 
     def check_health(self, limit_s: float) -> None:
-        """Raises EngineError if the engine has ended, or has had work for so long and done none."""
+        """Raises EngineError if the engine has ended, or has had work and done none for
+        `limit_s`."""
         ...
 
     async def ended(self) -> None:
-        """Returns once the engine has ended, whatever for, and its requests have their errors."""
+        """Returns once the engine has ended for any reason and its requests have their errors."""
         ...
 
     def stream(
         self, *requests: Request, interval_s: float = 0.0
     ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Events of all the requests, one per forward of each, until every request has its last.
+        """Yields events of all requests, one per forward of each, until every request has its last.
 
-        They are submitted together when the first events are asked for, before anything is
-        awaited, each with its own threshold. What comes within `interval_s` of the events before
-        comes together with them; only a request's first and last event do not wait. A request
-        whose deadline has passed ends with a completion that says so. Closing the iterator cancels
-        what is not over, and its pages are free then.
+        The requests are submitted together when the first events are requested, before any await,
+        each with its own threshold. Events within `interval_s` of the last delivery are held and
+        delivered together; a request's first and last event do not wait. A request whose deadline
+        has passed ends with a completion that says so. Closing the iterator cancels unfinished
+        requests and frees their pages.
 
-        An event with a failure is passed on, and then that failure is raised: RequestError if the
-        engine refuses the request, PoisonError if it fails on this one and on no other, EngineError
-        if it has ended.
+        An event with a failure is delivered, and then the failure is raised: RequestError if the
+        engine refuses the request, PoisonError if it fails on this request and on no other,
+        EngineError if it has ended.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request of a stream that goes on for the others."""
+        """End one request of a stream; the others continue."""
         ...
 
     async def set_threshold(self, threshold: float) -> None:
-        """Sets the threshold of requests that tolerate it, from the next step on."""
+        """Sets the threshold of requests that tolerate a change, from the next step on."""
         ...
 
     async def snapshot(self) -> Snapshot:
-        """What the engine does, and has done since its start, those tokens included that requests
-        had before they were aborted."""
+        """The engine's state and its counts since the start, including tokens of requests that were
+        aborted later."""
         ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Get a draft adapter ready; the one made ready before it is forgotten.
+        """Make a draft adapter ready; it replaces the one made ready before.
 
         Raises ModelError if it cannot be read or is not for this engine.
         """
         ...
 
     async def use_adapter(self, name: str | None) -> None:
-        """The adapter made ready last makes drafts from the next step on, or with None the model
-        itself, if it was trained to. Sequences under way go on. Raises ModelError, and then nothing
-        has changed."""
+        """Use the adapter made ready last from the next step on. With None the model drafts itself,
+        if it was trained to. Running sequences continue. Raises ModelError, and then nothing has
+        changed."""
         ...

@@ -1,6 +1,6 @@
-"""What an answer must be, as a grammar in llguidance's notation.
+"""The required form of an answer as a grammar in llguidance's notation.
 
-An answer is free text with calls of tools in it, or calls alone, or JSON:
+An answer is free text with tool calls in it, or calls alone, or JSON. A call is written as:
 
     <tool_call>
     {"name": "...", "arguments": {...}}
@@ -17,7 +17,7 @@ from mars_ray.serve.protocol import GenerationRequest, Tools
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _BEGIN, _END = json.dumps(CALL_BEGIN), json.dumps(CALL_END)
 _LITERALS = (f"BEGIN: {_BEGIN}", f"END: {_END}", 'LINE: "\\n"')
-# Parts of a schema that are none, whatever they look like; and those with schemas by names.
+# Keys of a schema whose values are not schemas, and keys whose values hold schemas by name.
 _VALUES = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -33,7 +33,7 @@ def grammar_of(call: GenerationRequest) -> str | None:
         return _lark([f"start: {calls}", *rules])
     if call.schema is not None:
         return _lark([f"start: json | {calls}", _json(call.schema), *rules])
-    # Free text ends where a call begins.
+    # Free text ends at the start of a call.
     start = "start: free* rest" if call.tools.is_parallel else "start: free | rest"
     free = [start, "free: begin LINE body LINE END", "rest: TEXT"]
     lexemes = [f"begin[lazy]: TEXT {_BEGIN}", r"TEXT: /(.|\n)*/"]
@@ -71,7 +71,7 @@ def _call_schema(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any) -> Any:
-    """A schema at its place in that of a call: what it refers to within itself has moved too."""
+    """A schema with its internal references adjusted to its place in the schema of a call."""
     if isinstance(schema, list):
         return [_moved(part) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""A replica's work without Ray: it makes requests to the engine of a call, and deltas of events."""
+"""A replica's work without Ray: turns calls into engine requests, and events into deltas."""
 
 import asyncio
 import logging
@@ -60,11 +60,11 @@ from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
-# A step may prefill a full batch of long prompts, which takes a large model on CPUs this long.
+# A step may prefill a full batch of long prompts, which can take a large model on CPUs this long.
 _STALLED_S = 60.0
 _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
-# More takes the tokenizer milliseconds, and every stream of the replica waits for the event loop.
+# Longer texts take the tokenizer milliseconds, which would block all streams of the event loop.
 _LONG_CHARS = 8192
 _SEEDS = 1 << 64
 Made = TypeVar("Made")
@@ -72,13 +72,13 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer in the making."""
+    """An unfinished answer."""
 
     output: OutputProcessor
     stats: AnswerStats
     begun_s: float = field(default_factory=time.monotonic)
     last_s: float = field(default_factory=time.monotonic)  # when steps last added to it
-    held: OutputDelta | None = None  # what is not told yet
+    held: OutputDelta | None = None  # not sent yet
     is_over: bool = False
 
 
@@ -92,7 +92,7 @@ class LLMServer:
         job: ServeJob,
         observer: Observer | None = None,
     ) -> None:
-        """Raises ModelError if the model does not say how an answer ends."""
+        """Raises ModelError if the model does not define how an answer ends."""
         self._observer = observer
         self._engine = engine
         self._facts = facts = engine.facts
@@ -104,11 +104,11 @@ class LLMServer:
         self._live = Live()
         self._tally = Tally()
         self._local = LocalLoop(job.scaling, job.set_point)
-        self._threshold: float | None = None  # that the engine was told last
+        self._threshold: float | None = None  # last one set on the engine
         self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
 
     def start(self) -> None:
-        """Let the engine's thread begin."""
+        """Start the engine's thread."""
         self._engine.start()
 
     def stop(self) -> None:
@@ -132,24 +132,24 @@ class LLMServer:
         return True
 
     async def seen(self) -> Snapshot:
-        """The engine between two steps. Raises EngineError if it is dead."""
+        """A snapshot of the engine between two steps. Raises EngineError if it is dead."""
         return await self._engine.snapshot()
 
     async def status(self) -> tuple[ReplicaStatus]:
-        """What this engine is doing at the moment. Raises EngineError if it is dead."""
+        """The current status of this engine. Raises EngineError if it is dead."""
         return (self._live.status(self._job, await self.seen(), time.monotonic()),)
 
     async def decided(self) -> None:
-        """No policy is in charge of an engine by itself."""
+        """Always None: no policy controls a single engine."""
 
     async def sums(self) -> dict[str, float]:
-        """The sums that the autoscaling policy gets. Raises EngineError if the engine is dead."""
+        """The sums for the autoscaling policy. Raises EngineError if the engine is dead."""
         return to_metrics(await self.seen(), self._tally)
 
     async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
-        """Sets the threshold of requests that pin nothing, and the share of the new ones to refuse.
+        """Sets the threshold of requests that pin nothing, and the share of new ones to refuse.
 
-        With rungs the engine may go below that threshold when its own queue is too long. Raises
+        With rungs, the engine may go below that threshold when its own queue is too long. Raises
         EngineError if the engine is dead.
         """
         self._local.threshold, self._local.rungs = threshold, rungs
@@ -167,11 +167,11 @@ class LLMServer:
 
     @property
     def open_answers(self) -> int:
-        """Answers being written or waiting."""
+        """Number of answers in progress or waiting."""
         return self._admission.open
 
     async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """What engine steps add to the answers, or an error, which is the last message.
+        """Yields the additions of engine steps to the answers, or an error as the last message.
 
         Closing the generator frees the call's places in the engine.
         """
@@ -212,7 +212,7 @@ class LLMServer:
                 self._ended(answer, "abort")
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
-        """A prompt's tokens, as those of a request; in a message nothing is a special token."""
+        """A prompt's tokens as for a request; text of a message never becomes a special token."""
         try:
             tokens = await _encoded(partial(self._encode, prompt), prompt)
             return Tokenized(tokens, self._facts.max_context)
@@ -238,7 +238,7 @@ class LLMServer:
         return tuple(part for part in prompt if isinstance(part, int))
 
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
-        """The grammar, compiled beside the loop, which would stand still. Raises RequestError."""
+        """The grammar, compiled in a thread to not block the event loop. Raises RequestError."""
         if call.tools and not writes_tool_calls(self._tokenizer):
             raise RequestError(
                 "the chat template of this model does not write tool calls as "
@@ -255,7 +255,7 @@ class LLMServer:
     async def _requests(self, call: GenerationRequest) -> list[Request]:
         """A request for each choice, in a mode that the engine can decode now.
 
-        The requests must go to the engine before anything else is awaited.
+        The requests must be submitted to the engine before anything else is awaited.
         """
         grammar = await self._grammar(call)
         made = await _encoded(partial(self._made, call, grammar), call.prompts, call.tools)
@@ -264,13 +264,13 @@ class LLMServer:
         return [replace(request, mode=ExactMode(), quality=None) for request in made]
 
     def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        """A request for each choice; those to one prompt differ in their seeds."""
+        """A request for each choice; those of one prompt differ in their seeds."""
         requests = []
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         for number, given in enumerate(call.prompts):
             prompt = self._encode(given, call.tools)
-            # At least one, so that a prompt without room is refused, and by the engine; as one that
-            # leaves too little for the least length.
+            # At least one, so that the engine refuses a prompt without room, or with too little
+            # for the least length.
             least = max(1, call.sampling.min_new_tokens)
             room = max(least, self._facts.max_context - len(prompt))
             for copy in range(call.n):
@@ -297,9 +297,9 @@ class LLMServer:
     def _added(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta | None:
-        """What steps add to an answer, if it is to be told now. Raises DeadlineError."""
+        """The addition of steps to an answer, if it is to be sent now. Raises DeadlineError."""
         if answer.is_over:
-            return None  # the steps came behind a stop string
+            return None  # the steps came after a stop string
         failure = events[-1].failure
         steps = events[:-1] if failure else events
         delta = self._processed(call, answer, steps) if steps else None
@@ -315,7 +315,7 @@ class LLMServer:
     def _processed(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta:
-        """What steps add to an answer, behind what was held back so far; they are counted."""
+        """The addition of steps to an answer, after what was held back; counts the steps."""
         try:
             delta, event = answer.output.add(events)
         except Exception as error:
@@ -331,7 +331,7 @@ class LLMServer:
         return answer.held
 
     def _ended(self, answer: "_Answer", ending: Ending) -> None:
-        """Tells those who count answers, once, that this one is over."""
+        """Reports, once, to the counters of answers that this one is over."""
         if answer.is_over:
             return
         answer.is_over = True
@@ -363,14 +363,14 @@ class LLMServer:
 
 
 async def _encoded(encode: Callable[[], Made], *texts: object) -> Made:
-    """What `encode` makes of the texts: of long ones beside the loop."""
+    """The result of `encode`, which runs in a thread if the texts are long."""
     if len(repr(texts)) > _LONG_CHARS:
         return await asyncio.to_thread(encode)
     return encode()
 
 
 def _ending(error: Exception) -> Ending:
-    """A request that the engine refuses is its client's mistake, and none of the service."""
+    """The ending for an error: a request that the engine refuses is the client's mistake."""
     if isinstance(error, DeadlineError):
         return "deadline"
     return "refused" if isinstance(error, RequestError) else "error"
@@ -386,7 +386,7 @@ def _count(stats: AnswerStats, event: TokenEvent, gap_s: float) -> None:
 
 
 def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
-    """What the client learns of an error; faults of ours are logged."""
+    """The error for the client; internal faults are logged."""
     match error:
         case PromptTooLongError():
             return ErrorInfo(400, str(error), _prompt_param(call), "context_length_exceeded")
@@ -416,11 +416,12 @@ def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEve
 
 
 def _chat_turn(turn: Turn) -> ChatTurn:
-    """Raises DataError if the arguments of an earlier call are not JSON, or not to be read."""
+    """The turn for the chat template. Raises DataError if arguments of an earlier call are not
+    JSON, or exceed its limits."""
     calls = []
     for call in turn.calls:
         try:
-            # Bounds depth and numbers as for a body; chat templates go down every level.
+            # Limits depth and numbers as for a body, because chat templates visit every level.
             calls.append(ChatCall(call.name, from_json(call.arguments)))
         except ValueError as error:
             raise DataError(f"the arguments of call {call.id!r} are not JSON: {error}") from error
@@ -428,6 +429,6 @@ def _chat_turn(turn: Turn) -> ChatTurn:
 
 
 def _prompt_param(call: GenerationRequest) -> str:
-    """The request's field that the prompt came in."""
+    """The field of the request that held the prompt."""
     is_chat = isinstance(call.prompts[0], tuple) and isinstance(call.prompts[0][0], Turn)
     return "messages" if is_chat else "prompt"

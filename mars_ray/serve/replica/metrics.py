@@ -1,6 +1,6 @@
 """Metrics of a replica, on every Ray node's Prometheus endpoint under `ray_mars_...`.
 
-Names end as those of vLLM, which dashboards know; what only this service has is named after its
+Names end like those of vLLM, which dashboards know; metrics that only this service has use its own
 terms. Serve adds the tags deployment, replica and application.
 """
 
@@ -17,14 +17,14 @@ _TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_00
 _PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
 _MODE = ("mode",)
 _ADAPTER = ("adapter",)
-# Ray's annotation allows one tag only; its code, any number.
+# Ray's annotation allows only one tag, its code any number.
 _MODE_AND_REASON: Any = ("mode", "finished_reason")
 _MODE_AND_THRESHOLD: Any = ("mode", "threshold")
 _MODE_AND_POSITION: Any = ("mode", "position")
 
 
 class ReplicaMetrics:
-    """An observer; `engine` is called now and then with a new look at the engine."""
+    """An observer; `engine` is called periodically with a new snapshot of the engine."""
 
     def __init__(self) -> None:
         self._requests = Counter(
@@ -78,7 +78,7 @@ class ReplicaMetrics:
         self._checked = Counter(
             "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
         )
-        self._told: Tally[tuple[Any, ...]] = Tally()  # by counter and the values of its tags
+        self._told: Tally[tuple[Any, ...]] = Tally()  # exported so far, by counter and tag values
 
     def answer(self, seen: AnswerStats) -> None:
         """See Observer."""
@@ -103,7 +103,7 @@ class ReplicaMetrics:
             self._per_forward.observe(seen.completion_tokens / seen.forwards, mode)
 
     def engine(self, seen: Snapshot) -> None:
-        """Gauges, and what has been counted since the last look."""
+        """Sets the gauges, and adds what was counted since the last snapshot."""
         self._running.set(seen.running)
         self._waiting.set(seen.waiting)
         self._cache.set(seen.cache_share)
@@ -131,7 +131,7 @@ class ReplicaMetrics:
         self._adapter_told = adapter
 
     def _since(self, count: int, counter: Counter, tags: dict[str, str] | None = None) -> None:
-        """Add what has come since the last look."""
+        """Adds the increase since the last snapshot."""
         series = (counter, *(tags or {}).values())
         _add(counter, count - self._told[series], tags)
         self._told[series] = count
@@ -142,6 +142,6 @@ def _histogram(name: str, boundaries: list[float]) -> Histogram:
 
 
 def _add(counter: Counter, count: int, tags: dict[str, str] | None = None) -> None:
-    # Ray refuses to count nothing.
+    # Ray refuses an increment of zero.
     if count > 0:
         counter.inc(count, tags or {})

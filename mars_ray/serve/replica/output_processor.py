@@ -1,7 +1,7 @@
-"""One answer in the making: from an engine's events to deltas of its text.
+"""Turns an engine's events for one answer into deltas of its text.
 
-A character may need several tokens, so text is held back until it is whole, and until it can be no
-beginning of a stop string.
+A character may need several tokens, so text is held back until its characters are whole and it
+cannot be the beginning of a stop string.
 """
 
 import re
@@ -25,29 +25,30 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.replica.tool_parser import ToolCallReader
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
-# What a tokenizer writes for bytes that are not, or not yet, a character.
+# Tokenizers write this for bytes that are not, or not yet, a character.
 REPLACEMENT = "\ufffd"
-# A character has at most four bytes, and a token at least one: so many tokens without a whole
-# character are garbage, and waiting longer would decode an ever longer tail again at each token.
+# A character has at most four bytes, and a token at least one. This many tokens without a whole
+# character are garbage, and each further token would decode a longer tail again.
 _MAX_HELD_TOKENS = 64
 Decode = Callable[[Sequence[int]], str]
 TokenTextOf = Callable[[int, float], TokenText]
 
 
 class TokenBytes:
-    """Looks tokens up in a byte-level vocabulary, or in one of SentencePiece's kind."""
+    """Looks up the bytes of tokens in a byte-level or SentencePiece vocabulary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
         self._added = {token: text for text, token in added.items()}
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-        # Of the whole vocabulary: a token alone does not tell, for é and ü stand for bytes, too.
+        # Decided by the whole vocabulary: a single token does not tell, since é and ü also
+        # stand for bytes.
         own = tokenizer.get_vocab().keys() - added.keys()
         self._is_byte_level = self._byte_of.keys() >= set().union(*own)
 
     def of(self, token: int) -> bytes:
-        """The bytes that the token stands for; none for an id without a token."""
+        """The bytes that the token stands for; empty for an id without a token."""
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.convert_ids_to_tokens(token)
@@ -60,17 +61,17 @@ class TokenBytes:
         return text.replace("\u2581", " ").encode()
 
 
-# Not `tokenizers.decoders.DecodeStream`, which gives the same pieces of whole text: it cannot be
-# flushed, so an answer that is cut within a character loses what its last token had before that; it
-# holds bytes that are no text for ever; and it decodes all special tokens again at each one
-# (`tests/serve/test_text.py` has all three).
+# `tokenizers.decoders.DecodeStream` gives the same pieces of whole text, but it has three faults
+# (shown in `tests/serve/test_text.py`). It cannot be flushed, so an answer cut within a character
+# loses the earlier characters of its last token. It holds bytes that are no text for ever. It
+# decodes all special tokens again at each one.
 class Detokenizer:
     """Turns tokens into text one by one; the pieces join to the text of all tokens.
 
     tokens  [ .......... | context | held ]
                          ^ _context ^ _read
-    Some tokenizers decode a token differently at the start of a text, so `held` is decoded behind
-    the tokens of the piece before it.
+    Some tokenizers decode a token differently at the start of a text, so `held` is decoded together
+    with the tokens of the previous piece.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -80,13 +81,13 @@ class Detokenizer:
         self._read = 0
 
     def push(self, token: int) -> str:
-        """The text which this token completes; empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete."""
         self._tokens.append(token)
         text = self._held_text()
         held = len(self._tokens) - self._read
         if not text:
             if held > _MAX_HELD_TOKENS:
-                del self._tokens[self._read :]  # special tokens, which are no part of the text
+                del self._tokens[self._read :]  # special tokens, which are not part of the text
             return ""
         if text.endswith(REPLACEMENT) and held <= _MAX_HELD_TOKENS:
             return ""
@@ -94,7 +95,7 @@ class Detokenizer:
         return text
 
     def push_all(self, tokens: Sequence[int]) -> str:
-        """The text which these tokens complete; it is decoded in one go if its last character is
+        """The text that these tokens complete; decoded in one call if its last character is
         whole."""
         self._tokens += tokens
         text = self._held_text()
@@ -105,10 +106,10 @@ class Detokenizer:
         return "".join(map(self.push, tokens))
 
     def flush(self) -> str:
-        """What was held back, without the character that was never completed.
+        """The text held back, without a character that was never completed.
 
-        Where the model has written U+FFFD itself at the very end, that goes too: the text does not
-        tell the two apart.
+        A U+FFFD that the model itself wrote at the very end is dropped too, because the text does
+        not distinguish the two.
         """
         text = self._held_text().rstrip(REPLACEMENT)
         self._context = self._read = len(self._tokens)
@@ -120,7 +121,7 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text on up to the first stop string, which is not passed on.
+    """Passes on the text before the first stop string.
 
     Text that may be the beginning of a stop string is held back until that is decided.
     """
@@ -130,7 +131,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to pass on, and whether a stop string was met."""
+        """The text that is safe to pass on, and whether a stop string was found."""
         text = self._held + text
         found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
@@ -141,12 +142,12 @@ class StopFilter:
         return text[:cut], False
 
     def flush(self) -> str:
-        """What was held back: no stop string came of it."""
+        """The text held back, which has not become a stop string."""
         text, self._held = self._held, ""
         return text
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -156,7 +157,7 @@ class StopFilter:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Text to pass on, how many of the given tokens were used for it, and whether to stop."""
+    """Text to pass on, the number of given tokens used for it, and whether to stop."""
 
     text: str
     tokens: int
@@ -164,10 +165,10 @@ class Written:
 
 
 class Writer:
-    """An answer's text in the making: detokenised, and cut at the first stop string."""
+    """Writes an answer's text: detokenises it, and cuts it at the first stop string."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], least: int = 0) -> None:
-        """`least` is the number of tokens before which no stop string is looked for."""
+        """Stop strings are ignored before `least` tokens."""
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stops)
         self._has_stops = bool(stops)
@@ -187,13 +188,13 @@ class Writer:
         return Written("".join(parts), len(tokens), False)
 
     def flush(self) -> Written:
-        """What was held back, once no more tokens come."""
+        """The text held back, once no more tokens come."""
         text, stopped = self._filter.push(self._detokenizer.flush())
         return Written(text if stopped else text + self._filter.flush(), 0, stopped)
 
 
 class OutputProcessor:
-    """Turns the events of a request into deltas of its answer, the last of which has a finish."""
+    """Turns the events of a request into deltas of its answer; the last has the finish."""
 
     def __init__(
         self,
@@ -212,16 +213,16 @@ class OutputProcessor:
         self._tokens = 0
         self._forwards = 0
         self._served: list[Served] = []
-        # The other modes have no masks, whatever adapter is in force.
+        # Modes without masks use no adapter, whichever is in force.
         self._is_drafted = request.mode.has_masks
 
     def add(self, events: Sequence[TokenEvent]) -> tuple[OutputDelta, TokenEvent]:
-        """What some steps add to the text, and those of them that count as one.
+        """The addition of some steps to the text, and the counted steps merged into one event.
 
-        Raises DeadlineError if the answer's time was over.
+        Raises DeadlineError if the answer's time is over.
         """
-        # Only at a stop string the text may end between two steps, and only at another adapter the
-        # counts go elsewhere.
+        # Steps are processed separately only if the text may end between two of them, at a stop
+        # string, or if they belong to different adapters, which have separate counts.
         is_apart = self._call.stop or len({event.adapter for event in events}) > 1
         units = events if is_apart else [as_one(events)]
         piece, used = self._added(units[0]), 1
@@ -230,7 +231,7 @@ class OutputProcessor:
         return piece, as_one(units[:used])
 
     def _added(self, event: TokenEvent) -> OutputDelta:
-        # Only the last token can be a stop token; it ends the text and is not part of it.
+        # Only the last token can be a stop token, which ends the text and is not part of it.
         shown = [token for token in event.tokens if token not in self._request.stop_ids]
         written = self._writer.push(shown)
         text, stopped = written.text, written.stopped
@@ -255,7 +256,7 @@ class OutputProcessor:
         return replace(piece, finish=self._finish(reason, event)) if reason else piece
 
     def _count(self, event: TokenEvent, tokens: int) -> None:
-        """Counts what the answer has, and under which adapter it got it."""
+        """Counts the tokens and forwards of the answer, under the adapter that was in force."""
         forwards = event.forward - self._forwards
         self._tokens, self._forwards = self._tokens + tokens, event.forward
         adapter = event.adapter if self._is_drafted else None
@@ -268,7 +269,7 @@ class OutputProcessor:
         if reason == "deadline":
             limit_s = self._call.timeout_s
             raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
-        # A stop string may end the text within a call, which nobody can make then.
+        # A stop string may end the text within a call, which then cannot be made.
         reader = self._reader
         has_called = reader is not None and reader.count > 0 and not reader.is_cut
         calls = reason == "stop" and has_called and not self._call.is_forced
@@ -284,7 +285,7 @@ class OutputProcessor:
         )
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
-        """Log-probabilities of an event's first tokens, if the request asked for any."""
+        """Log-probabilities of an event's first tokens, if the request asks for them."""
         return tuple(
             replace(
                 self._token_text(token, entry.logprob),

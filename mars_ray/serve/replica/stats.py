@@ -1,10 +1,10 @@
-"""What a replica counts of answers, and what it says of them and its engine.
+"""A replica's counts of answers, and its reports about them and its engine.
 
-The engine's own counts come as one `Snapshot` (`decode/stats.py`), which goes three ways:
+The engine's own counts come as one `Snapshot` (`decode/stats.py`), which is used in three places:
 
-metrics.py        to Prometheus, as `AnswerStats` do, of each answer at its end
-Live.status       with the last minute's steps to the page and `GET /v1/mars/status`
-to_metrics        with the sums of a `Tally` to the autoscaling policy (`autoscale/sample.py`)
+metrics.py        exports it to Prometheus, and the `AnswerStats` of each finished answer
+Live.status       joins it with the last minute's steps for the page and `GET /v1/mars/status`
+to_metrics        joins it with the sums of a `Tally` for the policy (`autoscale/sample.py`)
 """
 
 from collections import Counter, deque
@@ -22,7 +22,7 @@ from mars_ray.serve.status import ReplicaStatus
 Ending = Literal["stop", "length", "tool_calls", "abort", "error", "deadline", "refused"]
 _BUCKET_S = 0.5
 _RATE_S = 5.0
-# Shares are of so long a time: of a few seconds they would jump with every answer.
+# Window of shares: over a few seconds they would jump with every answer.
 _SHARE_S = 60.0
 _VERIFIED = VerifiedMode().type
 
@@ -37,19 +37,19 @@ class AnswerStats:
     completion_tokens: int = 0
     forwards: int = 0
     disagreed: int = 0
-    degraded: bool = False  # a threshold below the service's set-point at rest was in force
-    queue_s: float | None = None  # until its first rows were forwarded
+    degraded: bool = False  # a threshold below the set-point at rest was in force
+    queue_s: float | None = None  # time until its first rows were forwarded
     first_token_s: float | None = None
     total_s: float = 0.0
-    # Between two steps of it, and how many tokens the later one brought.
+    # Time between two of its steps, and the number of tokens of the later one.
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
 
 class Observer(Protocol):
-    """Is told of every answer."""
+    """Is notified of every answer."""
 
     def answer(self, seen: AnswerStats) -> None:
-        """At its end, whatever that was."""
+        """Called at the end of an answer, whatever the ending."""
         ...
 
 
@@ -62,13 +62,13 @@ class _Bucket:
 
 
 class Live:
-    """Counts what steps commit, by half seconds, and forgets them after a minute."""
+    """Counts what steps commit in intervals of half a second, and forgets it after a minute."""
 
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
 
     def add(self, now: float, tokens: int, forwards: int, disagreed: int) -> None:
-        """Steps of one sequence have committed tokens, and seen earlier ones to disagree."""
+        """Adds steps of one sequence: tokens committed, and earlier ones found to disagree."""
         if not self._buckets or now - self._buckets[-1].begin_s >= _BUCKET_S:
             self._forget(now)
             self._buckets.append(_Bucket(now))
@@ -78,7 +78,7 @@ class Live:
         bucket.disagreed += disagreed
 
     def tokens_per_second(self, now: float) -> float:
-        """Over the last seconds, or since the first token if that is later."""
+        """The rate over the last seconds, or since the first token if that is later."""
         recent = [bucket for bucket in self._buckets if now - bucket.begin_s < _RATE_S]
         if not recent:
             return 0.0
@@ -86,7 +86,7 @@ class Live:
         return sum(bucket.tokens for bucket in recent) / seconds
 
     def status(self, job: ServeJob, seen: Snapshot, now: float) -> ReplicaStatus:
-        """With the last minute's counts, and the threshold of a request that pins none."""
+        """The status with the last minute's counts, and the threshold of requests that pin none."""
         self._forget(now)
         mode = job.mode
         if mode.needs_masks and not seen.can_draft:
@@ -118,7 +118,7 @@ def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
 
 @dataclass(slots=True)
 class Tally:
-    """Of answers, since the start."""
+    """Sums over answers since the start."""
 
     refused: int = 0
     finished: int = 0
@@ -126,21 +126,21 @@ class Tally:
     quality_class: Counter[str] = field(default_factory=Counter)
 
     def offered(self, call: GenerationRequest, *, refused: bool = False) -> None:
-        """A call that has come, whatever becomes of it."""
-        # Classes of what is refused count, too: shares of the rest would tell what shedding does
-        # to the traffic, and not what the traffic is.
+        """Counts an arrived call, whether it is answered or refused."""
+        # Refused calls count in the classes, too: shares of the rest would describe the effect of
+        # shedding instead of the traffic.
         self.quality_class[call.quality_class or PINNED] += call.choices
         if refused:
             self.refused += call.choices
 
     def ended(self, seen: AnswerStats) -> None:
-        """An answer, however it ended."""
+        """Counts an answer at its end, whatever the ending."""
         self.finished += 1
         self.output_tokens += seen.completion_tokens
 
 
 def to_metrics(seen: Snapshot, tally: Tally) -> dict[str, float]:
-    """What Ray Serve carries to the autoscaling policy."""
+    """The numbers that Ray Serve carries to the autoscaling policy."""
     totals, verified = seen.totals, seen.by_mode.get(_VERIFIED)
     of_mode: dict[str, Any] = {}
     if verified and verified.forwards:

@@ -1,12 +1,12 @@
-r"""Takes the calls of tools out of an answer's text; `serve/replica/formats.py` says how they look.
+r"""Extracts tool calls from an answer's text; `serve/replica/formats.py` has their format.
 
     text  <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>  text
         [ opening                                   [ value  [ closing     )
 
-An opening that breaks off, or goes on otherwise, is text, so it is held back until it is whole.
-From there on the call is one for good: its arguments are passed on as they come, and nobody can
-take back what a client has been sent. An answer that ends within them has a call with arguments
-that are cut, as OpenAI's have.
+An opening that is incomplete or continues differently is text, so it is held back until it is
+whole. From then on it stays a call: its arguments are passed on as they come, and cannot be taken
+back from the client. An answer that ends within them has a call with truncated arguments, as with
+OpenAI.
 """
 
 import re
@@ -18,14 +18,14 @@ _SPACE = r"\s*+"
 
 
 def _cut_anywhere(*parts: str) -> str:
-    """A pattern of the parts in their order, or of the first ones up to the end of the text."""
+    """A pattern of the parts in order, which also matches if the text ends after some of them."""
     pattern = parts[-1]
     for part in reversed(parts[:-1]):
         pattern = rf"{part}(?:\Z|{pattern})"
     return pattern
 
 
-# White space around a call belongs to it; a run of it is looked at once, not from each place in it.
+# White space around a call belongs to it. A run of it is scanned once, not from each position.
 _OPENING = re.compile(
     rf"(?<!\s){_SPACE}(?:\Z|"
     + _cut_anywhere(
@@ -39,12 +39,12 @@ _CLOSING = re.compile(_cut_anywhere(_SPACE, r"\}", _SPACE, *CALL_END))
 
 
 class ToolCallReader:
-    """Reads one answer. What it says does not depend on how the text is cut into pieces."""
+    """Reads one answer. The result does not depend on how the text is cut into pieces."""
 
     def __init__(self, answer_id: str) -> None:
         self._id = answer_id
         self._held = ""
-        self._value: _Value | None = None  # of the call that the text is in
+        self._value: _Value | None = None  # value of the call that is being read
         self.count = 0
 
     @property
@@ -53,7 +53,7 @@ class ToolCallReader:
         return self._value is not None and not self._value.is_over
 
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """The text that is safe to pass on, and what this text adds to calls."""
+        """The text that is safe to pass on, and the additions to calls."""
         self._held += text
         said, calls = "", []
         while True:
@@ -69,13 +69,13 @@ class ToolCallReader:
                 return said, tuple(calls)
 
     def flush(self) -> str:
-        """What was held back: no call came of it."""
+        """The text held back, which has not become a call."""
         text, self._held = self._held, ""
         is_space = self.count > 0 and not text.strip()
         return "" if is_space or self._value else text
 
     def _outside(self) -> tuple[str, ToolCallDelta | None]:
-        """The text up to the next opening, and the call if that is whole."""
+        """The text up to the next opening, and the call if the opening is whole."""
         match = _OPENING.search(self._held)
         assert match, "at the end the pattern matches nothing at all"
         said = self._held[: match.start()]
@@ -91,14 +91,14 @@ class ToolCallReader:
         return said, begun
 
     def _inside(self) -> ToolCallDelta | None:
-        """What has come of the call's arguments."""
+        """The new part of the call's arguments."""
         assert self._value
         length = self._value.push(self._held)
         more, self._held = self._held[:length], self._held[length:]
         return ToolCallDelta(self.count - 1, more) if more else None
 
     def _ended(self) -> bool:
-        """Whether the call is behind the text; what does not close it, is text again."""
+        """Whether the call is over; anything but its closing is text again."""
         if self.is_cut:
             return False
         match = _CLOSING.match(self._held)
@@ -119,13 +119,13 @@ class _Value:
         self._is_escaped = False
 
     def push(self, text: str) -> int:
-        """How many of the characters belong to it."""
+        """Number of the characters that belong to the value."""
         for place, character in enumerate(text):
             if self._in_string:
                 self._in_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
             elif self._depth == 0 and (character in ",}]" or character.isspace()):
-                self.is_over = True  # a number or a word ends where something else begins
+                self.is_over = True  # a number or a word ends at the first other character
                 return place
             else:
                 self._in_string = character == '"'
