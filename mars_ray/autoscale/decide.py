@@ -1,14 +1,13 @@
 """The policy: how many replicas, at which threshold, and why.
 
-One pure function for the cluster, the simulator and the tests. Two loops look at one sample. The
-slow one orders replicas for the load that will be there when they are ready, at the set-point
-quality (`forecast.py`, `replica_count.py`). The fast one lets the threshold make up for what the
-replicas that are there cannot carry now (`threshold_control.py`), over the thresholds that buy
-capacity for this traffic (`operating_points.py`, `service_model.py`). As the first never sees the
-second's threshold, quality comes back as replicas arrive (mid-ranging). Each file's docstring has
-its law.
+One pure function serves the cluster, the simulator and the tests. Two loops read one sample. The
+slow loop orders replicas for the load expected when they are ready, at the set-point quality
+(`forecast.py`, `replica_count.py`). The fast loop lowers the threshold when the present replicas
+cannot carry the load (`threshold_control.py`), choosing among the thresholds that gain capacity for
+this traffic (`operating_points.py`, `service_model.py`). As the slow loop never sees the fast one's
+threshold, quality recovers as replicas arrive (mid-ranging). Each file's docstring has its law.
 
-Metrics that are missing or old change nothing: the last wish holds and nothing is published.
+Missing or old metrics change nothing: the last decision holds and nothing is published.
 """
 
 import math
@@ -25,7 +24,7 @@ from mars_ray.autoscale.state import Decision, State
 from mars_ray.autoscale.threshold_control import Quality, current, dearer, shed_share, spend, steer
 from mars_ray.config.scaling import ScalingConfig
 
-# What a second of much traffic counts more than a usual one, at most.
+# A second of heavy traffic counts at most this many times as much as a usual one.
 _MOST_TRAFFIC = 10.0
 
 
@@ -34,8 +33,8 @@ def decide(
 ) -> Decision:
     """The next replicas, threshold and share to shed. `now` is any clock in seconds.
 
-    The answer lies within the configured bounds whatever the sample holds. Call it as often as
-    once a step of the controller: what it does depends on elapsed time, not on the number of calls.
+    The answer lies within the configured bounds whatever the sample holds. It may be called at
+    every step of the controller: the result depends on elapsed time, not on the number of calls.
     """
     sample = sample.checked()
     dt = _elapsed(state.tick_s, now, config)
@@ -84,7 +83,7 @@ def _need(seen: Seen, quality: Quality, config: ScalingConfig) -> Need:
 
 
 def _fleet(seen: Seen, needed: Need, fleet: Fleet, config: ScalingConfig, dt: float) -> Fleet:
-    # What is given up sooner costs more to get back than to keep.
+    # A replica given up sooner would cost more to get back than to keep.
     window_s = max(seen.cold_start_s, config.scale_down_window_s)
     fleet = remember(fleet, needed.replicas, seen.busy, dt, window_s)
     before = seen.sample.target if fleet.asked is None else fleet.asked
@@ -102,7 +101,7 @@ def _quality(
         current(seen.rungs, quality.threshold if own is None else own).points_lost
         for own in [load.threshold for load in seen.sample.loads] or [None]
     )
-    # What the set-point itself loses is the operator's choice, and no budget can win it back.
+    # Points lost at the set-point itself are the operator's choice: the budget does not count them.
     lowered = max(0.0, points - seen.rungs[0].points_lost)
     quality = spend(quality, lowered, traffic, dt, config)
     rungs = _allowed(seen, quality)

@@ -1,4 +1,4 @@
-"""What one tick means, before anything is decided: load, forecast, rungs and pressure."""
+"""Reading of one tick, before anything is decided: load, forecast, rungs and pressure."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -23,13 +23,13 @@ from mars_ray.autoscale.traffic import Traffic, observe_traffic
 from mars_ray.config.scaling import ScalingConfig
 
 _LONGEST_COLD_START_S = 3600.0
-# A forecast reaches at most so many buckets ahead: half of what is remembered.
+# A forecast reaches at most this many buckets ahead: half of those remembered.
 _FURTHEST = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A sample and what it means, with what is remembered of earlier ones."""
+    """A sample and what follows from it and from earlier ones."""
 
     sample: Sample  # checked
     load: Load
@@ -49,7 +49,7 @@ class Seen:
 
     @property
     def stay_s(self) -> float | None:
-        """How long a request is in the system, by Little's law; None without any."""
+        """Seconds that a request spends in the system, by Little's law; None without requests."""
         if not self.busy:
             return None
         rate = max(self.load.fast, fmean(self.load.rates or (0.0,)))
@@ -62,9 +62,9 @@ class Seen:
 
     @property
     def extra_rate(self) -> float:
-        """Capacity that drains, in another cold start, what will have piled up after this one.
+        """Capacity to drain the queue built up during one cold start within a second one.
 
-        Replicas on their way serve in it for as long as they have already been starting.
+        Replicas that are starting serve in that time for as long as they have been starting so far.
         """
         pressure, lowest = self.pressure, self.rungs[-1]
         span = self.cold_start_s
@@ -77,7 +77,7 @@ class Seen:
 def see(
     sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, dt: float
 ) -> Seen:
-    """What a checked sample means, `dt` seconds after the one before."""
+    """The reading of a checked sample, `dt` seconds after the one before."""
     offered = (sample.arrivals_per_s or 0.0) + (sample.refused_per_s or 0.0)
     width = bucket_s(config.cold_start_s)
     load = observe(state.load, offered, dt, fast_span_s(config), width)
@@ -100,7 +100,7 @@ def see(
 
 
 def _in_system(sample: Sample) -> float:
-    """Requests decoding or waiting; replicas that did not answer are taken to be like the rest."""
+    """Requests decoding or waiting; replicas without a report are assumed to be like the rest."""
     decoding = sum(load.running for load in sample.loads)
     if sample.loads:
         decoding *= max(1.0, sample.running / len(sample.loads))

@@ -1,4 +1,4 @@
-"""A decision in one sentence, with the numbers that made it (docs/autoscaling.md explains each)."""
+"""A decision in one sentence, with its deciding numbers (docs/autoscaling.md explains each)."""
 
 from mars_ray.autoscale.estimate import Seen
 from mars_ray.autoscale.replica_count import Fleet, Need, covered
@@ -8,7 +8,7 @@ from mars_ray.config.scaling import ScalingConfig
 
 
 def holding(sample: Sample, replicas: int, config: ScalingConfig) -> str:
-    """The reason for changing nothing: no metrics, or old ones."""
+    """The reason for changing nothing: metrics are missing or old."""
     if sample.age_s is None or sample.arrivals_per_s is None:
         return f"Holding {_replicas(replicas)}: there are no metrics."
     limit = config.stale_after_s
@@ -16,7 +16,7 @@ def holding(sample: Sample, replicas: int, config: ScalingConfig) -> str:
 
 
 def explain(seen: Seen, needed: Need, fleet: Fleet, quality: Quality, config: ScalingConfig) -> str:
-    """The reason for a decision: replicas and threshold, each with what decided it."""
+    """The reason for a decision: replicas and threshold, each with its cause."""
     ahead = seen.ahead
     surge = "a surge of " if ahead.surge else ""
     load = f"{surge}{ahead.mean:.3g} ± {ahead.sigma:.2g} requests/s in {seen.cold_start_s:.0f} s"
@@ -68,7 +68,7 @@ def _why_threshold(seen: Seen, quality: Quality, config: ScalingConfig) -> str:
 
 
 def _percent(share: float) -> str:
-    """A whole percentage where that is exact enough: 99.9% is not 100%."""
+    """A whole percentage where that is accurate enough: 99.9% must not become 100%."""
     return f"{share:.0%}" if share < 0.99 else f"{100 * share:.4g}%"
 
 

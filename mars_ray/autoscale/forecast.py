@@ -11,11 +11,11 @@ Requests are counted in buckets of an eighth of the cold start H. From their rat
 
     mu = level + slope (H + lag of the level)
 
-A rate of the last seconds that this does not explain is a surge. It counts as the load for one cold
-start, until the forecast knows it (the panic window of Knative's autoscaler): not all of it, but
-the share that earlier surges had kept by the time that replicas ordered for them were ready. A
-crowd that stays is met at once; bursts that are over before a replica can help order none, and the
-threshold carries them.
+If mu and sigma do not explain the rate of the last seconds, that rate is a surge. For one cold
+start, until the forecast includes it, it counts as load (as in the panic window of Knative's
+autoscaler). It does not count in full: only the share that earlier surges had kept by the time
+their replicas were ready. So a lasting crowd gets replicas at once. Bursts that end before a
+replica can help order none; the threshold absorbs them.
 """
 
 import math
@@ -30,27 +30,27 @@ from mars_ray.config.scaling import ScalingConfig
 BUCKETS_OF_COLD_START = 8
 _KEPT = 64
 _LEVEL = 4  # buckets
-# Of more than one burst index, none is believed.
+# A burst index above this is not believed.
 _MOST_BURST = 25.0
 # Cold starts after which a surprise counts for a third.
 _FORGET = 3
-# Before anything is known of a load, its rises within a cold start are taken to be this share.
+# Before anything is known of a load, its rises within a cold start are assumed to be this share.
 _UNKNOWN = 0.25
-# Standard deviations of the counting noise that make a surge; 3 are one false alarm in 700.
+# A surge exceeds the counting noise by this many standard deviations; 3: one false alarm in 700.
 _SURPRISE = 3.0
-# Surges that the share remembers; before the first, one that kept all is taken to have been there.
+# Surges that the kept share remembers; it begins as if one surge had kept all of its rise.
 _REMEMBERED = 8
-# The rate of the last seconds reaches back so many times the time to the first token.
+# The rate of the last seconds reaches back this many times the time to the first token.
 _FAST_SPANS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is remembered of the arrivals; rates are in requests per second."""
+    """Memory of the arrivals; rates are in requests per second."""
 
     fast: float = 0.0  # mean of the last seconds
     fast_span_s: float = 0.0  # how long that mean reaches back, at most
-    open_s: float = 0.0  # of the bucket being filled
+    open_s: float = 0.0  # seconds of the bucket being filled
     open_requests: float = 0.0
     rates: tuple[float, ...] = ()  # of the full buckets, the newest last
 
@@ -62,13 +62,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """The surge that is on, if `left_s` is not 0, and what earlier ones kept; rates are in requests
-    per second."""
+    """The current surge, if `left_s` is not 0, and the share that earlier ones kept; rates are in
+    requests per second."""
 
     rate: float = 0.0
     usual: float = 0.0  # forecast when it began
     left_s: float = 0.0
-    kept: float = 1.0  # share of the rise, mean of the surges so far
+    kept: float = 1.0  # mean share of their rise that surges kept so far
     count: int = 1
 
     @property
@@ -79,7 +79,7 @@ class Surge:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Mean and standard deviation of the rate that is expected a cold start ahead."""
+    """Mean and standard deviation of the rate expected a cold start ahead."""
 
     mean: float
     sigma: float
@@ -101,7 +101,7 @@ def fast_span_s(config: ScalingConfig) -> float:
 def observe(load: Load, rate: float, dt: float, span_s: float, width_s: float) -> Load:
     """The load after `dt` more seconds with `rate` requests per second."""
     seen = min(load.fast_span_s + dt, span_s)
-    # An exponential mean, but a plain one while there is less than its span to average.
+    # An exponential mean, but a plain one until a whole span has been seen.
     weight = 1 - math.exp(-dt / seen) if load.fast_span_s else 1.0
     load = replace(
         load,
@@ -125,12 +125,12 @@ def forecast(load: Load, surge: Surge, ahead: int, width_s: float) -> Forecast:
     rise = surge.expected - known.mean
     if surge.left_s == 0 or rise <= 0:
         return known
-    # What has come true is no longer uncertain.
+    # A rise that has come true is no longer uncertain.
     sigma = max(0.0, known.sigma - rise / _SURPRISE)
     return replace(known, mean=surge.expected, sigma=sigma, surge=True)
 
 
-# Between two buckets nothing changes: one entry is in use, the others serve simulations.
+# Nothing changes between two buckets: a service uses one entry, simulations use the others.
 @lru_cache(maxsize=64)
 def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forecast:
     level, index = fmean(rates[-_LEVEL:]), burst(rates, width_s)
@@ -143,8 +143,8 @@ def _extrapolated(rates: tuple[float, ...], ahead: int, width_s: float) -> Forec
 
 
 def surprise(load: Load, surge: Surge, known: Forecast, lasts_s: float) -> Surge:
-    """The surge after a look at the last seconds: a new one if the forecast does not explain their
-    rate, or a higher one while it lasts."""
+    """The surge after reading the rate of the last seconds: a new one if the forecast does not
+    explain that rate, or a higher one while a surge lasts."""
     # An exponential mean of time constant T averages like a window of 2 T.
     noise = math.sqrt(known.burst * known.mean / max(1e-9, 2 * load.fast_span_s))
     if surge.left_s:
@@ -155,17 +155,17 @@ def surprise(load: Load, surge: Surge, known: Forecast, lasts_s: float) -> Surge
 
 
 def burst(rates: Sequence[float], width_s: float) -> float:
-    """Variance over mean of the counts, from neighbours: slow change is left out."""
+    """Variance over mean of the counts, from differences of neighbours to exclude slow change."""
     if len(rates) <= _LEVEL:
         return 1.0
-    # Half the square of a difference has the variance as its mean. The median, which a jump of the
-    # load does not move, is less by a constant (of chi-square with one degree of freedom).
+    # Half a squared difference has the variance as its mean. A jump of the load does not move the
+    # median, which is less by a constant factor (chi-square with one degree of freedom).
     indices = ((b - a) ** 2 * width_s / (a + b) for a, b in pairwise(rates) if a + b > 0)
     return min(_MOST_BURST, max(1.0, median([*indices, 0.0]) / 0.455))
 
 
 def _slope(rates: Sequence[float], noise: float) -> float:
-    """Rise of the rate per bucket, less what a bucket's variance of `noise` may feign."""
+    """Rise of the rate per bucket, less what noise may cause; `noise` is a bucket's variance."""
     half = len(rates) // 2
     if half < _LEVEL:
         return 0.0
@@ -193,8 +193,8 @@ def _sigma(rates: Sequence[float], ahead: int) -> float:
 
 
 def passed(surge: Surge, level: float, dt: float) -> Surge:
-    """The surge after `dt` seconds. One that ends now is compared with the `level` that there is
-    now."""
+    """The surge after `dt` seconds. If it ends now, the present `level` says how much of it was
+    kept."""
     if surge.left_s == 0:
         return surge
     if surge.left_s > dt:
@@ -206,6 +206,6 @@ def passed(surge: Surge, level: float, dt: float) -> Surge:
 
 
 def noted(surge: Surge, rate: float, usual: float, lasts_s: float) -> Surge:
-    """A surge of this rate, in place of the one that is on if there is one."""
+    """A surge of this rate, in place of the current one if there is one."""
     usual = surge.usual if surge.left_s else usual
     return replace(surge, rate=rate, usual=usual, left_s=lasts_s)

@@ -1,8 +1,8 @@
-"""The thresholds worth going down to, and what a replica carries at each, for the traffic there is.
+"""The thresholds worth using, and what a replica carries at each, for the present traffic.
 
 Work adds up: with share s_c of the requests at a level that carries K_c of them per second, a
 replica carries 1 / sum(s_c / K_c). Pinned requests stay lossless and a quality class stays at its
-floor, so the fewer requests may be lowered, the less a lower threshold buys.
+floor. So the fewer requests may be lowered, the less capacity a lower threshold gains.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from mars_ray.autoscale.service_model import Mix, ServiceModel
 from mars_ray.autoscale.traffic import Traffic
 from mars_ray.config.scaling import ScalingConfig
 
-# A rung has to carry so much more than the one before. Less is within what a model is wrong by.
+# A rung must carry at least this much more than the one before; less is within the model's error.
 _LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """What a replica carries at one threshold, with all its sequences within the time per token."""
+    """A replica's capacity at one threshold, with all its sequences within the time per token."""
 
     threshold: float
     requests_per_s: float
@@ -42,7 +42,7 @@ def ladder(model: ServiceModel, config: ScalingConfig, traffic: Traffic) -> tupl
     )
 
 
-# A fleet's traffic moves slowly: one entry is in use, the others serve simulations.
+# A fleet's traffic changes slowly: a service uses one entry, simulations use the others.
 @lru_cache(maxsize=256)
 def _ladder(
     model: ServiceModel,
@@ -62,9 +62,9 @@ def _ladder(
 
 
 def _worth(rung: Rung, above: Rung) -> bool:
-    """Whether a rung answers more requests in time than its wrong answers cost.
+    """Whether a rung's answers in time outweigh its additional wrong answers.
 
-    In an overload an answer too late is worth nothing, so a percent more capacity is worth a point.
+    In an overload a late answer is worth nothing, so a percent more capacity is worth a point.
     """
     gain = rung.requests_per_s / above.requests_per_s - 1
     return gain > max(_LEAST_GAIN, (rung.points_lost - above.points_lost) / 100)
@@ -80,7 +80,7 @@ def _rung(
     shares, gains = dict(traffic.class_shares), dict(traffic.gains)
     free = max(0.0, 1 - sum(shares.values()))
     parts = [(free, threshold)] + [
-        # Who asks for a class that nobody declared may as well have pinned it.
+        # A request of an undeclared class counts as pinned.
         (share, 1.0 if name == PINNED else max(threshold, class_floors.get(name, 1.0)))
         for name, share in shares.items()
     ]

@@ -1,22 +1,22 @@
-"""The slow loop: how many replicas for the load a cold start ahead, and how many to ask for.
+"""The slow loop: how many replicas the load a cold start ahead needs, and how many to ask for.
 
-With rung 0 the set-point, K_j the requests per second of a replica at rung j, g_j = K_j / K_0 and
-q_j the points lost there, let x be the load to come in replicas at the set-point: its mean is
-mu / K_0, and its variance has two parts, the forecast's (sigma / K_0)^2 and that of the number of
-requests in the system, burst * x / m for m sequences a replica (square-root staffing). N replicas
+Rung 0 is the set-point. K_j is the requests per second of a replica at rung j, g_j = K_j / K_0, and
+q_j the points lost there. Let x be the load to come, in replicas at the set-point. Its mean is
+mu / K_0. Its variance is the forecast's (sigma / K_0)^2, plus that of the number of requests in the
+system: burst * x / m for m sequences a replica (square-root staffing). N replicas
 
 - carry the mean load at the set-point:                  N >= E x
 - carry all but 1 - attainment of the loads at the floor: P(x > N g_last) <= 1 - attainment
 - and are worth their price: one more is taken while the points it would save,
   price_point * E x * (E q(N) - E q(N + 1)), cost more than price_replica.
 
-What is above the mean is noise and surprise, and that is what the threshold is for. On a ladder of
-one rung, where nothing can be lowered or lowering buys nothing, the second condition is all there
-is. `ScalingConfig.caution` stretches the standard deviation of x: what a window of estimates asks
-for at most is more than what one of them does, and an operator may know better what a load is like.
+Load above the mean is noise and surprise, which the threshold absorbs. On a ladder of one rung
+(nothing can be lowered, or lowering gains nothing) only the second condition remains.
+`ScalingConfig.caution` scales the standard deviation of x: the largest of a window's estimates
+exceeds a single one, and an operator may know the load better.
 
-More replicas are asked for at once, fewer once fewer have been enough for a window, and none when
-there has been no request for a while.
+More replicas are asked for at once, fewer once fewer have been enough for a whole window, and none
+when there has been no request for a while.
 """
 
 import math
@@ -32,13 +32,13 @@ from mars_ray.config.scaling import ScalingConfig
 _UNIT = NormalDist()
 # Parts of the scale-down window whose maxima are kept: it slides by one part.
 _PARTS = 4
-# Stays of a request after which the mean answer is known.
+# The mean answer is known after this many stays of a request in the system.
 _STAYS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Replicas that each condition asks for; the most of them counts."""
+    """Replicas that each condition asks for; the largest number counts."""
 
     mean: float
     floor: float
@@ -64,7 +64,7 @@ def need(
 ) -> Need:
     """Replicas for the load to come.
 
-    `extra_rate` drains what has piled up; points cost `point_factor` times their price.
+    `extra_rate` drains the queue; points cost `point_factor` times their price.
     """
     first, last = rungs[0], rungs[-1]
     gain = last.requests_per_s / first.requests_per_s
@@ -84,7 +84,7 @@ def need(
         saved = _points(replicas, rungs, loads) - _points(replicas + 1, rungs, loads)
         return price * mean * saved > 1
 
-    # Above the mean load each further replica saves less: what pays ends once.
+    # Above the mean load each further replica saves less, so from one on none is worth its price.
     low, high = fewest, most
     while low < high:
         middle = (low + high) // 2
@@ -93,7 +93,7 @@ def need(
 
 
 def _points(replicas: int, rungs: Sequence[Rung], loads: NormalDist) -> float:
-    """Expected points lost with so many replicas: each rung is used once the one above is full."""
+    """Expected points lost with `replicas`: each rung is used once the one above is full."""
     lost = 0.0
     for above, rung in pairwise(rungs):
         full = replicas * above.requests_per_s / rungs[0].requests_per_s
@@ -102,19 +102,19 @@ def _points(replicas: int, rungs: Sequence[Rung], loads: NormalDist) -> float:
 
 
 def _ceil(replicas: float) -> int:
-    # 3.0000001 is 3: means of floats must not buy a replica.
+    # 3.0000001 is 3: rounding of float means must not order a replica.
     return max(0, math.ceil(replicas - 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is remembered of the replicas: asked for, idle, needed lately."""
+    """Memory of the replicas: how many were asked for and needed lately, and how long idle."""
 
-    asked: int | None = None  # last
+    asked: int | None = None  # the last number asked for
     cold_start_s: float | None = None  # measured
-    idle_s: float = 0.0  # without a request
+    idle_s: float = 0.0  # time without a request
     age_s: float = 0.0
-    # Most replicas that were needed, by part of the scale-down window; the last one is not over.
+    # Most replicas needed in each part of the scale-down window; the last part is still running.
     enough: tuple[int, ...] = (0,)
     part_s: float = 0.0
 
@@ -131,9 +131,9 @@ def remember(fleet: Fleet, needed: int, busy: bool, dt: float, window_s: float) 
 
 
 def woken(fleet: Fleet, target: int) -> Fleet:
-    """The fleet, with Serve's own target where it has left zero for a first request.
+    """The fleet, with Serve's own target if Serve has left zero for a first request.
 
-    Serve does so before any replica can tell of the request. The time without one begins anew.
+    Serve does so before any replica can report the request. The idle time starts again from 0.
     """
     return replace(fleet, asked=target, idle_s=0.0) if fleet.asked == 0 < target else fleet
 
@@ -143,13 +143,13 @@ def ask(
 ) -> int:
     """Replicas to ask for, when `current` were asked for so far.
 
-    `stay_s` is how long requests are in the system, None without any. Until several times that has
-    passed, only the short answers have ended, and what answers cost is not known.
+    `stay_s` is how long requests are in the system, None without requests. Until several times that
+    has passed, only the short answers have ended, so the cost of answers is not known.
     """
     busy = stay_s is not None
     idle = not busy and (not current or fleet.idle_s >= config.idle_to_zero_s)
     if config.scale_to_zero and idle:
-        # Serve, too, goes there from one only.
+        # Serve itself also goes to zero only from one.
         return 1 if current > 1 else 0
     known = len(fleet.enough) > _PARTS and fleet.age_s >= _STAYS * (stay_s or 0.0)
     fewer = min(current, max(fleet.enough)) if known else current

@@ -1,4 +1,4 @@
-"""What the policy sees of a fleet at one tick, and how that is made of what replicas report.
+"""What the policy sees of a fleet at one tick, and how it is computed from the replicas' reports.
 
     replica      ReplicaCounts, from its engine's snapshot (`serve/replica/stats.py`)
                  to_metrics      numbers by name, which is all that Ray Serve carries
@@ -7,10 +7,10 @@
     policy       Sample          rates and means
 
 A replica reports sums since its start. Rates and means are differences between two reports of the
-same replica, so a lost or late report costs resolution and nothing else, and a replica that has
-just come or gone does not look like a burst. Here nothing is smoothed: the policy does that. None
-is "not known"; numbers that cannot be (NaN, negative, beyond all measure) become None in `checked`,
-which `decide` calls first.
+same replica. So a lost or late report only costs resolution, and a replica that has just come or
+gone does not look like a burst. Nothing is smoothed here: the policy does that. None means "not
+known". Impossible numbers (NaN, negative, far too large) become None in `checked`, which `decide`
+calls first.
 """
 
 from collections import defaultdict
@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import median
 from typing import Any, TypeVar
 
-# A class share under this name: requests that pin their own mode or threshold.
+# Name of the class share of requests that pin their own mode or threshold.
 PINNED = "pinned"
 # No rate, count or time of a fleet is larger.
 _MOST = 1e9
-# Reports closer than this are one, the first: of few requests they would make a rate without end.
+# Of reports closer than this only the first counts: few requests would look like a huge rate.
 _LEAST_S = 0.05
-# A replica that has been starting for so many cold starts finds no machine: it tells of the
-# cluster's room, not of how long a start takes.
+# A replica that has been starting for this many cold starts finds no machine: its time says that
+# the cluster is full, not how long a start takes.
 NO_ROOM = 3.0
 
 _Key = TypeVar("_Key")
@@ -34,10 +34,10 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCounts:
-    """What a replica holds at the moment, and what it has counted since its start.
+    """A replica's present state, and its counts since its start.
 
-    Ray Serve carries each number under its field's name. `running` and `waiting` must be there; a
-    replica of another release may lack others, or have more.
+    Ray Serve carries each number under its field's name. `running` and `waiting` are required; a
+    replica of another release may lack other fields, or have more.
     """
 
     running: float  # sequences in the batch
@@ -49,23 +49,23 @@ class ReplicaCounts:
     refused: float = 0.0
     finished: float = 0.0
     output_tokens: float = 0.0
-    quality_class: Mapping[str, float] = field(default_factory=dict)  # refused ones count, too
-    # Prompts that are done: rows of a step may be those of others.
+    quality_class: Mapping[str, float] = field(default_factory=dict)  # including refused ones
+    # Finished prompts only: the rows of a step may belong to unfinished ones.
     prompts: float = 0.0
     prompt_tokens: float = 0.0
     # Steps.
     steps: float = 0.0
     step_s: float = 0.0
-    sequences: float = 0.0  # that decode, one count per step
+    sequences: float = 0.0  # decoding ones, counted at every step
     decode_rows: float = 0.0
-    prompt_steps: float | None = None  # with rows of prompts
+    prompt_steps: float | None = None  # steps with rows of prompts
     prompt_rows: float = 0.0
     # Forwards in `verified`, and the tokens that each threshold would have given in them.
     verified_forwards: float = 0.0
     tokens_at: Mapping[float, float] = field(default_factory=dict)
 
     def to_metrics(self) -> dict[str, float]:
-        """Numbers by name, without those that are not known."""
+        """The known numbers by name."""
         metrics: dict[str, float] = {}
         for name, value in asdict(self).items():
             if name in _KEYS:
@@ -76,8 +76,8 @@ class ReplicaCounts:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> "ReplicaCounts":
-        """What `to_metrics` has written. Raises TypeError if a number is missing that must be
-        there."""
+        """The counts that `to_metrics` has written. Raises TypeError if a required number is
+        missing."""
         values: dict[str, Any] = {name: {} for name in _KEYS}
         for metric, number in metrics.items():
             name, colon, key = metric.partition(":")
@@ -88,8 +88,8 @@ class ReplicaCounts:
         return cls(**values)
 
     def since(self, before: "ReplicaCounts") -> "ReplicaCounts":
-        """Sums as they have grown since an earlier report; 0 where they fell, as in a process that
-        has started anew."""
+        """Growth of the sums since an earlier report; 0 where they fell, as after a restart of the
+        process."""
         now, then = asdict(self), asdict(before)
         sums = {name: now[name] for name in _SUMS if now[name] is not None}
         tables = {name: _grown(now[name], then[name]) for name in ("quality_class", "tokens_at")}
@@ -120,14 +120,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """The load of a replica that has reported, of its newest steps."""
+    """The load of a replica that has reported, over its newest steps."""
 
     running: int = 0  # sequences in the batch
     waiting: int = 0
-    # Of its newest steps, means: seconds, and rows of sequences that decode.
+    # Means over its newest steps: seconds, and rows of decoding sequences.
     step_s: float | None = None
     decode_rows: float | None = None
-    # Rows of prompts in a step that has any, and the share of the steps that do.
+    # Mean rows of prompts in steps that have any, and the share of such steps.
     prompt_rows: float | None = None
     prompt_share: float | None = None
     positions: float | None = None  # rows of a decoding sequence
@@ -136,33 +136,33 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The fleet at one tick. Requests that were refused (429) are no arrivals: `refused_per_s` has
-    them."""
+    """The fleet at one tick. Refused requests (429) are not counted as arrivals but in
+    `refused_per_s`."""
 
     running: int  # replicas that take requests
     target: int  # replicas that were last asked for
-    starting_ages_s: tuple[float, ...] = ()  # of each replica on its way
+    starting_ages_s: tuple[float, ...] = ()  # of each starting replica
     arrivals_per_s: float | None = None
     refused_per_s: float | None = None
-    prompt_tokens: float | None = None  # of a request, mean; without what the prefix cache had
-    output_tokens: float | None = None  # of a request, mean
-    # Of how many these are means; None: of as many as arrived.
+    prompt_tokens: float | None = None  # mean of a request, without prefix cache hits
+    output_tokens: float | None = None  # mean of a request
+    # Requests per second behind these means; None: all that arrived.
     prompts_per_s: float | None = None
     answers_per_s: float | None = None
-    waiting: int | None = None  # requests that have no token yet and are in no batch
+    waiting: int | None = None  # requests without a token yet and in no batch
     loads: tuple[ReplicaLoad, ...] = ()
     ttft_p90_s: float | None = None  # newest
     time_per_token_p90_s: float | None = None  # newest
-    # Threshold -> T/F that it would have given on the same steps (decode/stats.py).
+    # T/F that each threshold would have given on the same steps (decode/stats.py).
     tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
-    # Share of the requests by quality class, and of those that pin their own (`PINNED`); the rest
-    # follows the set-point.
+    # Share of the requests by quality class, and of those that pin their own mode or threshold
+    # (`PINNED`); the rest follows the set-point.
     class_shares: Mapping[str, float] = field(default_factory=dict)
     cold_start_s: float | None = None  # newest measured
-    age_s: float | None = None  # of the oldest metric in here; None: there are no metrics
+    age_s: float | None = None  # age of the oldest metric in here; None: there are no metrics
 
     def checked(self) -> "Sample":
-        """The sample without numbers that cannot be."""
+        """The sample without impossible numbers."""
         return replace(
             self,
             running=_count(self.running) or 0,
@@ -213,7 +213,7 @@ def _share(value: float | None) -> float | None:
 
 
 def _checked_table(table: Mapping[float, float]) -> dict[float, float]:
-    """Thresholds that can be, with their T/F, which is at least 1 by construction."""
+    """Possible thresholds with their T/F, which is at least 1 by construction."""
     return {
         threshold: max(1.0, value)
         for threshold, value in table.items()
@@ -222,14 +222,14 @@ def _checked_table(table: Mapping[float, float]) -> dict[float, float]:
 
 
 def _checked_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """Shares that can be, scaled down where they are more than 1 in all."""
+    """Possible shares, scaled down where they are more than 1 in all."""
     kept = {name: share for name, value in shares.items() if (share := _share(value))}
     total = max(1.0, sum(kept.values()))
     return {name: share / total for name, share in kept.items()}
 
 
 def step_costs(reports: Iterable[Report]) -> tuple[tuple[int, float], ...]:
-    """(rows, seconds) as the replicas have measured them at their start; medians over replicas."""
+    """(rows, seconds) that replicas measured at their start; medians over replicas."""
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for report in reports:
         for rows, step_s in report.counts.step_cost.items():
@@ -241,7 +241,7 @@ def step_costs(reports: Iterable[Report]) -> tuple[tuple[int, float], ...]:
 class Collector:
     """Remembers the last two reports of every replica of one fleet."""
 
-    usual_s: float = 0.0  # of a cold start, before one was measured
+    usual_s: float = 0.0  # a cold start's seconds until one has been measured
     _seen: dict[str, tuple[Report, ...]] = field(default_factory=dict)
     _ordered_s: list[float] = field(default_factory=list)
     _running: int = 0
@@ -252,9 +252,9 @@ class Collector:
     ) -> Sample:
         """The sample of this tick, from the newest report of every replica that runs.
 
-        A replica that has nothing new counts with what it did before. `now` is a clock that is
-        never set. The clock of a replica's node may be ahead of `wall_s`: a report from the future
-        is a new one.
+        A replica without a new report counts with its last one. `now` is a clock that is never set.
+        The clock of a replica's node may be ahead of `wall_s`: a report from the future is a new
+        one.
         """
         self._note_starts(running, target, now)
         self._seen = {
@@ -275,7 +275,7 @@ class Collector:
         )
 
     def _note_starts(self, running: int, target: int, now: float) -> None:
-        """Remember since when replicas are on their way, and how long the last one took."""
+        """Remember since when replicas have been starting, and how long the last one took."""
         for _ in range(running - self._running):
             if self._ordered_s:
                 took_s = now - self._ordered_s.pop(0)
@@ -290,13 +290,13 @@ class Collector:
 
 def _with(seen: tuple[Report, ...], report: Report) -> tuple[Report, ...]:
     if not seen or report.at_s < seen[-1].at_s:
-        # The first one, or a clock was set back, and no difference of times means anything.
+        # It is the first one, or a clock was set back, so that differences of times mean nothing.
         return (report,)
     return (seen[-1], report) if report.at_s >= seen[-1].at_s + _LEAST_S else seen
 
 
 def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
-    """Rates and means of a fleet, from each replica's seconds and what it has counted in them.
+    """Rates and means of a fleet, from each replica's seconds and the counts made in them.
 
     Rates are sums of the replicas' own rates; means are ratios of sums.
     """
@@ -321,7 +321,7 @@ def _ratio(part: float, whole: float | None) -> float | None:
 
 
 def _shares(tables: Iterable[Mapping[_Key, float]], whole: float) -> dict[_Key, float]:
-    """Each key's share: the sum of its numbers, over a whole."""
+    """Each key's share: the sum of its numbers, divided by `whole`."""
     sums: defaultdict[_Key, float] = defaultdict(float)
     for table in tables:
         for key, number in table.items():

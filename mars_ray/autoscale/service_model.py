@@ -1,4 +1,4 @@
-"""What a replica can carry: seconds of a step, tokens per forward by quality level.
+"""A replica's capacity: seconds of a step, and tokens per forward by quality level.
 
 A step of n rows over C tokens of cached context takes
 
@@ -7,16 +7,16 @@ A step of n rows over C tokens of cached context takes
 where the table is measured (`core/step_cost.py`: linear between its points and beyond), or is
 max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
 
-m sequences that decode at a level with p rows and f committed tokens per forward, while requests
-of P prompt and D output tokens come and go, complete m f / D requests per step, so q = m f P / D
-rows of prompts must be forwarded beside each. A prompt goes in one step, with the others that have
-come by chance (Poisson's law), or in chunks that fill steps up to S rows. So a share s of the steps
-has c rows of prompts, and the others only decode:
+Let m sequences decode at a level with p rows and f committed tokens per forward, and let a request
+have P prompt and D output tokens. Each step then completes m f / D requests, so a step has to
+forward q = m f P / D rows of prompts on average. A prompt is forwarded in one step, with others
+that happen to have come (Poisson's law), or in chunks that fill steps up to S rows. So a share s of
+the steps has c rows of prompts, and the others only decode:
 
     c = min(S - m p, q / (1 - exp(-q / P))),   s = q / c,   C = m (P + D / 2),
     mean step = (1 - s) t(m p, C) + s t(m p + c, C)
 
-or s t(m p + c, C) from s = 1 on, where prompts are all that limits. With t for the mean step,
+or s t(m p + c, C) from s = 1 on, where prompts alone set the limit. With t for the mean step,
 
     time per token = t / f,   tokens/s = m f / t,   requests/s = m f / (D t)
 
@@ -24,9 +24,9 @@ Where t does not depend on n (memory traffic), tokens/s grows with f. Where t = 
 
     requests/s = 1 / (b (D p / f + P))
 
-and p / f, the rows spent per token, is what counts. A row commits at most one token, so p / f >= 1
-at any threshold, and plain decoding has p / f = 1: no level beats it there. The window control of
-the engine picks the shape with the most tokens/s at its batch, and so does `at`.
+so only p / f matters, the rows spent per token. A row commits at most one token, so p / f >= 1 at
+any threshold. Plain decoding has p / f = 1, so no level beats it there. The engine's window control
+picks the shape with the most tokens/s at its batch, and so does `at`.
 """
 
 import json
@@ -45,7 +45,7 @@ from mars_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A window, with the mean rows of a sequence in a step and the mean tokens it commits there."""
+    """A window, with a sequence's mean rows and mean committed tokens in a step."""
 
     window: int
     positions: float
@@ -57,7 +57,7 @@ PLAIN = Shape(0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A threshold and what its windows give; every level can also decode plainly."""
+    """A threshold with the yield of its windows; every level can also decode plainly."""
 
     threshold: float
     points_lost: float  # of accuracy, against lossless; percentage points, 0 or more
@@ -69,7 +69,7 @@ class Level:
         return (PLAIN, *(shape for shape in self.shapes if shape.window > 0))
 
     def tokens_per_forward(self, positions: float) -> float:
-        """T/F with so many rows in a step: linear between the shapes, flat beyond them."""
+        """T/F at this number of rows in a step: linear between the shapes, flat beyond them."""
         points = sorted((s.positions, s.tokens_per_forward) for s in self.all_shapes)
         for (low, few), (high, many) in pairwise(points):
             if positions <= high:
@@ -89,7 +89,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The mean request. `prompt_tokens` are those that must be computed."""
+    """The mean request. `prompt_tokens` counts only those that must be computed."""
 
     prompt_tokens: float
     output_tokens: float
@@ -129,7 +129,7 @@ class Operating:
 class ServiceModel:
     """One checkpoint on one device, with levels by falling threshold; the first one is lossless.
 
-    Of `confidence`, which has no lossless threshold, the first level is plain decoding.
+    `confidence` has no lossless threshold, so its first level is plain decoding.
     """
 
     name: str
@@ -137,9 +137,9 @@ class ServiceModel:
     levels: tuple[Level, ...]
     max_batch: int
     mode: Literal["verified", "confidence"] = "verified"
-    step_rows: int = 2048  # of a step that is full (`engine.max_step_tokens`)
-    cache_token_s: float = 0.0  # reading a cached token in a step
-    cache_tokens: int | None = None  # that fit; None: max_batch sequences of any length
+    step_rows: int = 2048  # rows of a full step (`engine.max_step_tokens`)
+    cache_token_s: float = 0.0  # cost of reading a cached token in a step
+    cache_tokens: int | None = None  # size of the cache; None: max_batch sequences of any length
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class ServiceModel:
         return StepCost(dict(self.seconds_at))
 
     def step_s(self, rows: float, context_tokens: float = 0.0) -> float:
-        """Seconds of a step of so many rows; its sequences have `context_tokens` in the cache."""
+        """Seconds of a step of `rows`, whose sequences have `context_tokens` in the cache."""
         return self._cost.seconds(rows) + self.cache_token_s * context_tokens
 
     def level(self, threshold: float) -> Level:
@@ -182,18 +182,18 @@ class ServiceModel:
         )
 
     def at(self, level: Level, batch: int, mix: Mix) -> Operating:
-        """A batch of so many sequences, in the shape that gives the most tokens per second."""
+        """A batch of this size, in the shape that gives the most tokens per second."""
         candidates = (self._operating(shape, batch, mix) for shape in level.all_shapes)
         return max(candidates, key=lambda operating: operating.tokens_per_s)
 
     def most_sequences(self, mix: Mix) -> int:
-        """Sequences of a batch at most: as many as there are places, and as the cache holds."""
+        """The most sequences of a batch: limited by its places and by the cache."""
         if self.cache_tokens is None:
             return self.max_batch
         return max(1, min(self.max_batch, int(self.cache_tokens / max(1.0, mix.context_tokens))))
 
     def largest_batch(self, level: Level, mix: Mix, time_per_token_s: float) -> int:
-        """The largest batch that keeps the time per token; 0 if even one sequence does not."""
+        """The largest batch within the time per token; 0 if even one sequence takes longer."""
         low, high = 0, self.most_sequences(mix)
         while low < high:
             middle = (low + high + 1) // 2
@@ -204,10 +204,10 @@ class ServiceModel:
         return low
 
     def capacity(self, level: Level, mix: Mix, time_per_token_s: float) -> Operating:
-        """The most a replica carries within the time per token.
+        """The most that a replica carries within the time per token.
 
-        Where no batch keeps it, the largest batch: all requests are late then, and more would be
-        with less.
+        If no batch meets it, the result is the largest batch: all requests are late then, and a
+        smaller batch would make even more of them late.
         """
         batch = self.largest_batch(level, mix, time_per_token_s)
         return self.at(level, batch or self.most_sequences(mix), mix)
@@ -229,7 +229,7 @@ class ServiceModel:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "ServiceModel":
-        """The model that `to_json` wrote. Raises ConfigError when the text is no service model."""
+        """The model that `to_json` wrote. Raises ConfigError when the text is not one."""
         try:
             table = json.loads(text)
             table["seconds_at"] = tuple((rows, seconds) for rows, seconds in table["seconds_at"])
@@ -249,7 +249,7 @@ def _level(row: dict[str, Any]) -> Level:
 
 
 def load_service_model(path: str | Path) -> ServiceModel:
-    """The model of a file, or of one that ships with the package. Raises ConfigError."""
+    """The model in a file, or one that ships with the package. Raises ConfigError."""
     try:
         return ServiceModel.from_json(found(path).read_text(), str(path))
     except OSError as error:

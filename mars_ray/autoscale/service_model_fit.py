@@ -1,7 +1,7 @@
 """A service model from what is known of a checkpoint and a device.
 
-Measured: step costs (`mars-ray bench decode`), and acceptance by a frontier (`mars-ray evaluate`).
-Before anything is measured: what a checkpoint's own files say (`prior_model`).
+It uses measured step costs (`mars-ray bench decode`) and acceptance from a frontier (`mars-ray
+evaluate`); before anything is measured, a checkpoint's own files (`prior_model`).
 """
 
 from collections import defaultdict
@@ -17,15 +17,15 @@ from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import ConfigError
 
 _MOST_ROWS = 512  # of one sequence in a step
-# Acceptance of a draft where nothing is known; live measures correct it.
+# Acceptance rate of a draft where nothing is known; live measurements correct it.
 _RATE = 0.7
-# Of the first replica, until it has measured its own: half a step's fixed cost, the rest by row.
+# Step costs of the first replica until it has measured its own: half is fixed, the rest by row.
 _STEPS = ((1, 0.02), (64, 0.04))
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """What masks every sequence has in every step of `verified`: of a group, and how many groups.
+    """Number of masks per group, and of groups, of every sequence in each step of `verified`.
 
     An engine chooses for each sequence by the confidences of its drafts (`core.draft_choice`) and
     does a little better.
@@ -37,7 +37,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """What a sequence commits and costs per forward in the long run."""
+    """Tokens that a sequence commits and rows that it costs per forward in the long run."""
 
     tokens: float
     rows: float
@@ -49,7 +49,7 @@ def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
     After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
 
     With c the probability that an outcome has masks, a share f of the forwards has drafts:
-    f = f * c + (1 - f), as a forward without drafts has one outcome, whose masks it has.
+    f = f * c + (1 - f), since a forward without drafts has a single outcome, which has masks.
     """
     survival = list(accumulate(rates[: uniform.window], mul))
     if not survival:
@@ -67,8 +67,8 @@ def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
 
 
 def all_uniform(window: int, most_rows: int) -> list[Uniform]:
-    """All that may pay: no masks first, then every window with one, two, four ... and all outcomes,
-    as they fit."""
+    """All candidates that fit: first no masks, then every window with one, two, four ... and all
+    outcomes."""
     options = [Uniform(0, 1)]
     for masks in range(1, window + 1):
         counts = {1, 2, 4, 8, 16, 32, masks + 1}
@@ -83,8 +83,8 @@ def all_uniform(window: int, most_rows: int) -> list[Uniform]:
 def measured_steps(bench: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) of steps in a `mars-ray bench decode` result, the engine's own work included.
 
-    They are its `steps` if it has any, else its own decoders' mean steps. Raises ConfigError when
-    it has neither at two numbers of rows.
+    They are the result's `steps` if it has any, else the mean steps of mars-ray's own decoders.
+    Raises ConfigError when it has neither at two numbers of rows.
     """
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for step in bench["steps"]:
@@ -111,7 +111,7 @@ def data_sheet_steps(
 def verified_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
     """A level of `verified`, from how often drafts of each depth are accepted if those before are.
 
-    Has every window and number of groups that no other beats in both rows and tokens.
+    It has every window and number of groups that no other beats in both rows and tokens.
     """
     shapes = []
     for uniform in all_uniform(len(rates), _MOST_ROWS):
@@ -121,16 +121,16 @@ def verified_level(threshold: float, points_lost: float, rates: Sequence[float])
 
 
 def confidence_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
-    """A level of `confidence`: W masks make W + 1 rows and commit the first token and what
-    passes."""
+    """A level of `confidence`: W masks make W + 1 rows, and commit the first token and those that
+    pass."""
     reached = list(accumulate(rates, mul))
     shapes = [Shape(w, 1.0 + w, 1 + sum(reached[:w])) for w in range(1, len(rates) + 1)]
     return Level(threshold, points_lost, _undominated(shapes))
 
 
 def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: int = 1) -> float:
-    """The one rate of all depths that gives this T/F at this window with so many groups, which are
-    `verified`'s alone."""
+    """The acceptance rate, the same for all depths, that gives this T/F at this window; `groups`
+    applies to `verified` only."""
 
     def tokens(rate: float) -> float:
         if mode == "verified":
@@ -147,9 +147,9 @@ def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: i
 def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
     """A level for each threshold that the frontier has in this mode, by falling threshold.
 
-    Of several at a threshold the one at the whole trained depth counts, then the fastest.
-    What a point loses is its accuracy's distance to `exact`, and never less than at a higher
-    threshold: what looks better there is noise. Raises ConfigError without a lossless level.
+    If a threshold has several points, one at the whole trained depth counts first, then the
+    fastest. A point loses its accuracy's distance to `exact`, but never less than at a higher
+    threshold: a better accuracy there is noise. Raises ConfigError without a lossless level.
     """
     points = [p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None]
     if mode == "confidence":
@@ -177,7 +177,7 @@ def _one_each(points: Iterable[FrontierPoint], depth: int) -> list[FrontierPoint
 
 def _level(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> Level:
     window = point.mode.get("window") or depth
-    # As the engine takes them: one where none is set, and no more than a step has outcomes.
+    # As in the engine: one group where none is set, and no more groups than a step has outcomes.
     groups = min(point.mode.get("groups") or 1, window + 1)
     rates = [acceptance_rate(mode, point.tokens_per_forward, window, groups)] * window
     make = verified_level if mode == "verified" else confidence_level
@@ -200,8 +200,8 @@ def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
 def prior_model(name: str, frontier: Frontier | None, depth: int, max_batch: int) -> ServiceModel:
     """A model for the first replica, which will measure its own; `depth` masks were trained.
 
-    Without a frontier with verified points only lossless decoding is offered: what a lower
-    threshold would cost is not known.
+    Without a frontier with `verified` points it offers only lossless decoding, because the cost of
+    a lower threshold is not known.
     """
     lossless = verified_level(1.0, 0.0, [_RATE] * depth) if depth else Level(1.0, 0.0, ())
     levels: tuple[Level, ...] = (lossless,)

@@ -1,4 +1,4 @@
-"""What the policy answers, and what it remembers between two ticks."""
+"""The policy's answer, and its memory between two ticks."""
 
 from dataclasses import dataclass, field
 
@@ -11,9 +11,9 @@ from mars_ray.autoscale.traffic import Traffic
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the policy remembers; `State()` knows nothing yet.
+    """The policy's memory; `State()` is an empty one.
 
-    But for `tick_s` it holds durations, no times: a clock that jumps does no harm.
+    Except for `tick_s` it holds durations and no times, so a clock that jumps does no harm.
     """
 
     tick_s: float | None = None  # when the last tick was
@@ -33,5 +33,5 @@ class Decision:
     shed: float  # share of new unpinned requests to refuse with 429; 0 normally
     reason: str  # one sentence with the numbers that decided
     state: State
-    # What a replica may choose from by itself (`LocalLoop`): the set-point first.
+    # The rungs that a replica may choose from by itself (`LocalLoop`), the set-point first.
     rungs: tuple[Rung, ...] = ()

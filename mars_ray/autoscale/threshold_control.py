@@ -1,21 +1,21 @@
-"""The fast loop: the threshold, by how much room there is in the queue.
+"""The fast loop: the threshold, set by the room in the queue.
 
-With L requests in the system (decoding or waiting), R replicas of m sequences and K requests per
-second each at a rung, and arrivals of lambda, a rung is enough if what is too many now is gone
-within the time T that a request may wait for its first token (Little's law with a deadline):
+L requests are in the system (decoding or waiting), lambda arrive per second, and R replicas run
+with m sequences and, at a rung, K requests per second each. Little's law with a deadline T for a
+request's first token: a rung is enough if the excess L - R m is gone within T,
 
     lambda + (L - R m) / T <= R K
 
-The highest rung that is enough is taken; a lower one at once (after `lower_dwell_s`), a higher one
-once it would have carried lambda with a margin all through `raise_dwell_s`, empty places not
-counted. Nothing is summed up but the points spent, so nothing winds up while the threshold is at
-its floor.
+The highest rung that is enough is taken. A lower one is taken at once (after `lower_dwell_s`), a
+higher one once it would have carried lambda with a margin all through `raise_dwell_s`, empty places
+not counted. The only integral is that of the points spent, so nothing winds up while the threshold
+is at its floor.
 
-Each replica runs the same law over its own queue (`LocalLoop`). The policy sees a fleet by reports
-that are half a second old, and takes what there is to be spread evenly; a replica knows its own
-queue at once. So one that has more than its share, since another died or many prompts share a
-prefix, lowers its threshold by itself, among those that the policy allows at the moment and never
-above the policy's; and it goes on when no policy is heard any more.
+Each replica runs the same law over its own queue (`LocalLoop`). The policy sees a fleet through
+reports that are half a second old, and assumes that the load is spread evenly. A replica knows its
+own queue at once. It may have more than its share, because another replica died or many prompts
+share a prefix; then it lowers its threshold by itself. It chooses among the thresholds that the
+policy allows at the moment, never above the policy's, and it continues when no policy is heard.
 """
 
 import math
@@ -26,19 +26,19 @@ from mars_ray.autoscale.forecast import Load, bucket_s, fast_span_s, observe
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.config.scaling import ScalingConfig
 
-# A higher rung must carry so much more than there is: without it, it would be left again.
+# A higher rung must carry this much more than the load, or it would be left again soon.
 _MARGIN = 1.05
 # A spent budget has to come down to this share before any of it is spent again.
 _RECOVERED = 0.8
-# Times the rate that would leave no queue (`shed_share`).
+# The rate let in, as a multiple of the rate that would leave no queue (`shed_share`).
 _WAITING = 2.0
-# Some requests are always let in: without any there is nothing to measure.
+# Some requests are always let in, because without any there is nothing to measure.
 _MOST_SHED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What the replicas that are there have to carry now."""
+    """The load that the present replicas have to carry now."""
 
     rate: float  # requests per second
     in_system: float  # requests decoding or waiting
@@ -50,19 +50,19 @@ class Pressure:
         return self.rate <= self.admissible(rung)
 
     def lasting(self, rung: Rung) -> bool:
-        """Whether this rung would go on carrying the load when all places are taken."""
+        """Whether this rung would still carry the load when all places are taken."""
         carried = self.running * rung.requests_per_s
         return _MARGIN * self.rate <= min(carried, self.admissible(rung))
 
     def admissible(self, rung: Rung) -> float:
-        """Arrivals per second that this rung carries beside what is there already."""
+        """Arrivals per second that this rung carries besides the requests in the system."""
         room = self.running * rung.sequences - self.in_system
         return self.running * rung.requests_per_s + room / self.deadline_s
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What is remembered of the threshold and of the points spent."""
+    """Memory of the threshold and of the points spent."""
 
     threshold: float | None = None  # None: never set
     since_lower_s: float = 1e9
@@ -76,8 +76,8 @@ class Quality:
 def spend(
     quality: Quality, points: float, traffic: float, dt: float, config: ScalingConfig
 ) -> Quality:
-    """The points spent after `dt` seconds at so many points lost; `traffic` is the rate over its
-    usual."""
+    """The points spent after `dt` seconds with `points` lost; `traffic` is the rate over the usual
+    one."""
     share = 1 - math.exp(-dt / config.budget_window_s)
     spent = quality.spent_points + share * (points * traffic - quality.spent_points)
     budget = config.quality_budget_points
@@ -88,7 +88,7 @@ def spend(
 
 
 def dearer(quality: Quality, config: ScalingConfig) -> float:
-    """Times its price that a point counts: the more, the less is left of the budget."""
+    """Factor on the price of a point: the less is left of the budget, the larger it is."""
     budget = config.quality_budget_points
     if not budget:
         return 1.0
@@ -98,7 +98,7 @@ def dearer(quality: Quality, config: ScalingConfig) -> float:
 def steer(
     quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float, config: ScalingConfig
 ) -> Quality:
-    """The threshold from now on, and for how long a higher one would have done."""
+    """The threshold from now on, and for how long a higher one would have been enough."""
     quality = replace(quality, since_lower_s=quality.since_lower_s + dt)
     now = current(rungs, quality.threshold)
     if pressure.running == 0:
@@ -126,16 +126,16 @@ def _lower(quality: Quality, now: Rung, wanted: Rung, config: ScalingConfig) -> 
 
 
 def current(rungs: Sequence[Rung], threshold: float | None) -> Rung:
-    """The rung in force: rungs come and go with the traffic, so the lowest not below it."""
+    """The rung in force: the lowest not below `threshold`, since rungs change with the traffic."""
     if threshold is None:
         return rungs[0]
     return next((rung for rung in reversed(rungs) if rung.threshold >= threshold), rungs[0])
 
 
 def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
-    """Share of the new unpinned requests for whom the queue at the floor would be too long.
+    """Share of the new unpinned requests for which the queue at the floor would be too long.
 
-    With twice the admissible rate let in, the queue settles where they wait for half of the
+    Twice the admissible rate is let in; the queue then settles where requests wait for half of the
     deadline.
     """
     admissible = _WAITING * max(0.0, pressure.admissible(rung))
@@ -150,7 +150,7 @@ class LocalLoop:
 
     config: ScalingConfig
     threshold: float  # the policy's
-    rungs: Sequence[Rung] = ()  # that it allows, the highest first
+    rungs: Sequence[Rung] = ()  # those that the policy allows, the highest first
     _load: Load = field(default_factory=Load)
     _quality: Quality = field(default_factory=Quality)
     _tick_s: float | None = None
@@ -159,8 +159,8 @@ class LocalLoop:
     def tick(self, in_system: float, arrived: float, now: float) -> float:
         """The threshold in force from now on.
 
-        `in_system` requests decode or wait here; so many have `arrived` since the start. `now` is
-        a clock in seconds that never goes back.
+        `in_system` requests decode or wait here; `arrived` counts those since the start. `now` is a
+        clock in seconds that never goes back.
         """
         dt = now - self._tick_s if self._tick_s is not None else 0.0
         rate = (arrived - self._arrived) / dt if dt > 0 else 0.0

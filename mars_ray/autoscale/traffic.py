@@ -1,4 +1,4 @@
-"""What requests are like and how the engines do with them: slow means of what replicas report."""
+"""Properties of the requests and speed of the engines, as slow means of the replicas' reports."""
 
 import math
 from collections.abc import Sequence
@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 from mars_ray.autoscale.sample import ReplicaLoad, Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel
 
-# Means forget with this time constant, and count so many requests before they are believed.
+# Means forget with this time constant, and are believed only after this many requests.
 _FORGET_S = 300.0
-# The service model counts as much as so long a measurement.
+# The service model counts as much as a measurement of this length.
 _TRUST_S = 10.0
-# A measurement further from the model than this is a fault of one of them.
+# A measurement further from the model than this means that one of them is wrong.
 _LEAST_SLOW, _MOST_SLOW = 0.25, 4.0
 _LEAST_GAIN, _MOST_GAIN = 0.2, 3.0
-# Rows of a sequence below which its drafts tell nothing.
+# Below this number of rows, a sequence's drafts tell nothing.
 _DRAFTING = 1.5
-# A class of so few requests is forgotten.
+# A class with a smaller share of the requests is forgotten.
 _LEAST_SHARE = 1e-6
-# Digits that count: finer changes would only make ladders anew.
+# Digits that count: finer changes would only cause ladders to be built again.
 _DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Means of requests, who may be lowered, and how reality differs from the service model."""
+    """Means of requests, which of them may be lowered, and how the service model is wrong."""
 
-    # How many are behind the means, forgotten slowly.
+    # Number of requests behind the means; old ones are slowly forgotten.
     requests: float = 0.0
     prompts: float = 0.0
     answers: float = 0.0
@@ -34,10 +34,10 @@ class Traffic:
     output_tokens: float = 128.0
     # (class or PINNED, share), sorted by name.
     class_shares: tuple[tuple[str, float], ...] = ()
-    # Measured seconds of a step over the model's, and how long that was measured.
+    # Measured seconds of a step over the model's, and for how long that was measured.
     slowness: float = 1.0
     stepped_s: float = 0.0
-    # (threshold, what masks bring beyond the first token over what the model says); how long.
+    # (threshold, measured over modelled tokens of masks beyond the first), and for how long.
     drafted_s: float = 0.0
     gains: tuple[tuple[float, float], ...] = ()
 
@@ -81,7 +81,7 @@ def _or(rate: float | None, otherwise: float) -> float:
 
 
 def _counted(before: float, per_s: float, dt: float) -> tuple[float, float]:
-    """How many there are now, and the weight of the new ones among them."""
+    """The number of requests now, and the weight of the new ones among them."""
     new = per_s * dt
     count = before * math.exp(-dt / _FORGET_S) + new
     return count, new / count if new > 0 else 0.0
@@ -92,7 +92,7 @@ def _towards(old: float, new: float | None, weight: float) -> float:
 
 
 def _news(measured_s: float, dt: float) -> float:
-    """Weight of the next `dt` seconds of measuring, after so many and what the model says.
+    """Weight of the next `dt` seconds of measuring, against `measured_s` and the model's weight.
 
     Time without anything to measure forgets nothing.
     """
@@ -107,12 +107,12 @@ def _shares(traffic: Traffic, sample: Sample, weight: float) -> tuple[tuple[str,
     old, new = dict(traffic.class_shares), sample.class_shares
     names = sorted({*old, *new})
     mixed = ((name, _towards(old.get(name, 0.0), new.get(name, 0.0), weight)) for name in names)
-    # In a tick of a busy fleet a share that is new moves by a ten-thousandth.
+    # A new share moves by a ten-thousandth in a tick of a busy fleet.
     return tuple((name, share) for name, share in mixed if share > _LEAST_SHARE)
 
 
 def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | None:
-    """Measured over expected seconds of the steps of all busy replicas; None without any."""
+    """Ratio of measured to expected step seconds over all busy replicas; None if there are none."""
     measured = expected = 0.0
     context = traffic.prompt_tokens + traffic.output_tokens / 2
     for load in sample.loads:
@@ -124,9 +124,9 @@ def _slowness(sample: Sample, traffic: Traffic, model: ServiceModel) -> float | 
 
 
 def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float:
-    """Seconds of a mean step: steps with prompts and those without, each at their own rows.
+    """Seconds of a mean step: the mean of steps with and without prompts, each at its own rows.
 
-    At the mean of all rows a step takes less than the mean of both, wherever its cost bends.
+    Wherever the cost curve bends, the cost at the mean rows would be less than this mean.
     """
     rows, share = load.decode_rows or 0.0, load.prompt_share or 0.0
     longer = model.step_s(rows + (load.prompt_rows or 0.0), context) if share else 0.0
@@ -136,7 +136,7 @@ def _expected_s(load: ReplicaLoad, context: float, model: ServiceModel) -> float
 def _gains(
     traffic: Traffic, sample: Sample, model: ServiceModel, positions: float, dt: float
 ) -> tuple[tuple[float, float], ...]:
-    """The gains with what replicas report, whose sequences had `positions` rows when decoding."""
+    """The gains after the replicas' reports; their decoding sequences had `positions` rows."""
     weight = _news(traffic.drafted_s, dt)
     old = dict(traffic.gains)
     gains = dict(old)

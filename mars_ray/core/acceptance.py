@@ -1,12 +1,12 @@
-"""When proposals are accepted: by confidence, by verification, and counted without generating.
+"""Acceptance of proposals: by confidence, by verification, and estimated without generating.
 
 - `confidence` and `passes`: the paper's left-to-right rule (section 3.3). Everything is float32: a
   bfloat16 softmax rounds p > 0.998 to 1.
 - `accepts`: a draft is verified by the row before it in the next forward.
-- `acceptance_counts`: what `verified` decoding would commit, teacher-forced. On a block whose
-  prefix is the data's, the mask rows are the drafts and the clean rows at the same positions are
-  what autoregressive decoding would choose. Depth d survives in a block if depths 1 .. d all agree.
-  The data's text stands in for the model's own, so this is an estimate.
+- `acceptance_counts`: what `verified` decoding would commit, teacher-forced. In a block after the
+  data's text, the mask rows give the drafts, and the clean rows at the same positions give what
+  autoregressive decoding would choose. Depth d survives in a block if depths 1 .. d all agree.
+  This is an estimate, since the data's text stands in for the model's own.
 
 Shape suffixes: N rows, V vocabulary, K drafts, B batch, R rows of a layout, M noisy rows, D depths.
 """
@@ -52,8 +52,8 @@ def accepts(scores_KV: Tensor, draft_K: Tensor, threshold: float) -> Tensor:
     """Whether each draft passes, bool (K,); scores are those of `core.sampling.scores`.
 
     At threshold 1 the draft must be the argmax itself, so that a tie cannot change the output.
-    Below, its score may lie log(1 / threshold) under the largest: at temperature 0 that is
-    p(d) >= threshold * max p; when sampling, the same of probabilities times their noise.
+    Below 1, its score may lie log(1 / threshold) under the largest: at temperature 0 that means
+    p(d) >= threshold * max p; when sampling, the same holds for probabilities times their noise.
     """
     if threshold == 1:
         return scores_KV.argmax(dim=-1) == draft_K
@@ -64,7 +64,7 @@ def accepts(scores_KV: Tensor, draft_K: Tensor, threshold: float) -> Tensor:
 def acceptance_counts(layout: Layout, predicted_BR: Tensor, depths: int) -> Tensor:
     """Blocks that reach depth d, and those of them where depths 1..d agree, float64 (2, D).
 
-    `predicted_BR` holds each row's argmax (anything where there is no target). Additive over
+    `predicted_BR` holds each row's argmax (anything where there is no target). Counts add up over
     batches and ranks.
     """
     counts = torch.zeros(2, depths, dtype=torch.float64, device=predicted_BR.device)
@@ -83,8 +83,8 @@ def _count_row(
     order = torch.where(clean_R, keys, torch.iinfo(keys.dtype).max).argsort()
     twin_M = order[torch.searchsorted(keys[order][: int(clean_R.sum())], keys[index_M])]
     agree_M = predicted_BR[row, index_M] == predicted_BR[row, twin_M]
-    # Rows of a block lie next to each other in rising depth: a disagreement at depth d rules out
-    # every deeper one of its block.
+    # A block's rows are adjacent, in rising depth: a disagreement at depth d rules out every deeper
+    # row of the block.
     depth_M = layout.depth_BR[row, index_M]
     block_M = (depth_M == 1).cumsum(0)
     first_bad = torch.full((int(block_M[-1]) + 1,), 1 << 30, device=depth_M.device)

@@ -1,10 +1,10 @@
-"""Who sees whom: one predicate, evaluated densely or inside a flex-attention kernel.
+"""Which row may attend to which: one predicate, evaluated densely or in a flex-attention kernel.
 
 The three rules (paper section 3.2):
 1. a clean row sees the clean rows of its conversation up to its own position;
 2. a noisy row sees the clean rows of its conversation before its block's start;
 3. a noisy row sees the noisy rows of its own block up to its own position.
-Padding is a conversation of its own, -1, so no row is left without a key.
+Padding is a separate conversation, -1, so no row is left without a key.
 
 Shape suffixes: B batch, R rows of a layout.
 """
@@ -34,7 +34,7 @@ def visible(
 
 
 def dense_mask(layout: Layout) -> Tensor:
-    """True where a row may look, bool (B, 1, R, R)."""
+    """True where a row may attend, bool (B, 1, R, R)."""
     rows = (layout.document_BR, layout.position_BR, layout.block_BR)
     queries = [row_BR[:, None, :, None] for row_BR in rows]
     keys = [row_BR[:, None, None, :] for row_BR in rows]

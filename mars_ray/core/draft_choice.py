@@ -1,10 +1,10 @@
-"""Which drafts, masks and outcomes of a sequence are worth their rows, at a price of a row.
+"""Which drafts, masks and outcomes of a sequence are worth their rows, given the price of a row.
 
-A step checks some drafts of a sequence, a tree (`core.tree`), and its outcome is the node where it
-ends. Masks behind an outcome become the next step's drafts if that is the outcome, and nothing
-otherwise: the next step then has none to check. So a doubtful draft is not only a row. Checked, it
-may end the step at an outcome without masks; left out, the step ends before it, where masks are
-sure to be of use.
+A step checks some drafts of a sequence, which form a tree (`core.tree`); its outcome is the node
+where it ends. Masks behind that outcome become the next step's drafts. Masks behind other nodes are
+lost, and an outcome without masks leaves the next step without drafts to check. So a doubtful draft
+costs more than its row. If it is checked, the step may end at an outcome without masks. If it is
+left out, the step ends before it, where the masks are sure to be used.
 """
 
 from bisect import bisect_left
@@ -17,11 +17,11 @@ from mars_ray.core.tree import chain, reaches_of
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a sequence has in a step: some of its drafts, and masks behind each outcome."""
+    """The rows chosen for a sequence in a step: some of its drafts, and masks behind outcomes."""
 
     drafts: int
     masks: tuple[int, ...]  # behind the last committed token, and behind each of these drafts
-    value: float = field(default=0.0, compare=False)  # tokens that it brings beyond its price
+    value: float = field(default=0.0, compare=False)  # tokens gained, less its price
     nodes: tuple[int, ...] = ()  # the drafts' numbers (`core.tree`); by default they are the first
 
     def __post_init__(self) -> None:
@@ -30,33 +30,33 @@ class Choice:
 
     @property
     def rows(self) -> int:
-        """Number of rows beside those of committed tokens."""
+        """Number of rows, those of committed tokens not counted."""
         return self.drafts + sum(self.masks)
 
 
 class Prospects:
-    """What masks promise and what rows cost, in tokens that the same time would bring elsewhere.
+    """Expected gain of masks and cost of rows, in tokens that the same time would yield elsewhere.
 
-    A mask takes a row now and, if its outcome comes and its draft is likely enough, the row that
-    checks it. With masks behind the next step's outcomes too, and so on, every step gains the same
-    by them. Where drafts are checked without any, only every other step has drafts, and gains half:
-    then they are still worth having behind nothing, but a doubtful draft before them is not.
+    A mask costs a row now and, if its outcome occurs and its draft is likely enough, the row that
+    checks the draft. If every step has masks behind its outcomes, all steps gain the same. If steps
+    that check drafts have no masks, only every other step has drafts, and the gain is halved: then
+    masks still pay where there are no drafts, but a doubtful draft before them does not.
     """
 
     def __init__(self, worth: Sequence[float], price: float, lasting: float = 1.0) -> None:
-        """`worth` is, by depth, what a mask brings in the next step if its outcome comes, beyond
-        the price of checking its draft; it falls. `lasting` is the share of what masks bring that
-        steps have which check drafts."""
+        """`worth` is, by depth, the gain of a mask in the next step if its outcome occurs, less
+        the price of checking its draft; it falls with depth. `lasting` is the share of the masks'
+        gain that remains in steps that also check drafts."""
         self.price = price
         self._falling = [-value for value in worth]
         self._brought = list(accumulate(worth, initial=0.0))
         count = bisect_left(self._falling, -price)
-        self.gain = self._brought[count] - price * count  # by masks of a sequence without drafts
+        self.gain = self._brought[count] - price * count  # of masks in a sequence without drafts
         self._onward = self.gain * (lasting - 1) / 2
 
     def masks(self, likelihood: float, most: int) -> tuple[int, float]:
-        """Number of masks that pay behind an outcome, at `most`, and what they bring beyond their
-        price."""
+        """Number of masks worth their price behind an outcome, at most `most`, and their net gain
+        in tokens."""
         price = self.price
         if likelihood <= price:
             return 0, 0.0
@@ -72,22 +72,22 @@ def best_choice(
     groups: int | None = None,
     parents: Sequence[int] | None = None,
 ) -> Choice:
-    """The choice that brings most beyond its price; it checks the drafts likeliest to be reached.
+    """The choice with the largest net gain; it checks the drafts that are likeliest to be reached.
 
-    `accept` are the probabilities that each draft is accepted if its parent is; without `parents`
-    the drafts are a chain. `rooms` are the most masks behind each node (`core.tree`). At most
-    `groups` outcomes have masks, that of the last draft always counted among them.
+    `accept` is the probability that each draft is accepted if its parent is; without `parents` the
+    drafts are a chain. `rooms` is the most masks allowed behind each node (`core.tree`). At most
+    `groups` outcomes have masks, always including that of the last draft.
     """
     parents = chain(len(accept)) if parents is None else parents
     reached = reaches_of(parents, accept)
-    # What is not worth a row is left out: so is what follows it, and what masks bring only falls.
+    # A draft not worth a row is left out, and so is what follows it; the gain of masks only falls.
     order = [node for node in range(1, len(reached)) if reached[node] > prospects.price]
     order.sort(key=lambda node: -reached[node])  # no draft before its parent
     ending = [1.0] + [0.0] * len(accept)  # how likely the step ends at each node
     masks = {0: prospects.masks(1.0, rooms[0])}
     checked, most, count, kept = 0.0, masks[0][1], 0, dict(masks)
     for index, node in enumerate(order):
-        # The draft is a row, and to its parent is left that no draft behind it is accepted.
+        # The parent now ends the step only if none of the drafts behind it is accepted.
         parent = parents[node - 1]
         checked += reached[node] - prospects.price
         ending[node] = reached[node]
@@ -105,13 +105,13 @@ def best_choice(
 def _fewer(
     masks: dict[int, tuple[int, float]], last: int, groups: int
 ) -> dict[int, tuple[int, float]]:
-    """The masks of at most `groups` outcomes: the last one, and those that bring most beside it."""
+    """The masks of at most `groups` outcomes: the last one, and the others with the most gain."""
     others = [node for node, (own, _) in masks.items() if own and node != last]
     others.sort(key=lambda node: masks[node][1])
     return masks | dict.fromkeys(others[: max(0, len(others) + 1 - groups)], (0, 0.0))
 
 
-# What is left where probabilities that sum to 1 are subtracted from it is nothing.
+# 1 minus probabilities that sum to 1 counts as 0 within this rounding error.
 _ROUNDING = 1e-6
 
 
@@ -120,9 +120,9 @@ def likeliest_outcomes(
 ) -> list[int]:
     """At most `count` of the nodes where the step may end, the likeliest first.
 
-    `probabilities` are those with which each of the K drafts is accepted if its parent is; without
-    `parents` they are a chain, and a node is the number of drafts accepted. Ties go to the larger
-    node.
+    `probabilities` says how likely each of the K drafts is accepted if its parent is. Without
+    `parents` the drafts are a chain, and a node is the number of drafts accepted. Ties go to the
+    larger node.
     """
     parents = chain(len(probabilities)) if parents is None else parents
     ending = [1.0] * (len(parents) + 1)  # how likely no child of a node is accepted

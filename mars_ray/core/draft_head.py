@@ -1,17 +1,17 @@
 """A mask row's candidates, and the sequential head that chooses among them.
 
-Masks of one step do not know each other's tokens. When drafts are chosen, one depth after the
-other, the token before is known: the row above committed it, or it is the draft just chosen. The
-head corrects the mask row's hidden state by it (Hydra, arXiv 2402.05109, has such heads on real
-rows, without masks).
+Masks of one step do not know each other's tokens. But drafts are chosen depth by depth, so the
+token before is known: it was just committed, or it is the draft just chosen. The head uses it to
+correct the mask row's hidden state (Hydra, arXiv 2402.05109, has such heads on real rows, without
+masks).
 
     corrected = h + out(silu(hidden(norm(h)) + token(norm(e)) + depth))
 
 `h` is the last hidden state of the mask row, after the model's final norm, and `e` the embedding of
 the token before; `norm` divides by the root mean square, so that no model's scale matters.
 
-Shape suffixes: N or P rows, H hidden size of the model, K hidden size of the head, D depths, C
-candidates, V vocabulary, J groups of the vocabulary, S groups that are looked into.
+Shape suffixes: N or P rows, H hidden size of the model, K of the head, D depths, C candidates,
+V vocabulary, J groups of the vocabulary, S groups that are searched.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """The head's weights, on one device and of one type."""
+    """The head's weights, all on one device and of one dtype."""
 
     hidden_KH: Tensor
     token_KH: Tensor
@@ -35,7 +35,7 @@ class DraftHead:
     def correct(self, hidden_NH: Tensor, previous_NH: Tensor, depth_N: Tensor) -> Tensor:
         """Corrected hidden states, (N, H).
 
-        `previous_NH` are embeddings of the tokens before the targets; depths count from 1.
+        `previous_NH` holds embeddings of the tokens before the targets; depths count from 1.
         """
         inner_NK = (
             linear(root_mean_square_norm(hidden_NH), self.hidden_KH)
@@ -51,7 +51,7 @@ def root_mean_square_norm(x_NH: Tensor) -> Tensor:
 
 
 def candidate_logits(hidden_NH: Tensor, weight_VH: Tensor, candidate_NC: Tensor) -> Tensor:
-    """Logits of each row's candidates alone, float32 (N, C)."""
+    """Logits of each row's candidates only, float32 (N, C)."""
     return torch.einsum("nh,nch->nc", hidden_NH, weight_VH[candidate_NC]).float()
 
 
@@ -61,8 +61,8 @@ _GROUP = 64
 def likeliest(logits_PV: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest logits of each row, int64 (P, count), largest first.
 
-    A row's largest are among its groups with the largest maxima, so only those are sorted: on a CPU
-    topk over a whole vocabulary costs more than the product that made the logits.
+    A row's largest logits lie in the groups with the largest maxima, so only those are sorted: on a
+    CPU, topk over a whole vocabulary costs more than the product that made the logits.
     """
     rows, size = logits_PV.shape
     groups = size // _GROUP

@@ -1,8 +1,8 @@
 """The layout that a draft adapter is trained on: a clean stream that is only read, and mask rows.
 
-Mask rows are those of `layout`: the mask for position t stands for token t and predicts token t+1,
-as the clean row at t does, its twin. They lie block by block, every block as wide as the widest, so
-that attention inside of blocks is a batch of small products; slots without a target are padding.
+Mask rows are as in `layout`: the mask for position t stands for token t and predicts token t+1, as
+its twin does, the clean row at t. They lie block by block. Every block is as wide as the widest, so
+that attention inside blocks is a batch of small products; slots without a target are padding.
 
     3 prompt tokens, 5 of response, blocks of 2 that start at 3, 4 and 6
 
@@ -13,8 +13,8 @@ that attention inside of blocks is a batch of small products; slots without a ta
     target     .   .   .   .   .   .   .   .  | r1  r2  r2  r3  r4   .
     depth      0   0   0   0   0   0   0   0  |  1   2   1   2   1   -
 
-A mask row's token is the one that it stands for: no mask row sees it, and the sequential head is
-told it when it predicts the next.
+A mask row's token is the one that it stands for. No mask row sees it; the sequential head receives
+it when it predicts the next token.
 
 Shape suffixes: B rows of a batch, L clean tokens, K blocks of a row, W slots of a block, M = K * W
 mask rows, R = L + M.
@@ -38,9 +38,9 @@ from mars_ray.core.layout import (
 
 
 def draft_layout(batch: TokenBatch, size_BL: Tensor, depth_weight: Tensor) -> Layout:
-    """`[clean L | masks M]`; `size_BL` is what `mask_schedule.draft_blocks` gives.
+    """The layout `[clean L | masks M]`; `size_BL` is the result of `mask_schedule.draft_blocks`.
 
-    `depth_weight` is indexed by depth - 1. There is always a block, of padding if need be.
+    `depth_weight` is indexed by depth - 1. There is always a block, if necessary one of padding.
     """
     has_target_BL = same_turn_as_next(batch) & batch.response_BL
     size_BL = torch.where(has_target_BL, size_BL, 0)
@@ -48,7 +48,7 @@ def draft_layout(batch: TokenBatch, size_BL: Tensor, depth_weight: Tensor) -> La
     # A stable sort of "starts no block" moves the starts to the front in their order.
     start_BK = (size_BL == 0).int().argsort(dim=1, stable=True)[:, :count]
     depth_BKW = _depths(batch, start_BK, size_BL, has_target_BL)
-    # Blocks may all be cut by the ends of their turns.
+    # The ends of their turns may cut all blocks short.
     depth_BKW = depth_BKW[:, :, : max(1, int(depth_BKW.max()))]
     width = depth_BKW.shape[2]
     depth_BM, kept_BM = depth_BKW.flatten(1), (depth_BKW > 0).flatten(1)
@@ -83,7 +83,7 @@ def _depths(batch: TokenBatch, start_BK: Tensor, size_BL: Tensor, has_target_BL:
     index_BM = column_BKW.flatten(1).clamp_max(size_BL.shape[1] - 1)
 
     def same(rows_BL: Tensor) -> Tensor:
-        """Whether a slot has what its block's start has."""
+        """Whether a slot has the same value as its block's start."""
         rows_BKW = rows_BL.gather(1, index_BM).view_as(column_BKW)
         return rows_BKW == rows_BL.gather(1, start_BK)[:, :, None]
 
@@ -96,16 +96,16 @@ def _depths(batch: TokenBatch, start_BK: Tensor, size_BL: Tensor, has_target_BL:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """A draft layout taken apart: what the clean pass and the mask pass need."""
+    """The parts of a draft layout that the clean pass and the mask pass need."""
 
     ids_BL: Tensor
     position_BL: Tensor
     document_BL: Tensor
-    token_BM: Tensor  # that each mask stands for
+    token_BM: Tensor  # the token that each mask stands for
     position_BM: Tensor
     depth_BM: Tensor  # 0 on padding
     target_BM: Tensor
-    twin_BM: Tensor  # column of the clean row at the same position; any on padding
+    twin_BM: Tensor  # column of the clean row at the same position; arbitrary on padding
     sees_BKL: Tensor  # which clean rows the masks of a block see
     width: int
 

@@ -4,15 +4,15 @@
                                 + head coefficient * D(clean twin || corrected row, over candidates)
 
 D is the KL divergence, the total variation, or cross-entropy on the data's token. Candidates are
-the mask row's likeliest tokens, with the twin's choice (for cross-entropy the data's token) in the
-last place if it is not among them; distributions over them are renormalised.
+the mask row's likeliest tokens. If the twin's choice (for cross-entropy the data's token) is not
+among them, it takes the last place. Distributions over candidates are renormalised.
 
-Rows go through the vocabulary's matrix in chunks, and their logits are worked on in parts of a
-chunk. On a CPU a part stays in its cache, and each pass over it counts: exp and log_softmax of 16
-rows of 49,152 take 0.75 ms, softmax alone 0.28, the products with the matrix 3.9.
+Rows are multiplied with the vocabulary's matrix in chunks, and a chunk's logits are processed in
+parts that stay in a CPU's cache. Each pass over a part matters: exp and log_softmax of 16 rows of
+49,152 take 0.75 ms, softmax alone 0.28, the products with the matrix 3.9.
 
-Shape suffixes: N mask rows with a target, T clean rows, C rows of a chunk, P rows of a part, U
-distinct twins of a part, H hidden size, V vocabulary, S candidates.
+Shape suffixes: N mask rows with a target, T clean rows, C rows of a chunk, P rows of a part,
+U distinct twins of a part, H hidden size, V vocabulary, S candidates.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from mars_ray.core.draft_head import candidate_logits, likeliest
 
 LossKind = Literal["kl", "ce", "tv"]
 
-# Of a part's float32 logits: what a CPU's cache holds, or little of a GPU's memory.
+# Size of a part's float32 logits: fits a CPU's cache, or takes little of a GPU's memory.
 _PART_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}
 _CHUNK_PARTS = 8
 
@@ -35,7 +35,7 @@ class DraftTargets(NamedTuple):
     """The targets of mask rows."""
 
     teacher_TH: Tensor  # last hidden states of clean rows
-    twin_N: Tensor  # each mask row's among them, not falling
+    twin_N: Tensor  # each mask row's index among them, non-decreasing
     token_N: Tensor  # the data's next token
 
 
@@ -65,7 +65,7 @@ class DraftLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, float32 (), and each row's row and head loss, float32 (N,), without a gradient.
 
-        `coefficient_N2` are those of the row's loss and of the head's.
+        `coefficient_N2` holds the coefficients of the row's loss and of the head's loss.
         """
         losses_N2 = torch.zeros_like(coefficient_N2)
         grad_NH = torch.empty_like(hidden_NH)
@@ -104,7 +104,7 @@ def draft_choices(
     kind: LossKind,
     candidates: int,
 ) -> DraftChoices:
-    """Losses for evaluation, and what mask rows, the head and the twins choose."""
+    """Losses for evaluation, and the tokens that mask rows, the head and the twins choose."""
     loss_N = torch.zeros(len(hidden_NH), device=hidden_NH.device)
     token_N = torch.zeros_like(targets.twin_N)
     found = DraftChoices(loss_N, loss_N.clone(), token_N, token_N.clone(), token_N.clone())
@@ -118,7 +118,7 @@ def draft_choices(
             if corrected_NH is not None:
                 head = part.head(corrected_NH[here], weight_VH, candidates)
                 found.head_N[here] = head.loss_P
-                # Nothing is put in the place of a candidate here: decoding could not.
+                # No candidate is replaced by the twin's choice here: decoding could not do that.
                 logits_PS = candidate_logits(
                     corrected_NH[here].to(weight_VH.dtype), weight_VH, candidate_PS
                 )
@@ -128,14 +128,14 @@ def draft_choices(
 
 
 class _Distributions(NamedTuple):
-    """Softmax of some rows of logits, and the logarithm of what it was divided by."""
+    """Softmax of some rows of logits, and the logarithm of its denominator."""
 
     share: Tensor
     log_sum: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, best: Tensor) -> "_Distributions":
-        """`best` is each row's largest logit, whose share is none too small for a logarithm."""
+        """`best` is each row's largest logit, whose share is large enough for a logarithm."""
         share = logits.softmax(dim=-1)
         best = best[:, None]
         log_sum = logits.gather(1, best) - share.gather(1, best).log()
@@ -144,11 +144,11 @@ class _Distributions(NamedTuple):
 
 class _HeadLoss(NamedTuple):
     loss_P: Tensor
-    grad_PH: Tensor  # by the corrected rows, in the model's type
+    grad_PH: Tensor  # with respect to the corrected rows, in the model's dtype
 
 
 class _Chunk:
-    """Logits of some mask rows and of their twins, in the model's type."""
+    """Logits of some mask rows and of their twins, in the model's dtype."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Chunk:
         self._teacher_UV = linear(targets.teacher_TH[twins], weight_VH)
 
     def parts(self) -> Iterator["_Part"]:
-        """Its rows, few enough at a time that their float32 logits fit into a CPU's cache."""
+        """The chunk's rows in parts whose float32 logits fit into a CPU's cache."""
         size = _part_rows(self.logits_CV)
         for start in range(0, len(self.logits_CV), size):
             here = slice(start, min(start + size, len(self.logits_CV)))
@@ -182,7 +182,7 @@ class _Chunk:
             )
 
     def put(self, part: "_Part", slope_PV: Tensor) -> None:
-        """Put the loss's gradient where the part's logits were."""
+        """Overwrite the part's logits with the loss's gradient."""
         rows = part.rows
         self.logits_CV[rows.start - self._start : rows.stop - self._start] = slope_PV
 
@@ -206,7 +206,7 @@ class _Part:
         self.twin_choice_P = self._twin_choice_U[twin_P]
 
     def slope(self) -> tuple[Tensor, Tensor]:
-        """Loss of the rows over the vocabulary, and its gradient by their logits."""
+        """Loss of the rows over the vocabulary, and its gradient with respect to their logits."""
         student = _Distributions.of(self.logits_PV, likeliest(self.logits_PV, 1)[:, 0])
         if self._kind == "ce":
             return _cross_entropy(self.logits_PV, student, self._token_P)
@@ -258,7 +258,7 @@ def _total_variation(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dots(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:
-    """Each row of x times one of y. On a CPU row by row: nothing as large as x is made."""
+    """Dot product of each row of x with one of y; row by row on a CPU, to make no large copy."""
     if x_PV.device.type != "cpu":
         return torch.linalg.vecdot(x_PV, y_UV[index_P])
     return torch.stack([x_V.dot(y_UV[i]) for x_V, i in zip(x_PV, index_P.tolist(), strict=True)])

@@ -1,6 +1,6 @@
-"""The frontier: what each mode and threshold buys and costs, for one checkpoint on one task.
+"""The frontier: speed and accuracy of each mode and threshold, for one checkpoint on one task.
 
-Stored as `frontier.json` beside the checkpoint. No torch: policies and simulators read it.
+It lies beside the checkpoint as `frontier.json`; policies and simulators read it without torch.
 """
 
 import json
@@ -69,11 +69,11 @@ class FrontierPoint:
     difference_low: float
     difference_high: float
     p_value: float
-    # Of prompts without reference answers.
+    # The next two are measured on prompts without reference answers.
     agreement: float | None = None  # share of tokens that the model itself would have chosen
     nll: float | None = None  # mean negative log-probability of a token, by the model itself
     looping: PointPart | None = None  # answers that end in a loop
-    by_kind: dict[str, PointPart] | None = None  # without those
+    by_kind: dict[str, PointPart] | None = None  # answers that do not loop
 
     @property
     def tokens_per_forward(self) -> float:
@@ -82,14 +82,14 @@ class FrontierPoint:
 
     @property
     def without_loops(self) -> float | None:
-        """T/F over answers that end in no loop, where that is told."""
+        """T/F over answers that do not end in a loop; None where loops were not counted."""
         if self.looping is None or self.forwards == self.looping.forwards:
             return None
         return (self.tokens - self.looping.tokens) / (self.forwards - self.looping.forwards)
 
     @property
     def threshold(self) -> float | None:
-        """The quality knob, None where the mode has none."""
+        """The mode's threshold; None if it has none."""
         return self.mode.get("threshold")
 
     @property
@@ -154,9 +154,9 @@ Item = TypeVar("Item")
 
 
 def undominated(items: Sequence[Item], gains: Callable[[Item], tuple[float, ...]]) -> list[Item]:
-    """The items that no other is at least as good as in every gain and better in one.
+    """The items not dominated by another: none is as good in every gain and better in one.
 
-    `gains` gives an item's coordinates, more is better. The order stays; equals all stay.
+    `gains` gives an item's coordinates; more is better. The order is kept, and so are equal items.
     """
     points = [gains(item) for item in items]
 

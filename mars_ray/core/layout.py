@@ -1,9 +1,9 @@
 """Rows of tokens as the data loader hands them over, and the layouts of a training forward.
 
 Both predict with the right shift: the row at position t predicts token t+1. A mask stands for the
-token at its position, so a mask at offset j of a block that starts at s has position s+j, predicts
-token s+j+1, and has depth j+1. A noisy row is laid out only if that token is in the same turn: no
-mask looks at a later one, so a row without a target can be left out without changing any other.
+token at its position: at offset j of a block that starts at s, it has position s+j and depth j+1,
+and predicts token s+j+1. A noisy row is laid out only if that token is in the same turn. No mask
+sees a later mask, so leaving out a row without a target changes no other row.
 
     compact, 3 prompt tokens, 4 of response, block size 2, blocks at 3 and 5
 
@@ -29,8 +29,8 @@ NO_TARGET = -100
 class TokenBatch:
     """B right-padded rows of L tokens; a row holds one conversation, or several when packed.
 
-    `document_BL` is the conversation's index in its data set, -1 on padding: it keeps packed
-    conversations apart and is the key of every random draw made for them.
+    `document_BL` is the conversation's index in its data set, -1 on padding. It separates packed
+    conversations and is the key of every random draw made for them.
     """
 
     input_ids_BL: Tensor  # int64
@@ -49,8 +49,8 @@ class Layout:
     block_BR: Tensor  # int64, start of the noisy row's block; -1 on clean rows
     target_BR: Tensor  # int64, the next token, NO_TARGET where there is none
     depth_BR: Tensor  # int64, 0 on clean rows, offset in the block + 1 on noisy ones
-    # Float32, in the stream's mean. A row with a weight but no target is anchored: it is held to
-    # what the starting model predicts there.
+    # Float32 weight in the stream's mean. A row with a weight but no target is anchored: it is held
+    # to what the starting model predicts there.
     weight_BR: Tensor
 
     @property
@@ -81,9 +81,9 @@ def clean_layout(batch: TokenBatch) -> Layout:
 def compact_layout(
     batch: TokenBatch, block_start_BL: Tensor, depth_weight: Tensor, mask_token_id: int
 ) -> Layout:
-    """`[clean L | noisy M]`, M the most noisy rows of any row of the batch.
+    """The layout `[clean L | noisy M]`; M is the largest number of noisy rows in the batch.
 
-    `block_start_BL` is what `mask_schedule.block_starts` gives; `depth_weight` is indexed by
+    `block_start_BL` is the result of `mask_schedule.block_starts`; `depth_weight` is indexed by
     depth - 1.
     """
     clean = clean_layout(batch)
@@ -112,10 +112,10 @@ def compact_layout(
 def paper_layout(
     batch: TokenBatch, block_start_BL: Tensor, depth_weight: Tensor, mask_token_id: int
 ) -> Layout:
-    """`[noisy L | clean L]`, as the reference implementation lays it out: 2L rows.
+    """The layout `[noisy L | clean L]` of the reference implementation: 2L rows.
 
     Tokens without a noisy copy stay unmasked in the noisy half, as clean rows that predict nothing
-    and that nothing looks at.
+    and that no other row sees.
     """
     clean = clean_layout(batch)
     noisy = _noisy_stream(batch, block_start_BL, depth_weight, mask_token_id)
@@ -123,10 +123,10 @@ def paper_layout(
 
 
 def with_own_answers(layout: Layout, own_from: int, anchor_weight: float) -> Layout:
-    """The layout when conversations from index `own_from` on have answers of the model's own.
+    """The layout when the model itself wrote the answers of conversations from `own_from` on.
 
-    Learning its own words by cross-entropy would only sharpen the clean stream on them: those rows
-    lose their target, and count with `anchor_weight` as anchored ones.
+    Learning its own words by cross-entropy would only sharpen the clean stream on them. So those
+    rows lose their target, and become anchored with `anchor_weight`.
     """
     own_BR = (
         (layout.document_BR >= own_from) & ~layout.is_noisy_BR & (layout.target_BR != NO_TARGET)
@@ -139,7 +139,7 @@ def with_own_answers(layout: Layout, own_from: int, anchor_weight: float) -> Lay
 
 
 def clean_targets(batch: TokenBatch) -> Tensor:
-    """The token each clean row predicts, (B, L): the next one, if it is of a response."""
+    """The token each clean row predicts, (B, L): the next one, if it belongs to a response."""
     target_BL = torch.full_like(batch.input_ids_BL, NO_TARGET)
     wanted_BL = batch.response_BL[:, 1:] & (batch.document_BL[:, 1:] == batch.document_BL[:, :-1])
     target_BL[:, :-1] = torch.where(wanted_BL, batch.input_ids_BL[:, 1:], NO_TARGET)
@@ -149,7 +149,7 @@ def clean_targets(batch: TokenBatch) -> Tensor:
 def turn_starts(batch: TokenBatch) -> Tensor:
     """Position of the first token of each response token's assistant turn, int64 (B, L).
 
-    Meaningless on tokens that are no response.
+    The value is meaningless on tokens outside a response.
     """
     response_BL, position_BL = batch.response_BL, batch.position_BL
     same_BL = torch.zeros_like(response_BL)
@@ -160,7 +160,7 @@ def turn_starts(batch: TokenBatch) -> Tensor:
 
 
 def same_turn_as_next(batch: TokenBatch) -> Tensor:
-    """Whether a response token's next one is in its turn, bool (B, L); meaningless on others."""
+    """Whether a response token's successor is in its turn, bool (B, L); meaningless on others."""
     turn_BL = turn_starts(batch)
     same_BL = torch.zeros_like(batch.response_BL)
     same_BL[:, :-1] = (
@@ -183,8 +183,8 @@ def _noisy_stream(
         input_ids_BR=torch.where(is_mask_BL, mask_token_id, batch.input_ids_BL),
         position_BR=batch.position_BL,
         document_BR=batch.document_BL,
-        # An unmasked token of the noisy half is a block of its own, which starts at itself: it
-        # sees the clean tokens before it and itself, as its clean twin does.
+        # An unmasked token of the noisy half is a block by itself: it sees the clean tokens before
+        # it and itself, as its clean twin does.
         block_BR=torch.where(is_mask_BL, block_start_BL, batch.position_BL),
         target_BR=torch.where(has_target_BL, clean_targets(batch), NO_TARGET),
         depth_BR=depth_BL,

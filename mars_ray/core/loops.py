@@ -1,21 +1,21 @@
-"""Answers that repeat themselves for ever, as small models' greedy ones do.
+"""Detection of answers that repeat themselves for ever, as small models' greedy answers do.
 
-They draft easily, so tokens per forward are told with them and without. Plain lists, no torch.
+They are easy to draft, so tokens per forward are reported with and without them. No torch here.
 """
 
 from collections.abc import Sequence
 
-# An answer loops if so many of its last tokens repeat with at most this period.
+# An answer loops if this many of its last tokens repeat with at most this period.
 _TAIL_TOKENS, _LONGEST_PERIOD = 32, 16
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether the last tokens are a loop; an answer that ended by itself is none."""
+    """Whether the last tokens are a loop; an answer that ended by itself is not one."""
     return _period(tokens) is not None
 
 
 def before_loop(tokens: Sequence[int]) -> list[int]:
-    """The tokens up to where the loop has been said twice; all of them if there is none."""
+    """The tokens up to the end of the loop's second round; all tokens if there is no loop."""
     period = _period(tokens)
     if period is None:
         return list(tokens)

@@ -1,10 +1,10 @@
-"""The loss as sums and counts, with one division after everything has been counted.
+"""The loss as sums and counts, with a single division after everything has been counted.
 
     L = sum(weight * CE over noisy rows) / sum(weight of noisy rows)
       + ar_weight * sum(CE over clean rows) / number of clean rows
 
 Sums and counts run over all ranks and micro-batches of a step. Counts depend on the layout alone,
-so they are known, and reduced, before the first forward; each row then has its final coefficient.
+so they are known and reduced before the first forward, which then has each row's final coefficient.
 
 Shape suffixes: B batch, R rows of a layout, N rows with a target, M noisy rows, A anchored rows,
 C rows of a chunk, H hidden size, V vocabulary. A draft adapter's losses: `draft_loss.py`.
@@ -39,9 +39,9 @@ def row_coefficients(layout: Layout, counts: Tensor, ar_weight: float) -> Tensor
 class WeightedCrossEntropy(torch.autograd.Function):
     """Output head and `sum(coefficient * CE)` in chunks of rows, with their gradients at once.
 
-    The coefficients are final before the forward, so a chunk's logits are needed once, for both:
-    they are neither kept nor computed again in the backward pass, where autograd would multiply by
-    the head a fourth time. At 150,000 tokens the float32 logits of 1,024 rows take 0.6 GB.
+    The coefficients are final before the forward, so loss and gradient use a chunk's logits at the
+    same time. These are not kept for the backward pass, nor computed again, as autograd would with
+    a fourth product with the head. At 150,000 tokens 1,024 rows' float32 logits take 0.6 GB.
     (The idea is that of Liger's fused linear cross-entropy, arXiv 2410.10989.)
     """
 
@@ -64,7 +64,7 @@ class WeightedCrossEntropy(torch.autograd.Function):
         grad_NH = torch.empty_like(hidden_NH)
         grad_VH = torch.empty_like(weight_VH) if ctx.needs_input_grad[1] else None
         with torch.autocast(device, enabled=False):
-            # Without rows there is one chunk, of none: the gradient is zero rather than nothing.
+            # Without rows there is one empty chunk, so that the gradient is zero and not None.
             for start in range(0, max(1, len(target_N)), chunk_rows):
                 rows = slice(start, start + chunk_rows)
                 chunk = hidden_NH[rows], target_N[rows], coefficient_N[rows]
@@ -83,7 +83,7 @@ class WeightedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradients that the forward has computed, times the gradient of the loss."""
         grad_NH, grad_VH = ctx.saved_tensors
-        # In place: the weight's gradient may have half a gigabyte.
+        # In place: the weight's gradient may take half a gigabyte.
         for gradient in (grad_NH, grad_VH):
             if gradient is not None:
                 gradient.mul_(grad)
@@ -93,7 +93,7 @@ class WeightedCrossEntropy(torch.autograd.Function):
 def cross_entropies(
     head: Callable[[Tensor], Tensor], hidden_NH: Tensor, target_N: Tensor, chunk_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Without a gradient: each row's cross-entropy, float32 (N,), and its likeliest token, (N,)."""
+    """Each row's cross-entropy, float32 (N,), and likeliest token, (N,), without a gradient."""
     ce, predicted = [], []
     for rows_NH, target in zip(
         hidden_NH.split(chunk_rows), target_N.split(chunk_rows), strict=True
@@ -115,7 +115,7 @@ def divergence(
 
 
 def stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:
-    """`weight * CE` summed over clean and over noisy rows, float64 (2,); `wanted_BR` are the rows
+    """`weight * CE` summed over clean and over noisy rows, float64 (2,); `wanted_BR` marks the rows
     with a target."""
     weighted_N = (layout.weight_BR[wanted_BR] * ce_N).double()
     noisy_N = layout.is_noisy_BR[wanted_BR]
@@ -125,11 +125,11 @@ def stream_sums(layout: Layout, wanted_BR: Tensor, ce_N: Tensor) -> Tensor:
 def acceptance_weights(ce_M: Tensor, depth_M: Tensor) -> Tensor:
     """What a noisy row's log-probability adds to the expected accepted length, float64 (M,).
 
-    With p_d the probability of the right token at depth d, a block is expected to be accepted for
-    E = p_1 + p_1 p_2 + ... tokens, and dE / d log p_d is the sum of the products that hold p_d:
-    shallow rows count for all behind them, and a row behind a hopeless one for little. Scaled to
-    mean 1: without it a model that accepts nothing yet learns next to nothing (docs/log.md).
-    Blocks follow each other, each in rising depth from 1.
+    Let p_d be the probability of the right token at depth d. A block's expected accepted tokens are
+    E = p_1 + p_1 p_2 + ...; dE / d log p_d is the sum of the products that hold p_d. So a shallow
+    row counts for all rows behind it, and a row behind a hopeless one counts little. Without the
+    scaling to mean 1, a model that accepts nothing yet learns next to nothing (docs/log.md). Blocks
+    follow each other, each in rising depth from 1.
     """
     first = (depth_M == 1).nonzero().squeeze(1)
     block_M = (depth_M == 1).cumsum(0) - 1
@@ -145,7 +145,7 @@ def acceptance_weights(ce_M: Tensor, depth_M: Tensor) -> Tensor:
 def _slope(
     weight_VH: Tensor, hidden_CH: Tensor, target_C: Tensor, coefficient_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's cross-entropy, and the loss by its logits: coefficient (p - onehot)."""
+    """A chunk's cross-entropy, and the loss's gradient by its logits: coefficient (p - onehot)."""
     logits_CV = (hidden_CH @ weight_VH.t()).float()
     log_sum_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
     target_C1 = target_C.unsqueeze(-1)

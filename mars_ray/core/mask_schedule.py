@@ -1,7 +1,7 @@
 """The mask schedule: which response tokens get a noisy copy, and in which blocks.
 
-A pure function of (progress, config, seed) and the sample, so a resumed run, or one on more ranks,
-draws what an undisturbed one draws.
+It is a pure function of (progress, config, seed) and the sample, so a resumed run, or one on more
+ranks, draws the same as an undisturbed one.
 
 Shape suffixes: B rows, L tokens of a row, S choices.
 """
@@ -26,10 +26,10 @@ _PROGRESS_STEPS = 1 << 40
 
 
 def block_starts(batch: TokenBatch, schedule: MaskSchedule, progress: float, seed: int) -> Tensor:
-    """For each token the start of the block its mask stands in, int64 (B, L); -1: no noisy copy.
+    """Start of the block that each token's mask stands in, int64 (B, L); -1: no noisy copy.
 
     A block never reaches back over the start of its assistant turn, so its masks see every prompt
-    token: with the grid at position 0 a turn's first block may be shorter than the others.
+    token. With the grid at position 0, a turn's first block may thus be shorter than the others.
 
         position    0   1   2   3   4   5   6   7
         token       p   p   p   r   r   r   r   r       block size 4, grid "zero"
@@ -59,15 +59,15 @@ def block_starts(batch: TokenBatch, schedule: MaskSchedule, progress: float, see
 def draft_blocks(
     batch: TokenBatch, schedule: BlockSchedule, grids: int, progress: float, seed: int
 ) -> Tensor:
-    """For each token the size of the block that starts there, int64 (B, L); 0: none starts.
+    """Size of the block that starts at each token, int64 (B, L); 0: no block starts there.
 
-    So many grids of blocks lie over each conversation, each a block size wide and with another
-    offset, drawn at random. The blocks of two grids overlap, and never start at the same token.
+    Each conversation is cut by `grids` grids, all of one block size, each with a different random
+    offset. The blocks of two grids overlap, but never start at the same token.
     """
     now = int(progress * _PROGRESS_STEPS)
     document_BL, position_BL = batch.document_BL, batch.position_BL
     size_BL = _block_sizes(schedule, document_BL, progress, now, seed)
-    # Of the S possible offsets of a conversation those with the lowest draws are its grids'.
+    # A conversation's grids take those of its S possible offsets that have the lowest draws.
     offset_S = torch.arange(int(size_BL.max()), device=document_BL.device)
     draw_BLS = uniform(seed, _DRAFT_GRIDS, now, document_BL[:, :, None], offset_S)
     draw_BLS = draw_BLS.masked_fill(offset_S >= size_BL[:, :, None], torch.inf)
@@ -89,7 +89,7 @@ def ar_weight(schedule: MaskSchedule, progress: float) -> float:
 
 
 def depth_weights(schedule: BlockSchedule) -> Tensor:
-    """Weights of depths 1 .. max block size, float32; the last given one holds for the rest."""
+    """Weights of depths 1 .. max block size, float32; the last one given applies to the rest."""
     given = schedule.depth_weights or (1.0,)
     depths = range(schedule.max_block_size)
     return torch.tensor([given[min(depth, len(given) - 1)] for depth in depths])

@@ -1,4 +1,4 @@
-"""What a request changes in a row's logits before a token is taken from them.
+"""Changes that a request makes to a row's logits before a token is chosen from them.
 
 Shape suffixes: N rows, V vocabulary, U tokens that occur in a text.
 """
@@ -21,12 +21,12 @@ def adjust(
     places: Sequence[int],
     stop_ids: Iterable[int],
 ) -> None:
-    """Apply penalties, biases and the least length in place; float32 logits.
+    """Apply penalties, biases and the minimum length in place; float32 logits.
 
-    `answers` are the answer's tokens that each row sees, all with the same beginning, and `places`
-    how many the answer has before the one that the row predicts: a mask sees fewer. Presence and
-    frequency penalties are OpenAI's and count the answer only; the repetition penalty is that of
-    `transformers` (CTRL, Keskar et al., 2019, section 4.1) and regards the prompt too.
+    `answers` holds the answer's tokens that each row sees, all with the same beginning. `places`
+    says how many tokens of the answer precede the one that the row predicts; a mask sees fewer.
+    Presence and frequency penalties are OpenAI's and count the answer only. The repetition penalty
+    is that of `transformers` (CTRL, Keskar et al., 2019, section 4.1) and counts the prompt too.
     """
     if sampling.repetition_penalty != 1:
         _penalise_repetition(logits_NV, sampling.repetition_penalty, prompt, answers)
@@ -35,7 +35,7 @@ def adjust(
         penalty_NU = sampling.frequency_penalty * count_NU
         logits_NV[:, token_U] -= penalty_NU + sampling.presence_penalty * (count_NU > 0)
     if sampling.logit_bias:
-        # All in one operation: there may be many, in every step of the answer.
+        # All in one operation: there may be many biases, in every step of the answer.
         device = logits_NV.device
         tokens = torch.tensor(list(sampling.logit_bias), device=device)
         logits_NV[:, tokens] += torch.tensor(list(sampling.logit_bias.values()), device=device)
@@ -57,9 +57,9 @@ def _penalise_repetition(
 def _counts(
     prompt: Sequence[int], answers: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The tokens that occur, and how often each does in each row's text.
+    """The tokens that occur, and how often each occurs in each row's text.
 
-    What all rows have in common, a long text perhaps, is counted once.
+    The part that all rows share, which may be long, is counted once.
     """
     common = min(answers, key=len)
     behind = [answer[len(common) :] for answer in answers]

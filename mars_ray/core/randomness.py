@@ -36,7 +36,7 @@ def uniform(*keys: int | Tensor) -> Tensor:
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
         word = key if isinstance(key, Tensor) else torch.tensor(_signed(key), dtype=torch.int64)
-        # A number on the host may be added to others on a device: brought there, it would wait.
+        # A host number is added as it is: a copy to the device would be waited for.
         state = _mix(state + word + _GAMMA)
     # 53 bits: the mantissa of a double, so 1.0 is never reached.
     return _shift_right(state, 11).to(torch.float64) * 2.0**-53

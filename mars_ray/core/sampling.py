@@ -2,10 +2,10 @@
 
 The Gumbel-max trick: the argmax of log p plus independent Gumbel noise is a draw from p. Here the
 noise of a token at a position is a pure function of the request's seed. So a draft and the row that
-verifies it are perturbed alike, a draft is right exactly if it is what the row would have drawn by
-itself, and a sampled text depends neither on drafts, nor on windows, nor on the batch ("drafter
-invariance": Daliri, Musco, Suresh, 2024, arXiv 2408.07978; they show that drafts agree with
-probability at least (1 - d) / (1 + d) at total variation distance d).
+verifies it get the same noise, and a draft is right exactly if the row would have drawn it by
+itself. A sampled text thus depends neither on drafts, nor on windows, nor on the batch. This is
+"drafter invariance" (Daliri, Musco, Suresh, 2024, arXiv 2408.07978); they show that drafts agree
+with probability at least (1 - d) / (1 + d) at total variation distance d.
 
 Shape suffixes: N rows, V vocabulary.
 """
@@ -19,17 +19,17 @@ from mars_ray.config.decode import Sampling
 from mars_ray.core.randomness import uniform
 
 _NOISE = 11  # keeps these random numbers apart from those of other purposes
-# Already here the noise decides between equal logits only; over far less than this they overflow
-# float32. A power of 2, so that dividing by it rounds no two into one.
+# The lowest temperature used: noise here decides only between equal logits, and far lower ones
+# overflow float32. A power of 2, so that dividing by it never makes two logits equal.
 _COLDEST = 2.0**-64
 
 
 def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities, float32 (N, V): temperature, then top-k, top-p and min-p.
 
-    What is cut off is -inf; the rest need not sum to 1, which moves no argmax. Top-k keeps
-    ties with the k-th logit; top-p keeps the smallest set of tokens whose mass reaches `top_p`;
-    min-p cuts tokens below that share of the largest probability. As in `transformers`.
+    Tokens that are cut become -inf; the rest need not sum to 1, which moves no argmax. As in
+    `transformers`, top-k keeps ties with the k-th logit; top-p keeps the smallest set of tokens
+    whose mass reaches `top_p`; min-p cuts tokens below that share of the largest probability.
     """
     logits_NV = logits_NV.float() / max(sampling.temperature, _COLDEST)
     if 0 < sampling.top_k < logits_NV.shape[-1]:
@@ -38,9 +38,9 @@ def truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     log_p_NV = logits_NV.log_softmax(dim=-1)
     if sampling.top_p < 1:
         sorted_NV, order_NV = log_p_NV.sort(dim=-1, descending=True, stable=True)
-        # Of the tokens before: subtracting a token's own mass again would not give a round number.
+        # Rolled, because subtracting a token's own mass from the sum again would not be exact.
         mass_before_NV = sorted_NV.exp().cumsum(dim=-1).roll(1, dims=-1)
-        # Below any `top_p`, which may be 0 in float32: the best token is never cut.
+        # Less than any `top_p`, which may be 0 in float32, so that the best token is never cut.
         mass_before_NV[..., 0] = -1
         drop_NV = torch.zeros_like(log_p_NV, dtype=torch.bool).scatter(
             -1, order_NV, mass_before_NV >= sampling.top_p
@@ -60,11 +60,11 @@ def scores(
     seed_N: Tensor | None = None,
     token_NV: Tensor | None = None,
 ) -> Tensor:
-    """Float32 (N, V), whose argmax is the token for each row's position.
+    """Scores whose argmax is the token for each row's position, float32 (N, V).
 
-    At temperature 0 they are the logits. Otherwise log-probabilities plus noise. `seed_N` are the
-    rows' seeds where they are not all `sampling.seed`, `token_NV` the columns' tokens where they
-    are not the whole vocabulary in its order.
+    At temperature 0 they are the logits, otherwise log-probabilities plus noise. `seed_N` gives the
+    rows' seeds if they are not all `sampling.seed`; `token_NV` gives the columns' tokens if these
+    are not the whole vocabulary in order.
     """
     if sampling.temperature == 0:
         return logits_NV.float()

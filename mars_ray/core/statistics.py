@@ -14,7 +14,7 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
     centre = share + square / 2
     half = z * sqrt(share * (1 - share) / trials + square / (4 * trials))
     low, high = (centre - half) / (1 + square), (centre + half) / (1 + square)
-    # At 0 and at 1 rounding could put the share itself outside.
+    # At shares of 0 and 1, rounding could put the share itself outside the interval.
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
@@ -43,7 +43,7 @@ def paired_difference(first: list[bool], second: list[bool], z: float = Z_95) ->
 
 
 def mcnemar_exact(gained: int, lost: int) -> float:
-    """Two-sided p value that `gained` and `lost` come from equal chances."""
+    """Two-sided p value for the hypothesis that `gained` and `lost` are equally likely."""
     changes = gained + lost
     tail = sum(comb(changes, k) for k in range(min(gained, lost) + 1)) / 2**changes
     return min(1.0, 2 * tail)

@@ -1,36 +1,36 @@
 """Seconds that a step takes by its number of rows: measured on this device, never guessed.
 
-Other work on the machine makes a measurement longer and never shorter. So a number of rows costs no
-more than a larger one was seen to take: one step that was disturbed does not make all rows up to it
-look free. What the measurements at the start got wrong, the steps that follow put right.
+Other work on the machine makes a measurement longer, never shorter. So a number of rows is taken to
+cost no more than a larger number was seen to take: otherwise one disturbed step would make all rows
+up to it look free. Later steps correct errors of the measurements at the start.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-# Between the last two numbers of rows that are measured.
+# Least ratio between the last two numbers of rows that are measured.
 _LEAST_STEP = 1.25
-# How far one step moves what is known; an outlier counts as twice what was expected.
+# How far one step moves the estimates; an outlier counts as at most twice the expected seconds.
 _RATE = 0.05
-# Of what the start measured: no number of rows ever costs less. Where a sequence was measured as
-# dearer than whole steps are, rows would come to cost nothing.
+# No number of rows ever costs less than this share of its first measurement. Without it, rows would
+# cost nothing where a sequence was measured as dearer than whole steps.
 _LEAST_SHARE = 0.1
 
 
 class StepCost:
     """Seconds of a forward: measured at some numbers of rows, linear between them.
 
-    Beyond, it rises as over the last doubling: between two neighbours noise would decide, and what
-    looks free there would be taken for free at any size.
+    Beyond the last, the cost rises with the slope of the last doubling. The slope between two
+    neighbours would be mostly noise, and if it were zero, rows would look free at any size.
 
-    A sequence takes time of its own (a call of attention, say), however few rows it has: a row more
-    of one that is there costs less than a sequence more. It stays what the start measured: steps of
-    one load do not tell it from what rows cost, and a share of every correction led it astray.
+    A sequence also costs time by itself (a call of attention, say), so a row more in a sequence
+    costs less than a sequence more. This cost stays as measured at the start: steps under one load
+    cannot tell it from the cost of rows, and giving it a share of every correction led it astray.
     """
 
     def __init__(self, seconds_at: Mapping[int, float], sequence_s: float = 0.0) -> None:
-        """At least two numbers of rows, without what their sequences take by themselves."""
+        """Needs at least two numbers of rows; their seconds exclude the sequences' own cost."""
         self._sequence_s = sequence_s
         self._rows = sorted(seconds_at)
         self._measured = [seconds_at[rows] for rows in self._rows]
@@ -51,10 +51,10 @@ class StepCost:
         return max(self._seconds[0], from_s * (1 - share) + to_s * share)
 
     def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
-        """Move the measurements on both sides of `rows` a little towards what this step took.
+        """Move the measurements on both sides of `rows` a little towards this step's seconds.
 
         They move in proportion, so no cost becomes zero. Steps beyond the measurements change
-        nothing: the line there is a guess, and its error is not theirs.
+        nothing: the line there is extrapolated, and its error says nothing about the measurements.
         """
         if not self._rows[0] <= rows <= self._rows[-1]:
             return

@@ -52,8 +52,8 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def reaches_of(parents: Sequence[int], accept: Sequence[float]) -> list[float]:
-    """How likely each node is reached; `accept` are the probabilities that each draft is accepted
-    if its parent is."""
+    """How likely each node is reached; `accept` is the probability that each draft is accepted if
+    its parent is."""
     reaches = [1.0]
     for parent, probability in zip(parents, accept, strict=True):
         reaches.append(reaches[parent] * probability)
@@ -61,6 +61,6 @@ def reaches_of(parents: Sequence[int], accept: Sequence[float]) -> list[float]:
 
 
 def renumbered(parents: Sequence[int], nodes: Sequence[int]) -> list[int]:
-    """Parents in the subtree of some nodes, in rising order and none without its parent."""
+    """Parents in the subtree of some nodes, given in rising order, each along with its parent."""
     number = {0: 0} | {node: place for place, node in enumerate(nodes, start=1)}
     return [number[parents[node - 1]] for node in nodes]

@@ -1,10 +1,10 @@
-"""A draft adapter as the runner uses it: few products, on mask rows alone.
+"""A draft adapter in the form that the runner uses: few products, on mask rows only.
 
-Layers with the same input have their first factors side by side, and their second factors as the
-blocks of one matrix: two products for queries, keys and values together.
+For layers with the same input, the first factors lie side by side, and the second factors are the
+blocks of one matrix. So queries, keys and values take two products together.
 
-Shape suffixes: D depths, H hidden size, I inputs, O outputs, K inner size of the layers of one
-input together, N rows of a forward, R rows of tokens, M mask rows, V vocabulary.
+Shape suffixes: D depths, H hidden size, I inputs, O outputs, K summed inner size of the layers
+that share an input, N rows of a forward, R rows of tokens, M mask rows, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter
 
-# Of a decoder layer, those with the same input, in the order of the runner's product.
+# A decoder layer's linear layers, grouped by input, in the order of the runner's product.
 _SITES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention_out": ("self_attn.o_proj",),
@@ -31,7 +31,7 @@ _SITES = {
 
 @dataclass(frozen=True, slots=True)
 class LoraProduct:
-    """The LoRA of all layers with one input, as two products."""
+    """The LoRA of all layers that share an input, as two products."""
 
     down_IK: Tensor
     up_KO: Tensor
@@ -41,15 +41,15 @@ class LoraProduct:
         y_MO.addmm_(torch.mm(x_MI, self.down_IK), self.up_KO)
 
     def __call__(self, x_MI: Tensor) -> Tensor:
-        """The adapter's part in the layers' results, (M, O)."""
+        """The adapter's part of the layers' results, (M, O)."""
         return torch.mm(torch.mm(x_MI, self.down_IK), self.up_KO)
 
 
 class MaskRows(Protocol):
-    """Which rows of a forward are masks: the others see nothing of the adapter."""
+    """Which rows of a forward are masks: the adapter applies to no others."""
 
     def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
-        """Embeddings of tokens by their ids and of masks by their depths, (N, H)."""
+        """Embeddings of tokens by id and of masks by depth, (N, H)."""
         ...
 
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
@@ -76,7 +76,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A tensor says which rows are masks: a recorded CUDA graph multiplies all rows it has."""
+    """A tensor says which rows are masks, because a recorded CUDA graph multiplies all its rows."""
 
     is_mask_N1: Tensor
 
@@ -88,7 +88,7 @@ class Gated:
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
         """See MaskRows."""
         if product:
-            # Not times 0, which would let infinities through.
+            # `where` and not a product with 0, which would turn infinities into NaN.
             y_NO.copy_(torch.where(self.is_mask_N1, y_NO + product(x_NI), y_NO))
 
 
@@ -104,7 +104,7 @@ class LayerLora:
 
 @dataclass(frozen=True, slots=True)
 class FusedAdapter:
-    """An adapter on the model's device, of its type."""
+    """An adapter on the model's device, in the model's dtype."""
 
     depths: int
     candidates: int
@@ -114,7 +114,7 @@ class FusedAdapter:
 
 
 def fused(adapter: DraftAdapter, model: PreTrainedModel) -> FusedAdapter:
-    """The adapter for this model. Raises ModelError if its shapes are not those of the model."""
+    """The adapter for this model. Raises ModelError if its shapes do not fit the model."""
     size = model.config.hidden_size
     if adapter.mask_embedding_DH.shape[1] != size:
         raise ModelError(
@@ -166,7 +166,7 @@ def _name(model: PreTrainedModel, index: int, layer: str) -> str:
 
 
 def _shape(model: PreTrainedModel, name: str) -> tuple[int, int]:
-    """Outputs and inputs: the weight itself may have been given up (`linear.py`)."""
+    """Outputs and inputs of a layer, whose weight may be gone already (`linear.py`)."""
     linear: Any = model.get_submodule(name)
     return linear.out_features, linear.in_features
 
@@ -183,7 +183,7 @@ def _layer(adapter: DraftAdapter, model: PreTrainedModel, index: int) -> LayerLo
 def _product(
     adapter: DraftAdapter, model: PreTrainedModel, names: Iterable[str]
 ) -> LoraProduct | None:
-    """The product of layers with one input; those without LoRA have no part of the inner size."""
+    """The product of layers that share an input; layers without LoRA add no inner size."""
     downs: list[Tensor] = []
     ups: list[Tensor] = []
     for name in names:

@@ -1,6 +1,6 @@
-"""An engine for asyncio: one thread owns it, and streams hand out its events.
+"""An engine for asyncio: one thread owns it, and streams deliver its events.
 
-Everything the outside asks for goes through one queue, and is done between two steps.
+All commands from outside go through one queue, and are executed between two steps.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from mars_ray.model.stop import stop_ids
 _log = logging.getLogger(__name__)
 _Deliver = Callable[[TokenEvent], None]
 Answer = TypeVar("Answer")
-# Steps that fail one after the other, with none in between that does not: the engine is broken.
+# The engine counts as broken after this many consecutive failed steps.
 _MOST_FAILED_STEPS = 3
-# Between two looks whether the thread has ended.
+# Interval of checks whether the thread has ended.
 _LOOK_S = 0.05
 
 
@@ -41,11 +41,11 @@ class Mailbox:
         self._events: deque[TokenEvent] = deque()
         self._woken = asyncio.Event()
         self._is_awaited = False
-        # First and last events of a request; each number is changed by one side only.
+        # Counts of requests' first and last events; each count is changed by one side only.
         self._urgent_put = self._urgent_taken = 0
 
     def put(self, event: TokenEvent) -> None:
-        """The reader is woken where it waits for any event, and by first and last ones."""
+        """Add an event, which wakes a waiting reader; a first or last one also ends a pause."""
         is_urgent = _is_urgent(event)
         self._events.append(event)
         self._urgent_put += is_urgent
@@ -56,11 +56,11 @@ class Mailbox:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     async def take(self) -> list[TokenEvent]:
-        """All events there are, at least one."""
+        """Wait for an event, and return all that are here."""
         while not self._events:
             self._woken.clear()
             self._is_awaited = True
-            # The writer may have looked before the flag was up.
+            # The writer may have checked the flag before it was set.
             if not self._events:
                 await self._woken.wait()
         taken = [self._events.popleft() for _ in range(len(self._events))]
@@ -68,7 +68,7 @@ class Mailbox:
         return taken
 
     async def pause(self, seconds: float) -> None:
-        """Wait so long, or until a request's first or last event is here."""
+        """Wait for this time, or until a request's first or last event is here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._urgent_put <= self._urgent_taken:
@@ -81,22 +81,22 @@ def _is_urgent(event: TokenEvent) -> bool:
 
 
 class AsyncEngine:
-    """An engine that works by itself. `start` it before use, `stop` it at the end.
+    """An engine that runs in a thread. `start` it before use, `stop` it at the end.
 
-    The service knows it as an `EngineClient` (`serve/replica/engine_client.py`).
+    The service uses it as an `EngineClient` (`serve/replica/engine_client.py`).
     """
 
     def __init__(self, engine: Engine, directory: str | Path | None = None) -> None:
-        """`directory` is the model's, which draft adapters are compared with."""
+        """`directory` is the model's; draft adapters are checked against it."""
         self._engine = engine
         self._directory = directory
-        self._adapter: tuple[str, DraftAdapter] | None = None  # ready, but not in use
+        self._adapter: tuple[str, DraftAdapter] | None = None  # ready, not yet in use
         self.can_draft = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
         self._undelivered: list[tuple[_Deliver, TokenEvent]] = []
-        self._is_unchecked = True  # since the last step
-        self._failed_steps = 0  # since the last that did not
+        self._is_unchecked = True  # no integrity check since the last step
+        self._failed_steps = 0  # since the last step that succeeded
         self._stopping = False
         self._closed = False
         self._closing = threading.Lock()
@@ -110,18 +110,18 @@ class AsyncEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What holds for every request. Raises ModelError if answers would never end."""
+        """Facts that hold for every request. Raises ModelError if answers would never end."""
         model, config = self._engine.model, self._engine.config
         return EngineFacts(
             config.max_context, config.max_batch, model.config.vocab_size, stop_ids(model)
         )
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread; requests under way get an EngineError."""
+        """End the thread; open requests get an EngineError."""
         with contextlib.suppress(EngineError):
             self._command(self._stop)
         self._thread.join(timeout_s)
@@ -135,7 +135,7 @@ class AsyncEngine:
             raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
 
     async def ended(self) -> None:
-        """Returns once the thread is gone, whatever for, and its requests have their errors."""
+        """Return once the thread is gone for any reason, and its requests have their errors."""
         while self._thread.is_alive():
             await asyncio.sleep(_LOOK_S)
 
@@ -144,14 +144,14 @@ class AsyncEngine:
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Events of all the requests, one per forward of each, until every request has its last.
 
-        What comes within `interval_s` of the events before comes together with them; only a
-        request's first and last event do not wait. Closing the iterator cancels what is not over.
-        An event with a failure is passed on, and then that failure is raised: RequestError if the
-        engine refuses the request, or cannot follow its grammar any further, EngineError if the
-        engine fails.
+        Events are yielded at most every `interval_s`, together with all that came in the meantime;
+        only a request's first and last event do not wait. Closing the iterator cancels unfinished
+        requests. An event with a failure is yielded, and then its failure is raised: RequestError
+        if the engine refuses the request or cannot follow its grammar any further, EngineError if
+        the engine fails.
         """
         mailbox = Mailbox()
-        deliver = mailbox.put  # one object, by which `_cancel` knows whose request it is
+        deliver = mailbox.put  # one object, by which `_cancel` recognises the request's stream
         self._command(lambda: self._submit(requests, deliver))
         try:
             unfinished = len(requests)
@@ -171,12 +171,12 @@ class AsyncEngine:
                 self._command(lambda: self._cancel(requests, deliver))
 
     async def abort(self, request_id: str) -> None:
-        """End a request of a stream that goes on for the others; no event of it comes any more,
-        but for those that are on their way. Raises EngineError once the engine has ended."""
+        """End a request of a stream that continues for the others. Only events that are already on
+        their way still come. Raises EngineError once the engine has ended."""
         self._command(lambda: self._abort(request_id))
 
     async def set_threshold(self, threshold: float) -> None:
-        """Sets the threshold of requests that tolerate it, from the next step on."""
+        """Set the threshold of requests that tolerate it, from the next step on."""
 
         def change(engine: Engine) -> None:
             engine.thresholds.set_point = threshold
@@ -184,11 +184,11 @@ class AsyncEngine:
         await self.ask(change)
 
     async def snapshot(self) -> Snapshot:
-        """The engine between two steps."""
+        """The engine's state between two steps."""
         return await self.ask(Engine.snapshot)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Get a draft adapter ready; the one made ready before it is forgotten.
+        """Make a draft adapter ready for use; it replaces the one made ready before.
 
         Raises ModelError if it cannot be read or does not fit the model.
         """
@@ -198,7 +198,7 @@ class AsyncEngine:
         self._adapter = name, adapter
 
     async def use_adapter(self, name: str | None) -> None:
-        """The adapter made ready last makes drafts from the next step on, or with None the model
+        """Let the adapter made ready last make drafts from the next step on; with None, the model
         itself, if it was trained to. Raises ModelError, and then nothing has changed."""
         ready, self._adapter = self._adapter, None
         adapter = None
@@ -206,8 +206,8 @@ class AsyncEngine:
             if ready is None or ready[0] != name:
                 raise ModelError(f"draft adapter {name} is not ready: load it first")
             adapter = ready[1]
-        # Before the engine is asked, with nothing in between: what is submitted until then comes to
-        # it first, with drafts, and what is submitted later comes as the next step can decode it.
+        # Set just before the engine is asked. Requests submitted earlier reach it first, with
+        # drafts; requests submitted later are in a form that the next step can decode.
         before = self.can_draft
         self.can_draft = adapter is not None or self._engine.drafts_itself
         try:
@@ -217,7 +217,7 @@ class AsyncEngine:
             raise
 
     async def ask(self, question: Callable[[Engine], Answer]) -> Answer:
-        """What the engine's own thread says between two steps.
+        """The engine's answer, computed by its own thread between two steps.
 
         Raises what the question raises, and EngineError once the thread has ended.
         """
@@ -235,7 +235,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(answer)
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the thread do this between two steps. Raises EngineError once it has ended."""
+        """Let the thread execute this between two steps. Raises EngineError once it has ended."""
         with self._closing:
             if self._closed:
                 raise EngineError("the engine was shut down")
@@ -247,31 +247,31 @@ class AsyncEngine:
                 self._obey()
                 if self._engine.has_work and not self._stopping:
                     self._step()
-        except Exception:  # noqa: BLE001 - the edge of the thread; `check_health` tells
+        except Exception:  # noqa: BLE001 - the edge of the thread; `check_health` reports it
             _log.exception("the engine's thread has ended")
         finally:
             self._close()
 
     def _close(self) -> None:
-        """Whatever ended the thread, nobody may be left waiting for it."""
+        """End all requests: whatever ended the thread, no client may wait for it any longer."""
         with self._closing:
             self._closed = True
         try:
-            # What was asked before that is done, so that it can be undone like the rest.
+            # Execute earlier commands too, so that their requests can be ended like the rest.
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._commands.get_nowait()()
-        except Exception:  # noqa: BLE001 - the others still have to hear of the end
+        except Exception:  # noqa: BLE001 - the other clients must still learn of the end
             _log.exception("a command failed while the engine's thread was ending")
         self._deliver()
         self._fail_all(EngineError("the engine was shut down"))
 
     def _obey(self) -> None:
-        """Do all commands there are; without work, wait for one."""
+        """Execute all waiting commands; without work, wait for one."""
         if not self._engine.has_work:
             self._deliver()
             if self._is_unchecked:
-                # Once: it looks at every page, and who is idle is asked for numbers all the time.
+                # Once only: it checks every page, and an idle engine is polled for numbers often.
                 self._engine.check_integrity()
                 self._is_unchecked = False
             self._commands.get()()
@@ -284,14 +284,14 @@ class AsyncEngine:
         for event in self._stepped():
             deliver = self._listeners[event.request_id]
             if event.is_last:
-                # Its id is free from here on, delivered or not.
+                # The id is free from here on, whether the event is delivered or not.
                 del self._listeners[event.request_id]
             if event.failure:
                 event = replace(event, failure=_error_of(event.request_id, event.failure))
             self._undelivered.append((deliver, event))
         self.last_step_s = time.monotonic()
-        # Where a device leaves the processor free, they go out beside the next forward: no step
-        # waits for that, nor for those who then read them.
+        # If the device leaves the processor free, events are delivered during the next forward: no
+        # step waits for the delivery, nor for the readers.
         if not self._engine.overlaps:
             self._deliver()
 
@@ -301,14 +301,14 @@ class AsyncEngine:
             deliver(event)
 
     def _stepped(self) -> Iterable[TokenEvent]:
-        """The events of a step, or of one for each sequence alone if all together fail.
+        """The events of a step, or if it fails, of a step for each sequence alone.
 
-        Raises what the step raises once too many have failed.
+        Raises the step's error once too many steps have failed.
         """
         try:
             events = self._engine.step(self._deliver)
         except RequestError:
-            # No fault of the engine's: a grammar has become too complex on the way.
+            # The engine is not to blame: a grammar has become too complex during the answer.
             return step_apart(self._engine)
         except Exception:
             self._failed_steps += 1
@@ -316,7 +316,7 @@ class AsyncEngine:
                 raise
             _log.exception("a step of the engine failed; each of its sequences is tried alone")
             events = step_apart(self._engine)
-            # Somebody was to blame, and not the engine: clients repeat what has failed.
+            # A request was to blame and not the engine; clients repeat failed requests.
             if any(event.failure for event in events) and works(self._engine):
                 self._failed_steps = 0
             return events
@@ -324,7 +324,7 @@ class AsyncEngine:
         return events
 
     def _submit(self, requests: Iterable[Request], deliver: _Deliver) -> None:
-        """Submit the requests up to the first that cannot be: with it, its stream is over."""
+        """Submit the requests up to the first that is refused, which ends their stream."""
         if not self._listeners:
             self.last_step_s = time.monotonic()
         for request in requests:
@@ -342,7 +342,7 @@ class AsyncEngine:
 
     def _cancel(self, requests: Iterable[Request], deliver: _Deliver) -> None:
         for request in requests:
-            # Another request may have this id: one that was refused must not end the first.
+            # Another request may have this id: a refused request must not end that one.
             if self._listeners.get(request.id) is deliver:
                 self._abort(request.id)
 
@@ -352,7 +352,7 @@ class AsyncEngine:
 
     def _fail_all(self, error: EngineError) -> None:
         listeners, self._listeners = self._listeners, {}
-        # First: what has ended the thread may be in the way of the rest.
+        # First, because the cause of the thread's end may make the rest fail.
         for request_id, deliver in listeners.items():
             deliver(_failed(request_id, error))
         for request_id in listeners:
@@ -366,12 +366,12 @@ class AsyncEngine:
 
 
 def _failed(request_id: str, failure: Exception) -> TokenEvent:
-    """The last event of a request that never was in the engine, or leaves it with an error."""
+    """The last event of a request that never entered the engine, or leaves it with an error."""
     return TokenEvent(request_id, (), 0, failure=failure)
 
 
 def _error_of(request_id: str, failure: Exception) -> Exception:
-    """What a client learns: where its request went too far, but nothing of faults of ours."""
+    """The error for a client: details if its request was at fault, none of internal errors."""
     if isinstance(failure, RequestError):
         return failure
     _log.error("request %s failed", request_id, exc_info=failure)

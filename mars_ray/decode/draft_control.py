@@ -1,11 +1,11 @@
-"""Which drafts and masks the sequences of a step get: as many as pay for their rows.
+"""Which drafts and masks the sequences of a step get: those that are worth the cost of their rows.
 
-Only for `verified` at threshold 1, whose output does not depend on it, and for requests without a
-fixed threshold, whose output depends on the load anyway. A mask costs a row now, and the draft that
-it becomes another one in the next step. What a draft is worth is told by its confidence and by how
-often drafts of such confidence were accepted lately; what a mask is worth, by the drafts that masks
-of its depth became. Under load rows cost more, and fewer of them are worth it, until decoding is
-that of `exact`.
+This applies only to `verified` at threshold 1, whose output does not depend on it, and to requests
+without a fixed threshold, whose output depends on the load anyway. A mask costs a row now, and the
+draft that it becomes costs another row in the next step. The value of a draft is estimated from its
+confidence and from how often drafts of such confidence were accepted lately. The value of a mask is
+estimated from the drafts that masks of its depth became. Under load rows cost more and fewer are
+worth their cost, until decoding is the same as `exact`.
 """
 
 import math
@@ -20,17 +20,17 @@ from mars_ray.decode.draft_stats import DraftStats
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan
 
-# What a step's speed-up still counts for after another one.
+# Weight that a step's speed-up keeps after each further step.
 _STEP_DECAY = 0.95
-# A row's least price in tokens: even where rows look free, less is within what a cost is wrong by.
+# A row's least price in tokens: even where rows look free, less is within the error of the costs.
 _LEAST_PRICE = 0.03
-# How much the price is raised at a time where a step would have too many rows.
+# Factor by which the price is raised, repeatedly, while a step would have too many rows.
 _DEARER = 1.5
 # How fast the price follows the load.
 _PRICE_RATE = 0.2
-# New drafts that are looked at in a step: more of the same would only take time.
+# Sequences whose new drafts are examined in a step: more of the same would only take time.
 _LOOKED_AT = 4
-# What is not tried is not learnt: every so many steps one sequence has all masks.
+# Masks that are never tried teach nothing, so once in this many steps one sequence has all masks.
 _PROBE_EVERY = 128
 
 
@@ -40,20 +40,20 @@ class _SpeedUp:
 
     tokens: float = 1.0
     seconds: float = 1.0
-    # Of the step under way: tokens of all and of the least step, and the ratio of their seconds.
+    # The current step's tokens, those of one without drafts and masks, and their ratio of seconds.
     committed: float = 0.0
     least: float = 0.0
     ratio: float = 1.0
 
     def close(self) -> float:
-        """Count the step that was; the speed-up, at least 1."""
+        """Count the last step, and return the speed-up, at least 1."""
         if self.least:
             self.tokens = self.tokens * _STEP_DECAY + self.committed / self.least
             self.seconds = self.seconds * _STEP_DECAY + self.ratio
         return max(1.0, self.tokens / self.seconds)
 
     def open(self, others: int, members: int) -> None:
-        """The next step; the rows of others count as a token each."""
+        """Begin the next step; each row of other sequences counts as a token."""
         self.committed, self.least, self.ratio = others, others + members, 1.0
 
 
@@ -61,7 +61,7 @@ class DraftControl:
     """Chooses the drafts and masks of every such sequence (`_is_controlled`) before each step."""
 
     def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
-        """For steps of at most `most_rows`."""
+        """`most_rows` is the most rows of a step."""
         self.cost = cost
         self._most_rows = most_rows
         # Sampled drafts are accepted less often than greedy ones.
@@ -72,11 +72,11 @@ class DraftControl:
         self._steps = 0
 
     def forget(self, depth: int) -> None:
-        """Forget what is known of drafts: from now on they are others, of this depth at most."""
+        """Forget all statistics of drafts, because another source makes them, to this depth."""
         self.acceptance = {False: DraftStats(depth), True: DraftStats(depth)}
 
     def choose(self, running: Several[Sequence]) -> None:
-        """Choose for the step to come, of these sequences."""
+        """Choose for the next step, which has these sequences."""
         self._steps += 1
         self._sequences = len(running)
         speed_up = self._speed_up.close()
@@ -95,7 +95,7 @@ class DraftControl:
         price, prospects = self._price, self._prospects(members, self._price)
         rows = least + _choose_at(prospects, members, accept)
         while least < rows > self._most_rows:
-            # All must fit, or some would wait for a step more.
+            # All must fit, or some would wait for another step.
             price *= _DEARER
             prospects = self._prospects(members, price)
             rows = least + _choose_at(prospects, members, accept)
@@ -106,20 +106,20 @@ class DraftControl:
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
     def _price_at(self, rows: int, least: int, speed_up: float) -> float:
-        """Tokens that the time of one more row would bring elsewhere."""
+        """Tokens that the time of one more row would yield elsewhere."""
         row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
         return max(_LEAST_PRICE, speed_up * least / self._seconds(least) * row_s)
 
     def _seconds(self, rows: int) -> float:
-        """Seconds of a step of so many rows, of all that run.
+        """Seconds of a step of all running sequences with this number of rows.
 
-        What is done beside the forward is not in it: part of that is by rows as well, and with or
-        without it the price is the same within a tenth.
+        Work besides the forward is left out. Part of it grows with the rows too, and the price is
+        the same within a tenth with or without it.
         """
         return self.cost.seconds(rows, self._sequences)
 
     def _prospects(self, members: Several[Sequence], price: float) -> dict[bool, Prospects]:
-        """What is known of sampled drafts, and of greedy ones, if there are any."""
+        """Prospects for sampled and for greedy drafts, if there are any."""
         known = {sampled: self.acceptance[sampled] for sampled in set(map(_is_sampled, members))}
         return {
             sampled: Prospects(own.worth(price), price, own.lasting)
@@ -132,7 +132,7 @@ class DraftControl:
         accept: Several[list[float]],
         prospects: dict[bool, Prospects],
     ) -> None:
-        """Learn from new drafts, and from what is made of them; of everybody in turn."""
+        """Learn from new drafts and the choices made of them; sequences take turns."""
         start = self._steps * _LOOKED_AT
         for place in range(start, start + min(_LOOKED_AT, len(members))):
             sequence, own = members[place % len(members)], accept[place % len(members)]
@@ -147,7 +147,7 @@ class DraftControl:
         return self.acceptance[_is_sampled(sequence)].of(sequence.draft_probabilities)
 
     def observe(self, sequence: Sequence, plan: Plan, outcome: int, committed: int) -> None:
-        """Learn from what a step made of a sequence's drafts."""
+        """Learn from a step's verification of a sequence's drafts."""
         if not _is_controlled(sequence):
             return
         self._speed_up.committed += committed
@@ -160,7 +160,7 @@ class DraftControl:
 def _choose_at(
     prospects: dict[bool, Prospects], members: Several[Sequence], accept: Several[list[float]]
 ) -> int:
-    """Choose for each member; the number of rows that this adds."""
+    """Choose for each member, and return the number of rows that this adds."""
     rows = 0
     for sequence, own in zip(members, accept, strict=True):
         mode = sequence.request.mode
@@ -174,14 +174,14 @@ def _choose_at(
 
 
 def _probe(sequence: Sequence) -> None:
-    """Give a sequence all its masks: where they do not pay, nothing would be learnt of them."""
+    """Give a sequence all its masks: if masks were never tried, nothing would be learnt of them."""
     drafts = first_chain(sequence.draft_parents)
     masks = _rooms(sequence)[drafts]
     sequence.choice = Choice(drafts, (*([0] * drafts), masks))
 
 
 def _is_controlled(sequence: Sequence) -> bool:
-    """Whether what the sequence says does not depend on its drafts and masks, or may."""
+    """Whether the sequence's text does not depend on its drafts and masks, or is allowed to."""
     mode = sequence.request.mode
     return isinstance(mode, VerifiedMode) and (
         mode.threshold == 1 or sequence.request.quality is not None
@@ -193,8 +193,8 @@ def _is_sampled(sequence: Sequence) -> bool:
 
 
 def _branches(sequence: Sequence, price: float) -> int:
-    """Alternatives for the next first draft that may be worth a row: of so many tokens the last is
-    at most as likely as if all were alike."""
+    """Number of alternatives for the next first draft that may be worth a row: the last of n tokens
+    has at most probability 1 / n."""
     mode = sequence.request.mode
     assert isinstance(mode, VerifiedMode)
     if sequence.grammar:
@@ -204,8 +204,8 @@ def _branches(sequence: Sequence, price: float) -> int:
 
 
 def _leave_out_useless(sequence: Sequence) -> None:
-    """Drop drafts that no answer ends with: behind a token that ends it, or in place of the last
-    token, which comes without one."""
+    """Drop drafts that cannot be used: those behind a token that ends the answer, and one for the
+    last token, which needs no draft."""
     stop, depths = sequence.request.stop_ids, depths_of(sequence.draft_parents)
     if max(depths) < sequence.remaining and stop.isdisjoint(sequence.drafts):
         return
@@ -218,7 +218,7 @@ def _leave_out_useless(sequence: Sequence) -> None:
 
 
 def _rooms(sequence: Sequence) -> list[int]:
-    """Masks that the answer may need, behind each node."""
+    """The number of masks that the answer may need behind each node."""
     left, stop = sequence.remaining - 2, sequence.request.stop_ids
     depths = depths_of(sequence.draft_parents)
     rooms = [max(0, min(sequence.widest, left - depth)) for depth in depths]

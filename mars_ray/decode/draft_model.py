@@ -15,7 +15,7 @@ from mars_ray.model.card import ModelCard
 
 
 class DraftEngine(Protocol):
-    """What a drafter needs of an engine (`decode.engine`, which is above this module)."""
+    """The part of an engine that a drafter needs (`decode.engine` is above this module)."""
 
     model: PreTrainedModel
     card: ModelCard
@@ -30,7 +30,7 @@ class DraftEngine(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request, if it is there."""
+        """Forget a request, if the engine has it."""
         ...
 
     def step(self, meanwhile: Callable[[], None]) -> list[TokenEvent]:
@@ -39,13 +39,13 @@ class DraftEngine(Protocol):
 
 
 class Drafter:
-    """Drafts by an engine of its own, which finds again what it has computed for a text.
+    """Makes drafts with a separate engine, whose prefix cache keeps what it computed for a text.
 
-    If the draft model is a MARS model itself, its drafts take fewer forwards than tokens.
+    If the draft model is itself a MARS model, its drafts take fewer forwards than tokens.
     """
 
     def __init__(self, engine: DraftEngine, vocabulary: int) -> None:
-        """Raises ConfigError if the draft model's vocabulary is not that of the target."""
+        """Raises ConfigError if the draft model's vocabulary is not the target's."""
         own = engine.model.config.vocab_size
         if own != vocabulary:
             raise ConfigError(
@@ -58,10 +58,10 @@ class Drafter:
     def extend(
         self, wanting: Iterable[tuple[Sequence, int]], meanwhile: Callable[[], None]
     ) -> None:
-        """Add so many tokens to each sequence's drafts, and how probable they are.
+        """Add the wanted number of tokens to each sequence's drafts, with their probabilities.
 
         `meanwhile` is called in every forward (`Engine.step`). If the draft model fails, no
-        sequence has changed, and nothing is left over in its engine.
+        sequence has changed, and no request is left in its engine.
         """
         by_id: dict[str, Sequence] = {}
         events: list[TokenEvent] = []
@@ -86,7 +86,7 @@ class Drafter:
             )
 
     def _request(self, sequence: Sequence, count: int) -> Request:
-        """A request for drafts, with the sequence's seed: the same noise chooses and verifies."""
+        """A request for drafts, with the sequence's seed: verification uses the same noise."""
         sampling = sequence.request.sampling
         own = Sampling(
             temperature=sampling.temperature,

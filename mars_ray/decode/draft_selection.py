@@ -1,14 +1,14 @@
-"""What the masks behind a step's outcome propose.
+"""The proposals of the masks behind a step's outcome.
 
-Without a sequential head each mask proposes by itself. With one (`core.draft_head`) the token
-before each is known: that of the outcome's row, or the proposal just made. So the head takes one
-depth after the other, of all sequences together, and only each row's likeliest tokens.
+Without a sequential head each mask proposes by itself. With a head (`core.draft_head`) the token
+before each mask is known: that of the outcome's row, or the proposal just made. So the head works
+depth by depth, for all sequences together, and only on each row's likeliest tokens.
 
-The first mask may propose several tokens, each the first of a branch. What follows is a chain in
-every branch: without a head the same in all, with one what it says behind the branch's own tokens.
+The first mask may propose several tokens, each the first of a branch, which continues as a chain.
+Without a head the chain is the same in all; with a head it depends on the branch's own tokens.
 
-Shape suffixes: M rows of masks, L branches of all sequences, X those of one depth, D depths, C
-candidates, H hidden size, V vocabulary, S sequences with several branches, A alternatives.
+Shape suffixes: M rows of masks, L branches of all sequences, X those of one depth, D depths,
+C candidates, H hidden size, V vocabulary, S sequences with several branches, A alternatives.
 """
 
 from collections.abc import Sequence as Several
@@ -38,8 +38,8 @@ class Masks:
     sequence: Sequence
     plan: Plan
     outcome: int  # the node before them
-    token: int  # and behind it the token of its row
-    own: slice  # among the rows that are read; empty if there are none
+    token: int  # the token that the outcome's row predicts
+    own: slice  # their rows among those that are read; empty if there are none
 
     @property
     def count(self) -> int:
@@ -48,12 +48,12 @@ class Masks:
 
     @property
     def branches(self) -> int:
-        """Tokens that the first of them proposes."""
+        """Number of tokens that the first mask proposes."""
         return self.sequence.branches
 
     @property
     def answer(self) -> list[int]:
-        """What of the answer stands before them, and is more than a guess."""
+        """The final tokens of the answer before them, without guesses."""
         sequence = self.sequence
         answer = sequence.tokens[len(sequence.request.prompt) :]
         return answer + self.plan.tokens(self.outcome)
@@ -66,7 +66,7 @@ def choose_drafts(
     position_M: Tensor,
     masks: Several[Masks],
 ) -> list[Proposals]:
-    """What each sequence's masks propose; `position_M` are those of the tokens to come."""
+    """Proposals of each sequence's masks; `position_M` holds the predicted tokens' positions."""
     adapter = runner.adapter
     if adapter and adapter.head:
         drafts = _Drafts(runner, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
@@ -110,7 +110,7 @@ def _by_themselves(logits_MV: Tensor, position_M: Tensor, masks: Several[Masks])
 def _others(
     scores_SV: Tensor, p_SV: Tensor, several: Several[Masks]
 ) -> list[list[tuple[int, float]]]:
-    """Beside each row's best token the next ones, and how likely the row itself says each."""
+    """Each row's next best tokens after its best one, with their probabilities in that row."""
     if not several:
         return []
     most = min(max(each.branches for each in several), scores_SV.shape[-1])
@@ -124,8 +124,8 @@ def _others(
 
 
 def _proposals(branches: list[tuple[list[int], list[float]]], log_p_NV: Tensor | None) -> Proposals:
-    """Branches of the same depth with their confidences, without those whose first token is never
-    said."""
+    """Branches of the same depth with their confidences, without those whose first token has
+    probability 0."""
     if not branches:
         return Proposals(log_p_NV=log_p_NV)
     kept = [each for index, each in enumerate(branches) if index == 0 or each[1][0] > 0]
@@ -162,20 +162,20 @@ class _Drafts:
         self._masks = masks
         self._candidate_MC = likeliest(logits_MV, adapter.candidates)
         likeliest_MC = logits_MV.gather(-1, self._candidate_MC)
-        # What is never emitted is no candidate either, where the vocabulary is small.
+        # Tokens that are never emitted must not be candidates, as they could in a small vocabulary.
         self._banned_MC = torch.zeros_like(likeliest_MC).masked_fill_(
             likeliest_MC == -torch.inf, -torch.inf
         )
 
     def by_head(self) -> list[Proposals]:
-        """What each sequence's masks propose, found depth by depth."""
+        """Proposals of each sequence's masks, found depth by depth."""
         device = self._hidden_MH.device
         counts = [each.count for each in self._masks]
         most = self._candidate_MC.shape[1]
         branches = [min(each.branches, most) if each.count else 0 for each in self._masks]
         member_L = [index for index, own in enumerate(branches) for _ in range(own)]
         rank_L = torch.tensor([rank for own in branches for rank in range(own)])
-        # What each branch says, behind the token of the outcome's row.
+        # Each branch's tokens, after the token of the outcome's row.
         text_LD = torch.zeros((len(member_L), 1 + max(counts)), dtype=torch.long, device=device)
         before = torch.tensor([self._masks[index].token for index in member_L])
         text_LD[:, 0] = upload(before, device)
@@ -197,10 +197,10 @@ class _Drafts:
     def _choose(
         self, members: list[int], before_XD: Tensor, rank_X: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Proposals of some branches at one depth, and how sure each is.
+        """Proposals of some branches at one depth, and the confidence of each.
 
-        `members` are the branches' sequences. Of what their masks find likely the branches take the
-        first, or the one of the rank given.
+        `members` are the branches' sequences. A branch takes its mask's likeliest token, or the one
+        of the given rank.
         """
         depth = before_XD.shape[1] - 1
         row_X = torch.tensor([self._masks[index].own.start + depth for index in members])
@@ -237,14 +237,14 @@ class _Drafts:
     def _note_and_adjust(
         self, members: list[int], before_XD: Tensor, candidate_XC: Tensor, logits_XC: Tensor
     ) -> None:
-        """Keep what is asked for of the logits of one depth; then penalties and the like."""
+        """Keep the requested logits of one depth; then apply penalties and the like."""
         depth, noted = before_XD.shape[1] - 1, set()
         for place, index in enumerate(members):
             each = self._masks[index]
             if each.sequence.request.logprobs is not None and index not in noted:
                 row_V = self._logits_MV[each.own.start + depth]
                 row_V.scatter_(0, candidate_XC[place], logits_XC[place])
-                noted.add(index)  # of the first branch
+                noted.add(index)  # only for the first branch
             if each.sequence.request.sampling.changes_logits:
                 before = before_XD[place].tolist()
                 logits_XC[place] = self._adjusted(

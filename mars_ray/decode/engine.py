@@ -42,10 +42,10 @@ from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 
-# The depth of adapters that there is always room for.
+# Adapters up to this depth always fit.
 _ADAPTERS_DEPTH = 8
 
-# A sequence's rows, its outcome and what the masks behind that say.
+# A sequence's rows, its outcome and the proposals of the masks behind that outcome.
 _Read = tuple[Rows, int, Proposals]
 
 
@@ -61,22 +61,22 @@ class Engine:
         adapter: DraftAdapter | None = None,
         adapter_name: str | None = None,
     ) -> None:
-        """Takes over the matrices of the model (`FusedModel`): others cannot use a large one then.
+        """Take over the model's matrices (`FusedModel`); large ones have no other use afterwards.
 
-        `adapter` as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
+        `adapter` is as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
         sequence or attention slides within the context, and ModelError.
         """
         check_sees_all(config.max_context, model.config)
         self.model = model
-        self.card = self._own_card = card  # the first with an adapter's depth, if there is one
+        self.card = self._own_card = card  # self.card: with an adapter's depth, if any
         self.config = config
         depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
-        # The last step's rows may lie beyond the limit.
+        # Rows of an answer's last step may lie beyond the limit.
         rows = config.max_step_tokens
         self._spare = rows if draft_engine else min(rows, widest_rows(depth))
         positions = config.max_context + self._spare
         runner = FusedModel(model, positions)
-        pages = page_count(model, positions, config)  # of what the runner has left
+        pages = page_count(model, positions, config)  # from the memory that the runner has left
         self.pool = PagePool(pages)
         cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
         self._backend = backend_of(config, runner, cache, positions)
@@ -89,7 +89,7 @@ class Engine:
         self.control: DraftControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
         self.adapter_name: str | None = None  # of the adapter that makes drafts now
-        self._adapters = 0  # so far
+        self._adapters = 0  # number set so far
         if adapter:
             self.set_adapter(adapter, adapter_name)
 
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the processor is free while a forward is under way."""
+        """Whether the processor is free while a forward runs."""
         return self.model.device.type != "cpu"
 
     @property
@@ -110,12 +110,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Sequences that are not admitted yet, or were sent back for want of pages."""
+        """Sequences that are not admitted yet, or were sent back because pages ran out."""
         return self._scheduler.waiting
 
     @cached_property
     def info(self) -> EngineInfo:
-        """What the engine runs as."""
+        """The engine's dtype, device, attention backend and cache."""
         device = self.model.device
         return EngineInfo(
             engine="mars-ray",
@@ -128,7 +128,7 @@ class Engine:
         )
 
     def snapshot(self) -> Snapshot:
-        """What the engine does and has done so far, in values that later steps do not change."""
+        """The engine's state and counts so far, in values that later steps do not change."""
         scheduler, control = self._scheduler, self.control
         return Snapshot(
             info=self.info,
@@ -150,12 +150,12 @@ class Engine:
 
     @property
     def model_seconds(self) -> float:
-        """Time spent in the model's forward so far; the rest of a step is our own."""
+        """Time spent in the model's forward so far; the rest of a step is the engine's own work."""
         return self._backend.runner.seconds
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the model was trained to make drafts, so that it needs no adapter for it."""
+        """Whether the model was trained to make drafts, and so needs no adapter."""
         return self._own_card.block_size > 0
 
     def check_adapter(self, adapter: DraftAdapter) -> None:
@@ -175,12 +175,12 @@ class Engine:
         return own
 
     def set_adapter(self, adapter: DraftAdapter | None, name: str | None = None) -> None:
-        """Set who makes drafts from the next step on: an adapter, or without one the model itself,
-        if it was trained to.
+        """Let an adapter make drafts from the next step on, or with None the model itself, if it
+        was trained to.
 
-        Sequences under way go on: what the last one proposed are only drafts. `name` says in
-        events and completions whose drafts a sequence had. Raises ModelError if the adapter is not
-        for this model, or too deep for this engine; then nothing has changed.
+        Running sequences continue, since proposals of the last adapter are only drafts. `name`
+        tells in events and completions whose drafts a sequence had. Raises ModelError if the
+        adapter is not for this model, or too deep for this engine; then nothing has changed.
         """
         own = self._fitting(adapter) if adapter else None
         depth = own.depths if own else self._own_card.block_size
@@ -194,7 +194,7 @@ class Engine:
             self.control.forget(max(1, depth))
 
     def warm_up(self) -> None:
-        """Run steps of every size and measure them; before the first request."""
+        """Run steps of every size and measure them; call it before the first request."""
         assert not self.has_work, "the engine is at work"
         assert not self.pool.kept, "warming up would overwrite what is kept"
         self._backend.warm_up()
@@ -204,13 +204,13 @@ class Engine:
             self.control = DraftControl(cost, depth, decoding_rows(self.config))
 
     def time_step(self, sequences: int, positions: int) -> float:
-        """Seconds of a step of so many sequences with so many positions each, when idle."""
+        """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
         assert not self.has_work, "the engine is at work"
         rows = sequences * positions
         return step_seconds(self._backend, self.card, self.config, rows, sequences)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError or PromptTooLongError if it could not be decoded here."""
+        """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
         check_request(request, self.model, self.card, self.config.max_context)
         if request.mode.needs_draft_model and not self._drafter:
             raise RequestError(
@@ -241,28 +241,28 @@ class Engine:
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request and free its pages; an id that is not here is none of our business."""
+        """Forget a request and free its pages; an unknown id is ignored."""
         if sequence := self._sequences.pop(request_id, None):
             self._scheduler.remove(sequence)
 
     def set_aside(self) -> list[Sequence]:
-        """Everybody leaves, with what they have committed; first those nearest to the batch."""
+        """Remove all sequences, with their committed tokens; those nearest to the batch first."""
         everybody = sorted(self._scheduler.all(), key=lambda s: (not s.pages, s.order))
         for sequence in everybody:
             self.cancel(sequence.request.id)
         return everybody
 
     def take_back(self, sequence: Sequence) -> None:
-        """Let a sequence that was set aside go on, as one that had to give way."""
+        """Let a sequence that was set aside continue, as one that was sent back to wait."""
         self._sequences[sequence.request.id] = sequence
         self._scheduler.add(sequence)
 
     def step(self, meanwhile: Callable[[], None] = nothing) -> list[TokenEvent]:
-        """Make one forward, or end the requests that are late; an event for each that has news.
+        """Run one forward, or end the requests that are late; returns an event per changed request.
 
-        `meanwhile` is called in every forward, the draft model's too, once all is asked of the
-        device; it must not touch the engine. If a step raises, nothing was committed: `step_apart`
-        (`decode/isolation.py`) finds out for whom.
+        `meanwhile` is called in every forward, also the draft model's, once all its work is
+        launched on the device; it must not touch the engine. If a step raises, nothing was
+        committed: `step_apart` (`decode/isolation.py`) finds the sequence that is to blame.
         """
         begin_s = time.monotonic()
         if late := self._expire():
@@ -286,7 +286,7 @@ class Engine:
     def _read(
         self, work: list[Work], reader: Sampler, meanwhile: Callable[[], None]
     ) -> Iterator[_Read]:
-        """For every plan what its rows say, where its step ends, and what masks propose there."""
+        """For every plan: its rows' results, its outcome, and the proposals of the masks there."""
         planned = [(item.sequence, item.plan) for item in work if item.plan]
         rows = reader.rows(meanwhile)
         outcomes = [
@@ -297,7 +297,7 @@ class Engine:
         return zip(rows, outcomes, reader.proposals(outcomes, tokens), strict=True)
 
     def _commit(self, work: list[Work], read: Iterator[_Read]) -> list[TokenEvent]:
-        """Commit what the forward's rows mean for each sequence."""
+        """Commit the results of the forward's rows for each sequence."""
         events, moves = [], Moves(self.config.page_size)
         for item in work:
             sequence = item.sequence
@@ -309,7 +309,7 @@ class Engine:
                 rows, outcome, proposals = next(read)
                 moves.add(sequence.pages, sequence.committed, item.plan.path(outcome))
                 event = self._absorb(sequence, item.plan, rows, outcome, proposals)
-            except Exception as error:  # noqa: BLE001 - the fault of this request, and no other
+            except Exception as error:  # noqa: BLE001 - the fault of this request only
                 event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
             if event.completion or event.failure:
                 self.cancel(event.request_id)
@@ -320,7 +320,7 @@ class Engine:
         return events
 
     def _prepare(self, running: list[Sequence], meanwhile: Callable[[], None]) -> None:
-        """Set what the next step may do for each sequence that runs: threshold, masks, drafts."""
+        """Set threshold, masks and drafts of each running sequence for the next step."""
         for sequence in running:
             if quality := sequence.request.quality:
                 sequence.threshold = self.thresholds.of(quality)
@@ -335,7 +335,7 @@ class Engine:
     def _absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> TokenEvent:
-        """Commit what the sequence's rows say, and learn from them."""
+        """Commit the results of the sequence's rows, and learn from them."""
         disagreed = sequence.disagreed
         tokens = strategy_of(sequence).absorb(sequence, plan, rows, outcome, proposals)
         if self.control:
@@ -353,7 +353,7 @@ class Engine:
         if not plan.drafts:
             sequence.adapter = self.adapter_name
         event = sequence.commit(kept)
-        sequence.adapter = self.adapter_name  # from here on
+        sequence.adapter = self.adapter_name  # its new drafts are this adapter's
         if plan.measure:
             first = rows.numbers[plan.measure][0]
             event = replace(event, confidences=(first, *proposals.confidences)[: len(kept)])
@@ -365,13 +365,13 @@ class Engine:
         return event
 
     def check_integrity(self) -> None:
-        """Assert what must hold between steps."""
+        """Assert the invariants that hold between steps."""
         self._scheduler.check()
         here = {sequence.request.id for sequence in self._scheduler.all()}
         assert here == set(self._sequences), "a request is lost or left over"
 
     def _expire(self) -> list[TokenEvent]:
-        """End the requests whose deadline has passed, with what they have."""
+        """End the requests whose deadline has passed, with the tokens that they have."""
         late = [
             sequence
             for sequence in self._sequences.values()
@@ -384,7 +384,7 @@ class Engine:
 
 
 def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of an event: row i has predicted its i-th token."""
+    """Log-probabilities of an event's tokens; row i predicted the i-th token."""
     count = len(event.tokens)
     chosen = log_p_NV[:count].gather(
         -1, torch.tensor(event.tokens, device=log_p_NV.device)[:, None]
@@ -405,7 +405,7 @@ def generate_all(
 ) -> list[Completion]:
     """Decode requests in batches; completions in the order of the requests.
 
-    Raises RequestError, or what a request has failed by; none is left in the engine then.
+    Raises RequestError, or a request's failure; then no request is left in the engine.
     """
     order: list[str] = []
     done: dict[str, Completion] = {}

@@ -1,11 +1,11 @@
 """The model's forward for the rows of a step, over the checkpoint's own weights.
 
-A decoding step has few rows, so calling a Hugging Face model costs more than its arithmetic. Here a
-layer is a dozen operations. What is computed is what transformers computes, and tests hold it to
-that for each architecture (`tests/decode/test_fused_model.py`).
+A decoding step has few rows, so the call of a Hugging Face model costs more than its arithmetic.
+Here a layer is a dozen operations. The results are those of transformers, as tests check for each
+architecture (`tests/decode/test_fused_model.py`).
 
-With a draft adapter (`adapter.py`) the last rows of a forward are its masks: they have their own
-embeddings and products, and all other rows are computed as without it.
+With a draft adapter (`adapter.py`) the last rows of a forward are its masks. They have their own
+embeddings and products; all other rows are computed as without an adapter.
 
 Shape suffixes: N rows of a forward, P rows that are read, M mask rows, H hidden size (key-value
 heads where D follows), T heads of queries, keys and values together, D head size, I size of the
@@ -28,30 +28,30 @@ from mars_ray.decode.linear import Linear, ReorderedLinear, linear_of
 from mars_ray.errors import ModelError
 from mars_ray.model.forward import output_head
 
-# Rotary embeddings whose angles depend on nothing but the position.
+# Rotary embeddings whose angles depend only on the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Logits of a row that are computed again: those that rounding may have made equal.
+# The number of a row's largest logits that are computed again: rounding may have made them equal.
 _READ_AGAIN = 8
 
 
-# Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, in one shape for
-# all heads. The sign that turning a pair needs is in the sines.
+# Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, the same for all
+# heads. The sines contain the sign that rotating a pair needs.
 Turn = tuple[Tensor, Tensor]
 
 
 class Attention(Protocol):
-    """Attention of one forward's rows over what the cache holds and over each other."""
+    """Attention of one forward's rows over the cache and over each other."""
 
     def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
-        """Turn queries and keys, store the rows' keys and values, attend: (N, query heads * D)."""
+        """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
         ...
 
 
 class FusedModel:
-    """A model of `load.ARCHITECTURES`, whose matrices it takes over: where they are reordered
-    (`linear.py`) the model is of no further use, and nothing but a tied head is held twice.
+    """A model of `load.ARCHITECTURES`, whose matrices it takes over. If they are reordered
+    (`linear.py`), the original model cannot be used any more; only a tied head is held twice.
 
-    Rows see all that is before them: a sliding window has to reach over the context."""
+    Rows see everything before them, so a sliding window has to cover the context."""
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
@@ -66,7 +66,7 @@ class FusedModel:
         if model.config.hidden_act != "silu":
             raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
         self.device, self.dtype = model.device, model.dtype
-        # Spent in the model so far; on a GPU, in launching it and in waiting for what it says.
+        # Time spent in the model so far; on a GPU, in launching it and waiting for its results.
         self.seconds = 0.0
         self.adapter: FusedAdapter | None = None
         self._embedding: Tensor = base.embed_tokens.weight
@@ -93,7 +93,7 @@ class FusedModel:
     ) -> Tensor:
         """Last hidden states, (N, H); keys and values go into the cache.
 
-        With an adapter the ids of `masks` are depths, from 0.
+        With an adapter, the ids of `masks` are their depths, from 0.
         """
         started = time.perf_counter()
         loras: Several[LayerLora | None] = [None] * len(self._layers)
@@ -115,9 +115,9 @@ class FusedModel:
         return embedding(ids_N, self._embedding)
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Set the adapter of masks from the next forward on."""
+        """Set the adapter for masks from the next forward on."""
         self.adapter = adapter
-        # What the sequential head multiplies candidates with. A reordered matrix is of no use then.
+        # The sequential head multiplies with the rows of candidates, so it needs the usual order.
         self.vocabulary_VH = None
         if adapter and adapter.head:
             self.vocabulary_VH = self._embedding if self._is_tied else self._head.dense()
@@ -132,8 +132,8 @@ class FusedModel:
     def read_again(self, hidden_PH: Tensor, logits_PV: Tensor) -> None:
         """Compute the largest logits of each row once more, as float32 products, in place.
 
-        In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and the likeliest token is
-        often one of several equals. Nothing is done where the vocabulary's matrix is reordered.
+        In bfloat16 a logit of 20 is rounded to a multiple of 0.125, so several tokens are often
+        equally likely. Nothing is done where the vocabulary's matrix is reordered.
         """
         vocabulary_VH = self._dense_vocabulary
         if self.dtype == torch.float32 or vocabulary_VH is None:
@@ -142,7 +142,7 @@ class FusedModel:
         token_PC = likeliest(logits_PV, _READ_AGAIN)
         weight_PCH = embedding(token_PC, vocabulary_VH).float()
         exact_PC = (weight_PCH @ hidden_PH.float()[:, :, None]).squeeze(-1)
-        # What is never emitted stays so.
+        # Logits of tokens that are never emitted stay at -inf.
         known_PC = logits_PV.gather(-1, token_PC)
         logits_PV.scatter_(-1, token_PC, torch.where(known_PC.isinf(), known_PC, exact_PC))
         self.seconds += time.perf_counter() - started
@@ -163,7 +163,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _HeadNorm:
-    """Qwen3's norm of every query and key head by itself."""
+    """Qwen3's norm, applied to every query and key head separately."""
 
     weight_TD: Tensor
     epsilon: float

@@ -1,18 +1,18 @@
-"""What an engine is, for logs and status: no torch, as who shows it has none."""
+"""A description of an engine for logs and status, without torch, which their processes lack."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """An engine's dtype, device, form of attention and KV cache, which never change."""
+    """An engine's dtype, device, attention backend and KV cache, which never change."""
 
     engine: str
     dtype: str
     device: str
-    attention: str  # the form of it, as `attention_backend` names them
-    threads: int  # of the CPU
-    cache_bytes: int  # of keys and values
+    attention: str  # name of the backend, as in `attention_backend`
+    threads: int  # CPU threads
+    cache_bytes: int  # size of keys and values
     cache_tokens: int
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""After a step that failed: which of its sequences is to blame.
+"""The search for the sequence that made a step fail.
 
 A step commits nothing before its forward has succeeded, and a sequence that leaves the batch and
-comes back says the same as one that stays. So everybody leaves, and takes the next steps alone.
+returns gives the same text as one that stays. So all leave, and each takes its next steps alone.
 """
 
 from mars_ray.config.decode import Sampling
@@ -12,10 +12,10 @@ from mars_ray.decode.sequence import Sequence
 
 
 def step_apart(engine: Engine) -> list[TokenEvent]:
-    """The events of each sequence's next steps without the others, failures among them.
+    """The events of each sequence's next steps without the others, including failures.
 
-    Afterwards all that have neither failed nor ended are back, in their order. Those that were not
-    near the batch have had no part in the failure and are not tried.
+    Afterwards all sequences that have neither failed nor ended are back in their order. Those that
+    were not near the batch had no part in the failure and are not tried.
     """
     suspects = engine.config.max_batch
     everybody = engine.set_aside()
@@ -30,9 +30,9 @@ def step_apart(engine: Engine) -> list[TokenEvent]:
 
 
 def works(engine: Engine) -> bool:
-    """Whether it says a token of a text of our own, with nobody beside it; all others come back.
+    """Whether the engine can decode a token of a test prompt alone; all sequences come back.
 
-    So an engine that is broken is told from requests that are.
+    This distinguishes a broken engine from faulty requests.
     """
     everybody = engine.set_aside()
     probe = Request("probe", (0,), ExactMode(), Sampling(), 1, frozenset())
@@ -40,7 +40,7 @@ def works(engine: Engine) -> bool:
         engine.submit(probe)
         said = engine.step()
         return bool(said and said[0].completion)
-    except Exception:  # noqa: BLE001 - whatever it is, it is not the requests'
+    except Exception:  # noqa: BLE001 - whatever it is, it is not the requests' fault
         return False
     finally:
         engine.cancel(probe.id)
@@ -49,8 +49,8 @@ def works(engine: Engine) -> bool:
 
 
 def _alone(engine: Engine, sequence: Sequence) -> list[TokenEvent]:
-    """What its next two steps that commit anything bring: the first has to compute its prompt
-    again, and only the second prepares a sequence that runs already."""
+    """The events of a sequence's next two steps that commit tokens. The first has to compute its
+    prompt again, and only the second prepares a sequence that is already running."""
     engine.take_back(sequence)
     events = []
     try:

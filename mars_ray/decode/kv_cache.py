@@ -1,8 +1,8 @@
 """Keys and values in pages.
 
-A sequence's table lists its pages; its row i (of real tokens, then of what the step adds) lies at
-place i of the table's pages, laid end to end. What lies behind a sequence's cursor is garbage that
-its next forward overwrites before any row may look at it, so nothing ever needs to be erased.
+A sequence's table lists its pages. Its row i (real tokens first, then the rows that the step adds)
+lies at place i of the table's pages, laid end to end. Everything behind a sequence's cursor is
+garbage, which its next forward overwrites before any row may see it. So nothing has to be erased.
 
 Shape suffixes: X rows, P places of the pool, C places of a table, H key-value heads, D head size.
 """
@@ -45,7 +45,7 @@ def page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> 
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cpu":
         return free_on_node()
-    torch.cuda.empty_cache()  # what torch holds and does not use is free too
+    torch.cuda.empty_cache()  # memory that torch holds but does not use is free too
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -63,32 +63,32 @@ class PagedCache:
         heads, size = _heads(config)
         self.page_size = page_size
         self.shared_heads = config.num_attention_heads // heads  # query heads of a key head
-        # Zeros, not whatever was there: a place that no row may look at has weight 0, but 0 * NaN
-        # is NaN. Memory that is never used is still never touched.
+        # Zeros, not uninitialised memory: a place that no row may see has weight 0, but 0 * NaN is
+        # NaN. Memory that is never used is still never touched.
         shape = (config.num_hidden_layers, pages * page_size, 2, heads, size)
         self._all = torch.zeros(shape, device=device, dtype=dtype)
         self.layers = list(self._all.unbind())
         # The same memory, a row for each page.
         self.pages = [layer.view(pages, -1) for layer in self.layers]
 
-        # Row r of the windows over this line hides what lies behind place (places - 1 - r).
+        # Row r of the windows over this line hides the places behind place (places - 1 - r).
         hidden = torch.full((len(self.layers[0]),), -torch.inf, device=device, dtype=dtype)
         self._line = torch.cat([torch.zeros_like(hidden), hidden])
 
     def causal(self, index_X: Tensor, places: int) -> Tensor:
-        """What attention adds to the scores of rows at these places: (X, places)."""
+        """The bias that attention adds to the scores of rows at these places, (X, places)."""
         most = len(self.layers[0])
         window_PC = self._line.as_strided((most, places), (1, 1))
         return window_PC.index_select(0, most - 1 - index_X)
 
     def move(self, from_X: np.ndarray, to_X: np.ndarray) -> None:
-        """Copy what lies at some places to others, which may be among them."""
+        """Copy the contents of some places to others; the two sets may overlap."""
         device = self._all.device
         moved = self._all.index_select(1, torch.from_numpy(from_X).to(device))
         self._all.index_copy_(1, torch.from_numpy(to_X).to(device), moved)
 
     def clear(self, place_N: np.ndarray) -> None:
-        """Set places to zeros again: what a forward has left there is nobody's."""
+        """Set places to zeros again, after a forward whose results are not used."""
         place = torch.from_numpy(place_N).to(self.layers[0].device)
         for layer in self.layers:
             layer.index_fill_(0, place, 0.0)
@@ -100,8 +100,8 @@ class PagedCache:
 
 
 class Moves:
-    """What a step has to copy: keys and values of accepted drafts that do not lie where those of
-    committed tokens go."""
+    """A step's copies: keys and values of accepted drafts that do not lie at the places of
+    committed tokens."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -109,8 +109,8 @@ class Moves:
         self._to: list[int] = []
 
     def add(self, pages: Sequence[int], first: int, path: Sequence[int]) -> None:
-        """Note a sequence: its pages, its first draft's place, and the drafts that are accepted, by
-        their numbers (`core.tree`)."""
+        """Add a sequence: its pages, its first draft's place, and the numbers of its accepted
+        drafts (`core.tree`)."""
         for offset, node in enumerate(path):
             if node != offset + 1:
                 self._from.append(self._place(pages, first + node - 1))

@@ -1,8 +1,8 @@
 """Linear layers over a checkpoint's weights: torch's product, or oneDNN's over reordered weights.
 
-A step of few rows waits for weights. On a CPU oneDNN brings large ones in twice as fast when they
-lie in blocks of its own (numbers: docs/log.md), and rows are multiplied alike however many there
-are, so a row's result does not depend on the batch. Small ones are not worth the longer call.
+A step of few rows waits for weights. On a CPU, oneDNN reads large weights twice as fast when they
+lie in its own blocks (numbers: docs/log.md). It also multiplies a row in the same way however many
+there are, so its result does not depend on the batch. Small weights do not justify the longer call.
 
 Shape suffixes: N rows, I inputs, O outputs.
 """
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from mars_ray.model.load import multiplies_bfloat16
 
-# Weights of a matrix from which reordering pays.
+# The number of weights from which a matrix is worth reordering.
 _LARGE = 1 << 17
-# The blocks that oneDNN chooses for this many rows are good for fewer and for more.
+# The blocks that oneDNN chooses for this many rows also suit fewer and more rows.
 _USUAL_ROWS = 16
 
 
 def linear_of(modules: list[nn.Linear], keep: Tensor) -> "Linear | ReorderedLinear":
-    """Linear layers with the same input as one; their biases all or none.
+    """Linear layers with the same input, joined into one; all have biases or none has.
 
-    Their weights become views of a larger one, or are given up: the modules are then empty, but
-    for one whose weight is `keep`.
+    Their weights become views of the joined one, or are released: the modules are then empty,
+    except one whose weight is `keep`.
     """
     weight_OI = _joined([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
@@ -42,7 +42,7 @@ def linear_of(modules: list[nn.Linear], keep: Tensor) -> "Linear | ReorderedLine
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A product with the weight transposed, as matrix products want it."""
+    """A product with the weight transposed, which suits matrix products."""
 
     weight_IO: Tensor
     bias_O: Tensor | None
@@ -66,7 +66,7 @@ class Linear:
 class ReorderedLinear:
     """A product with the weight in oneDNN's blocks.
 
-    The operations are those that torch.compile writes for frozen weights.
+    The operations are those that torch.compile generates for frozen weights.
     """
 
     weight: Any  # opaque

@@ -38,8 +38,8 @@ def load_engine(
 
 
 def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let answers of a model with a chat template end with a turn: many models say only where
-    texts end."""
+    """Let answers of a model with a chat template end with the turn: many model configurations
+    name only the token that ends a text."""
     if tokenizer.chat_template:
         try:
             stop_at_turn_end(model, tokenizer)
@@ -48,8 +48,8 @@ def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _draft_config(config: EngineConfig) -> EngineConfig:
-    """The draft model's engine: its prompts are texts with drafts behind them, and small pages lose
-    little of what is shared."""
+    """The configuration of the draft model's engine: its prompts are texts followed by drafts, and
+    with small pages most of a shared prefix is found again."""
     changes = {
         "draft_model": None,
         "draft_adapter": None,
@@ -81,7 +81,7 @@ def _load(
 
 
 def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
-    """A model directory's card as an engine of this configuration has it: with the depth of its
+    """A model directory's card as an engine of this configuration has it, with the depth of its
     draft adapter. Reads no weights. Raises ModelError."""
     card = read_card(directory)
     if config.draft_adapter is None:
@@ -90,7 +90,7 @@ def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
 
 
 def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dtype:
-    """The checkpoint's own type, but for what the device cannot do."""
+    """The checkpoint's own dtype, unless the device does not support it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     stored = stored_dtype(directory)

@@ -1,4 +1,4 @@
-"""From logits to scores whose argmax is the token: what each request asks for, in few operations.
+"""From logits to scores whose argmax is the token, as each request asks, in few operations.
 
 Shape suffixes: P rows that are scored, X some of them, V vocabulary, R rows of one request.
 """
@@ -17,7 +17,7 @@ from mars_ray.core.penalties import adjust
 from mars_ray.core.sampling import scores
 from mars_ray.decode.request import Request
 
-# Stands for the best token of a row without numbers.
+# Takes the place of the best token in a row whose scores are not numbers.
 NOT_A_NUMBER = -1
 
 
@@ -27,19 +27,19 @@ class Block:
 
     request: Request
     own: slice
-    # Of the answer what stands before each row; not needed if the request changes no logits.
+    # The answer's tokens before each row; not needed if the request changes no logits.
     answers: list[list[int]] = field(default_factory=list)
-    allowed_RV: NDArray[np.bool_] | None = None  # by its grammar, of the first rows
+    allowed_RV: NDArray[np.bool_] | None = None  # by its grammar, for the first rows
 
 
 def score(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
-    """Turn logits into scores, in place. `position_P` are those of the tokens to come."""
+    """Turn logits into scores, in place. `position_P` holds the predicted tokens' positions."""
     adjust_all(logits_PV, blocks, position_P)
     sample(logits_PV, blocks, position_P)
 
 
 def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
-    """Apply penalties, biases and grammars of the requests that have some, in place."""
+    """Apply penalties, biases and grammars of the requests that have them, in place."""
     for block in blocks:
         request, own = block.request, block.own
         if request.sampling.changes_logits:
@@ -63,9 +63,9 @@ def sample(
     position_P: Tensor,
     token_PV: Tensor | None = None,
 ) -> None:
-    """Add each request's noise, in place; greedy ones' logits are scores already.
+    """Add each request's noise, in place; logits of greedy requests are scores already.
 
-    Requests whose sampling differs by nothing but the seed are scored together. `token_PV` as in
+    Requests whose sampling differs only in the seed are scored together. `token_PV` is as in
     `core.sampling.scores`.
     """
     alike: dict[tuple, list[tuple[Sampling, np.ndarray]]] = defaultdict(list)
@@ -88,15 +88,15 @@ def sample(
 def best(
     scores_PV: Tensor, draft_P: np.ndarray, parent_P: np.ndarray | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each row's best token, and how likely each draft is beside that of its parent's row, by
-    default the one in the same place."""
+    """Each row's best token, and each draft's probability relative to the best token of its
+    parent's row, by default the row at the same index."""
     parent_P = np.arange(len(draft_P)) if parent_P is None else parent_P
     if scores_PV.device.type == "cpu":
-        # Several times faster than torch, which looks for a maximum one number at a time.
+        # Several times faster than torch, which searches a maximum one number at a time.
         score_PV, row_P = scores_PV.numpy(), np.arange(len(draft_P))
         best_P = score_PV.argmax(axis=-1)
         most_P = score_PV[row_P, best_P]
-        # Behind the end of what a grammar allows every token has -inf.
+        # After the end of a grammar every token has -inf.
         with np.errstate(invalid="ignore"):
             ratio_P = np.exp(score_PV[parent_P, draft_P] - most_P[parent_P])
         best_P[np.isnan(most_P)] = NOT_A_NUMBER
@@ -111,7 +111,7 @@ def best(
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it: the forward is still at work there."""
+    """Copy to the device without waiting for it, because the forward is still running there."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """One forward over the rows of many sequences, laid end to end.
 
-Only attention knows where a sequence ends, so a prompt's chunk and single decoding rows share all
-matrix products, and none is padded.
+Only attention needs to know where a sequence ends. So a prompt's chunk and single decoding rows
+share all matrix products, without padding.
 
 Shape suffixes: N rows of a forward.
 """
@@ -27,18 +27,18 @@ def nothing() -> None:
 def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) -> Sampler:
     """Forward [pending | drafts | masks] of every sequence; the sampler reads the rows.
 
-    Raises EngineError if the model gives numbers that are none; on a GPU the sampler does.
+    Raises EngineError if the model's results are not finite; on a GPU the sampler raises it.
     """
     tables = Tables.of(work, backend.cache.page_size)
     position_N = tables.positions()
-    # An adapter's masks are told by their depths.
+    # An adapter identifies masks by their depths.
     masks = _depths(work) if backend.runner.adapter else [mask_token_id or 0] * tables.masks
     ids = [token for item in work for token in _tokens(item)]
     hidden_NH = backend.hidden_states(tables, np.array(ids + masks), position_N)
-    # Also of rows that nobody reads. To ask a GPU would be to wait for it: there those that are
-    # read have to do (`sampler.py`).
+    # This also checks rows that nobody reads. On a GPU the check would wait for the device, so
+    # there only the rows that are read are checked (`sampler.py`).
     if hidden_NH.device.type == "cpu" and not math.isfinite(float(hidden_NH.sum())):
-        # What is hidden is multiplied by 0, and 0 * NaN is NaN.
+        # Hidden values are multiplied by 0, and 0 * NaN is NaN.
         backend.cache.clear(tables.places(backend.cache.page_size))
         raise EngineError("the model gives numbers that are none")
     position_N = torch.from_numpy(position_N)

@@ -1,7 +1,7 @@
-"""Who holds which page of the cache: counts and hashes, no tensors.
+"""The state of every page of the cache: counts and hashes, no tensors.
 
-A page is free, in use (by one or more sequences), or kept: in use by nobody, but its content may be
-asked for again. Kept pages are given away when free ones run out, the longest unused first.
+A page is free, in use (by one or more sequences), or kept: no sequence uses it, but its content may
+be needed again. When free pages run out, kept pages are reused, the longest unused first.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class PagePool:
-    """The pages 0 .. count - 1, each with as many references as sequences hold it."""
+    """The pages 0 .. count - 1, each with a reference for every sequence that holds it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -24,21 +24,21 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` could give: free and kept ones."""
+        """Number of pages that `take` could give: free and kept ones."""
         return len(self._free) + len(self._kept)
 
     @property
     def in_use(self) -> int:
-        """Pages that some sequence holds."""
+        """Number of pages that some sequence holds."""
         return self.count - self.available
 
     @property
     def kept(self) -> int:
-        """Pages whose content waits to be asked for again."""
+        """Number of unused pages whose content is kept."""
         return len(self._kept)
 
     def take(self, count: int) -> list[int] | None:
-        """Pages with one reference each, or None, and nothing taken, if there are too few."""
+        """Take pages with one reference each; if there are too few, take none and return None."""
         if count > self.available:
             return None
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
@@ -47,7 +47,7 @@ class PagePool:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give back one reference of each."""
+        """Give back one reference to each page."""
         for page in pages:
             self._references[page] -= 1
             assert self._references[page] >= 0, f"page {page} is released more often than taken"
@@ -59,14 +59,14 @@ class PagePool:
                 self._free.append(page)
 
     def publish(self, page: int, content: bytes) -> None:
-        """Let others find a full page by its content; the first page with a content is the one."""
+        """Let others find a full page by its content; of equal pages the first is the one found."""
         assert self._references[page], f"page {page} is published by nobody"
         if content not in self._page_of and page not in self._hash_of:
             self._page_of[content] = page
             self._hash_of[page] = content
 
     def share(self, contents: Iterable[bytes]) -> list[int]:
-        """Pages of the leading contents that are here, with one more reference each."""
+        """Pages of the leading contents that are cached, with one more reference each."""
         pages = []
         for content in contents:
             page = self._page_of.get(content)
@@ -78,7 +78,7 @@ class PagePool:
         return pages
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that every page is in exactly the state that the sequences' tables say."""
+        """Assert that every page is in exactly the state that the sequences' tables imply."""
         held = Counter(page for table in tables for page in table)
         for page in range(self.count):
             assert self._references[page] == held[page], (
@@ -98,9 +98,9 @@ class PagePool:
 def content_hashes(
     tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """A hash for each full page of the tokens, of the page and all before it.
+    """A hash for each full page of the tokens, which covers the page and all before it.
 
-    `known` are the hashes of the first pages, which are not computed again.
+    `known` holds the hashes of the first pages, which are not computed again.
     """
     hashes = list(known)
     for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):

@@ -1,11 +1,10 @@
 """The oracle: one sequence, no cache, a full forward for every step, the rules as written.
 
-Each mode is a function from what is committed to what one forward commits. The row at position t
-predicts token t+1; W masks after the last real token c-1 stand at c .. c+W-1 and predict
-c+1 .. c+W. A draft adapter makes the masks' rows, and no others.
+Each mode is a function from the committed tokens to those that one forward commits. The row at
+position t predicts token t+1; W masks after the last real token c-1 stand at c .. c+W-1 and predict
+c+1 .. c+W. A draft adapter computes the masks' rows, and no others.
 
-Shape suffixes: N rows of one forward, M masks of a group, H hidden size, V
-vocabulary.
+Shape suffixes: N rows of one forward, M masks of a group, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ _PENALTIES = (
 
 @dataclass(slots=True)
 class _Run:
-    """One sequence under way."""
+    """One sequence while it is decoded."""
 
     model: PreTrainedModel
     card: ModelCard
@@ -69,10 +68,10 @@ class _Run:
         groups: list[tuple[int, int]],
         parents: list[int] | None = None,
     ) -> "_Rows":
-        """The rows from that of the last committed token on, for [tokens | drafts | masks].
+        """The rows of [tokens | drafts | masks], from that of the last committed token on.
 
-        A draft sees those on the path to it (`core.tree`); without parents they are a chain. A
-        group (after, masks) of masks stands behind a node, and sees the drafts on the path to it.
+        A draft sees the drafts on the path to it (`core.tree`); without parents they are a chain.
+        A group (after, masks) stands behind the node `after`, and sees the drafts on its path.
         """
         parents = chain(len(drafts)) if parents is None else parents
         paths = [path_to(parents, node) for node in range(len(drafts) + 1)]
@@ -84,7 +83,7 @@ class _Run:
         sees_NN = torch.ones(total, total, dtype=torch.bool).tril()
 
         def stand_behind(path: list[int], rows: int) -> None:
-            """The next rows see the tokens, the drafts of a path, and each other as in a text."""
+            """Let the next rows see the tokens, a path's drafts, and each other causally."""
             row = len(position)
             sees_NN[row : row + rows, committed:row] = False
             for node in path:
@@ -107,7 +106,7 @@ class _Run:
         hidden_NH = hidden[0, first:]
         logits_NV = output_head(self.model)(hidden_NH).float()
         if self.card.mask_token_id is not None:
-            # Never emitted, in any mode.
+            # The mask token is never emitted, in any mode.
             logits_NV[:, self.card.mask_token_id] = -torch.inf
         # The row at position t predicts the token of position t + 1.
         position_N = torch.tensor(position[first:]) + 1
@@ -117,7 +116,7 @@ class _Run:
         return _Rows(hidden_NH, logits_NV, scores_NV, position_N)
 
     def scored(self, logits_NV: Tensor, position_N: Tensor, before: list[list[int]]) -> Tensor:
-        """By the request's sampling, behind so many guesses each."""
+        """Scores by the request's sampling; `before` holds the guesses before each row."""
         adjusted_NV = logits_NV.clone()
         if self.sampling.changes_logits:
             answer = self.tokens[len(self.prompt) :]
@@ -131,7 +130,7 @@ class _Run:
 def _adapted(
     model: PreTrainedModel, adapter: DraftAdapter | None, depths: list[int]
 ) -> Iterator[None]:
-    """The last rows are masks of these depths, from 0: what the adapter makes of them."""
+    """A context in which the adapter computes the last rows, masks of these depths (from 0)."""
     if not adapter or not depths:
         yield
         return
@@ -159,12 +158,12 @@ def _adapted(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of one forward: logits, and the scores whose argmax is the row's token."""
+    """Rows of one forward: their logits, and scores whose argmax is the row's token."""
 
     hidden_NH: Tensor
     logits_NV: Tensor
     scores_NV: Tensor
-    position_N: Tensor  # of the tokens to come
+    position_N: Tensor  # positions of the predicted tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -222,13 +221,13 @@ def _exact(run: _Run, mode: ExactMode) -> list[int]:
 def _confidence(run: _Run, mode: ConfidenceMode) -> list[int]:
     """The AR row's token, then proposals while their confidence passes (paper, section 3.3).
 
-    Confidence is that of the raw softmax; temperature changes only which token is drawn.
+    The confidence is that of the raw softmax; temperature only changes which token is drawn.
     """
     return _confident(run, mode, run.window)
 
 
 def _block_cached(run: _Run, mode: BlockCachedMode) -> list[int]:
-    """As `confidence`, but no step reaches over the end of its cache block."""
+    """As `_confidence`, but no step reaches over the end of its cache block."""
     done = len(run.tokens) - len(run.prompt)
     left_in_block = mode.cache_block - done % mode.cache_block
     return _confident(run, mode, min(run.window, left_in_block - 1))
@@ -249,8 +248,8 @@ def _proposed(
     measure: Measure | None,
     first: tuple[int, float] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Tokens of a group of masks, `before` being all guesses and the token before them, and how
-    sure each is: by the measure, or as a draft. `first` takes the place of what the first says."""
+    """Tokens of a group of masks, with confidences by the measure or as drafts. `before` is all
+    guesses and the token before them; `first` replaces the first mask's proposal."""
     count = len(rows.logits_NV[masks])
     if run.adapter is None or run.adapter.head is None:
         tokens = rows.tokens[masks]
@@ -270,7 +269,7 @@ def _proposed(
 def _by_head(
     run: _Run, rows: _Rows, row: int, depth: int, said: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Logits and scores of a mask's row by the sequential head, which knows what is said before."""
+    """Logits and scores of a mask's row by the sequential head, which knows the tokens before."""
     assert run.adapter
     assert run.adapter.head
     row_V = rows.logits_NV[row]
@@ -279,7 +278,7 @@ def _by_head(
     corrected_1H = run.adapter.head.correct(
         rows.hidden_NH[row][None], previous_1H, torch.tensor([depth + 1])
     )
-    # Only the likeliest tokens of the row itself, and never what it may not say.
+    # Only the row's own likeliest tokens, and never a banned one.
     candidates = row_V.topk(min(run.adapter.card.candidates, len(row_V))).indices
     candidates = candidates[row_V[candidates] > -torch.inf]
     corrected_1V = torch.full_like(row_V, -torch.inf)[None]
@@ -290,7 +289,7 @@ def _by_head(
 def _alternatives(
     run: _Run, rows: _Rows, masks: slice, before: list[int]
 ) -> list[tuple[int, float]]:
-    """What the first of some masks may say, the best first, and how likely each is."""
+    """The first mask's possible tokens, the best first, and the probability of each."""
     if not len(rows.logits_NV[masks]):
         return []
     scores_V = rows.scores_NV[masks.start]
@@ -309,19 +308,19 @@ def _alternatives(
 
 def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
     """Drafts are checked by the causal rows before them, the first rejection is corrected, and the
-    masks that stand behind just so many drafts say the next drafts."""
+    masks behind the last accepted draft give the next drafts."""
     return _verify(run, mode.threshold, mode.groups_of(run.window), mode.branches_of(run.window))
 
 
 def _speculative(run: _Run, mode: SpeculativeMode) -> list[int]:
-    """Behind what the masks said stand the draft model's tokens; every outcome gets masks."""
+    """The draft model's tokens follow the masks' drafts; every outcome gets masks."""
     if len(run.tokens) > len(run.prompt):
         _add_drafts(run, mode.draft_tokens)
     return _verify(run, mode.threshold, mode.groups or len(run.drafts) + 1)
 
 
 def _add_drafts(run: _Run, count: int) -> None:
-    """Plain decoding by the draft model, with the target's seed and no penalties."""
+    """Add drafts by plain decoding of the draft model, with the target's seed and no penalties."""
     assert run.draft_model
     penalties = Sampling().model_dump(include=set(_PENALTIES))
     sampling = run.sampling.model_copy(update=penalties)
@@ -355,7 +354,7 @@ def _verify(run: _Run, threshold: float, groups: int, branches: int = 1) -> list
 
 
 def _follower(run: _Run, rows: _Rows, node: int, threshold: float) -> int | None:
-    """The draft that is accepted behind a node: the row's token, or else the best that passes."""
+    """The draft accepted behind a node: the row's token, or else the best one that passes."""
     scores_V = rows.scores_NV[node]
     children = [n for n, parent in enumerate(run.draft_parents, start=1) if parent == node]
     children.sort(key=lambda child: float(scores_V[run.drafts[child - 1]]), reverse=True)
@@ -369,8 +368,8 @@ def _follower(run: _Run, rows: _Rows, node: int, threshold: float) -> int | None
 
 
 def _draft(run: _Run, rows: _Rows, masks: slice, before: list[int], branches: int) -> None:
-    """The next drafts: what a group of masks says, and the same with every alternative for the
-    first of them."""
+    """Set the next drafts: a group's proposals, and the same with every alternative for the first
+    of them."""
     firsts = [None, *_alternatives(run, rows, masks, before)[1:branches]]
     for first in firsts:
         tokens, confidences = _proposed(run, rows, masks, before, None, first)
@@ -381,8 +380,8 @@ def _draft(run: _Run, rows: _Rows, masks: slice, before: list[int], branches: in
 
 
 def _jacobi(run: _Run, mode: JacobiMode) -> list[int]:
-    """Guesses are accepted while they are what the rows before them say; the rest are replaced by
-    what their rows say, and the last one is repeated where nothing is known yet."""
+    """Guesses are accepted while they match the predictions of the rows before them. The rest are
+    replaced by those predictions; where there is none yet, the last token is repeated."""
     drafts = run.drafts
     tokens = run.rows(drafts, []).tokens
     agree = [token == draft for token, draft in zip(tokens, drafts, strict=False)]

@@ -1,9 +1,9 @@
-"""What goes into a decoder and what comes out.
+"""The inputs and outputs of a decoder.
 
-A grammar holds an answer to a form (`structured_output.py` has the real one). Rows of one token
-after another are masked by the grammar's state before them, so they never have a token that it
-forbids. A mask's row stands behind tokens that nobody knows yet: it is not masked, and what it
-proposes is kept up to the first token that the grammar forbids.
+A grammar restricts an answer to a form (`structured_output.py` implements it). Rows of successive
+tokens are filtered by the grammar's state before them, so they never choose a forbidden token. A
+mask's row stands behind tokens that are not known yet, so it is not filtered: its proposals are
+kept up to the first one that the grammar forbids.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -29,23 +29,23 @@ FinishReason = Literal["stop", "length", "deadline"]
 
 
 class GrammarState(Protocol):
-    """Where one answer stands in its grammar."""
+    """The state of one answer in its grammar."""
 
     def allowed(self, back: int, tokens: Several[int]) -> NDArray[np.bool_]:
-        """What may follow, (R, V): each of the last `back` tokens but one, the answer so far, and
-        each of `tokens` behind it. Rows behind a forbidden token are all True."""
+        """The tokens that may follow, (R, V): after each of the last `back` tokens but one, after
+        the answer so far, and after each of `tokens`. Rows after a forbidden token are all True."""
         ...
 
     def admissible(self, tokens: Several[int]) -> int:
-        """How many tokens, from the first one on, the grammar lets follow."""
+        """The number of leading tokens that the grammar allows to follow."""
         ...
 
     def forced(self) -> list[int]:
-        """The tokens of the only text that can follow; none if there is a choice."""
+        """The tokens of the only text that can follow; empty if there is a choice."""
         ...
 
     def consume(self, tokens: Several[int]) -> None:
-        """Go on behind these tokens of the answer."""
+        """Advance past these tokens of the answer."""
         ...
 
 
@@ -59,7 +59,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What holds for every request to an engine."""
+    """Facts that hold for every request to an engine."""
 
     max_context: int  # tokens of a prompt and its answer
     max_batch: int  # sequences that decode at a time
@@ -69,7 +69,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to decode. Its text depends on nothing but this and the model."""
+    """One sequence to decode. Its text depends only on this and the model."""
 
     id: str
     prompt: tuple[int, ...]
@@ -91,10 +91,10 @@ class Completion:
     request_id: str
     tokens: tuple[int, ...]
     token_forward: tuple[int, ...]  # number of the forward, from 1, that committed each token
-    forwards: int  # those that committed tokens; of a long prompt only the last one does
+    forwards: int  # those that committed tokens; for a long prompt only its last one does
     finish_reason: FinishReason
-    # Names of the draft adapters that made its drafts, one after the other: its T/F is that of an
-    # adapter if there is no other. It says nothing about the text.
+    # Names of the draft adapters that made its drafts, in order. Only if there is just one does the
+    # T/F belong to an adapter. They do not affect the text.
     adapters: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -113,7 +113,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one forward did for one request."""
+    """The result of one forward for one request."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -121,10 +121,10 @@ class TokenEvent:
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
     confidences: tuple[float, ...] = ()  # of each token, in modes that have a measure
-    # So far: tokens seen, one step later, not to be what AR decoding would have chosen. What the
-    # last step of `confidence` committed is never seen again.
+    # Tokens so far that the next step showed to differ from AR decoding's choice. Tokens of a last
+    # step of `confidence` are never checked.
     disagreed: int = 0
-    queue_s: float = 0.0  # from submission to the first forward with rows of it
+    queue_s: float = 0.0  # from submission to the request's first forward
     threshold: float | None = None  # the lowest in force so far, in modes that verify
     adapter: str | None = None  # the draft adapter whose drafts this forward has checked
     failure: Exception | None = None  # what ended the request in place of a completion
@@ -136,7 +136,7 @@ class TokenEvent:
 
 
 def as_one(events: Several[TokenEvent]) -> TokenEvent:
-    """The event of several forwards for one request, one after the other."""
+    """The events of successive forwards for one request, joined into one."""
     if len(events) == 1:
         return events[0]
     return replace(
@@ -163,7 +163,7 @@ def window_of(mode: Mode, card: ModelCard) -> int:
 
 
 def check_context(max_context: int, model_config: Any) -> None:
-    """Raises ConfigError if a model does not know so many positions, or does not see them all."""
+    """Raises ConfigError if a model has fewer positions, or does not see them all."""
     if max_context > (most := most_positions(model_config)):
         raise ConfigError(f"max_context={max_context}: this model knows {most} positions")
     check_sees_all(max_context, model_config)

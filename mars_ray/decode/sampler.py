@@ -1,7 +1,7 @@
 """From the rows of a forward to tokens and numbers on the host.
 
-First the rows of real tokens, which say where each sequence's step ends, then those masks that
-stand behind that end: what the others would say is of no use, and the vocabulary is large.
+It reads the rows of real tokens first, which determine where each sequence's step ends. Then it
+reads only the masks behind that end: the others are useless, and the vocabulary is large.
 
 Shape suffixes: N rows of a forward or of a sequence, P rows of real tokens that are read, M rows of
 masks that are read, H hidden size, V vocabulary.
@@ -27,12 +27,12 @@ from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Wanted
 from mars_ray.errors import EngineError
 
-# Up to so many rows wait for the vocabulary's weights: they are read once, for all of them.
+# Up to this many rows are computed at once: their time is that of reading the vocabulary's weights.
 _AT_ONCE = 16
 
 
 class Sampler:
-    """Reads one forward. Sequences without a plan are passed over: nobody asks for their rows."""
+    """Reads one forward. Sequences without a plan are skipped, since nobody needs their rows."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class Sampler:
             for item, first, first_mask in real
             if item.plan
         ]
-        # Logits of all masks, in their order, if those were computed beside the others.
+        # Logits of all masks, in their order, if they were computed along with the others.
         self._first_mask = len(hidden_NH) - tables.masks
         self._mask_logits_MV: Tensor | None = None
 
     @torch.inference_mode()
     def rows(self, meanwhile: Callable[[], None]) -> list[Rows]:
-        """For every plan the rows from its last real token on, and those under review before it.
+        """For every plan, the rows of its last committed token and drafts, and those under review.
 
-        `meanwhile` is called once all is asked of the device.
+        `meanwhile` is called once all work is launched on the device.
         """
         index = list(chain.from_iterable(planned.rows for planned in self._planned))
         if not index:
@@ -78,8 +78,8 @@ class Sampler:
 
     @torch.inference_mode()
     def proposals(self, outcomes: Several[int], tokens: Several[int]) -> list[Proposals]:
-        """For every plan what the masks behind its outcome say; `tokens` are those of the outcomes'
-        rows, which the masks stand behind."""
+        """For every plan, the proposals of the masks behind its outcome; `tokens` are those that
+        the outcomes' rows predict, just before the masks'."""
         wanted, owns, end = [], [], 0
         for planned, outcome in zip(self._planned, outcomes, strict=True):
             own = planned.plan.masks_behind(outcome)
@@ -105,7 +105,7 @@ class Sampler:
         return choose_drafts(self._runner, hidden_MH, logits_MV, position_M, masks)
 
     def _logits(self, index: list[int]) -> Tensor:
-        """Logits of these rows; where rows are few, of all masks too."""
+        """Logits of these rows, and if there are few rows, of all masks too."""
         masks = len(self._hidden_NH) - self._first_mask
         is_at_once = 0 < masks <= _AT_ONCE - len(index)
         wanted = [*index, *range(self._first_mask, len(self._hidden_NH))] if is_at_once else index
@@ -120,7 +120,7 @@ class Sampler:
 
     def _banned(self, logits_PV: Tensor) -> Tensor:
         if self._mask_token_id is not None:
-            # Never emitted, in any mode.
+            # The mask token is never emitted, in any mode.
             logits_PV.select(1, self._mask_token_id).fill_(-torch.inf)
         return logits_PV
 
@@ -162,12 +162,12 @@ class _Planned:
 
     item: Work
     plan: Plan
-    first: int  # of its rows, among the forward's
+    first: int  # index of its first row among the forward's
     first_mask: int
 
     @property
     def rows(self) -> range:
-        """Rows from the first under review to the last draft's."""
+        """Rows from the first one under review to that of the last draft."""
         first = self.first + self.item.count - 1 - self.plan.review
         return range(first, self.first + self.item.count + len(self.plan.drafts))
 
@@ -184,7 +184,7 @@ class _Planned:
 
 
 def _lists(runner: FusedModel, columns: Several[Tensor]) -> list[list[float]]:
-    """Columns on the host, from a GPU in one copy. Token ids are exact in float32 up to 2^24."""
+    """Columns on the host, in one copy from a GPU. Token ids are exact in float32 up to 2^24."""
     if runner.device.type == "cpu":
         return [column.tolist() for column in columns]
     started = time.perf_counter()
@@ -196,7 +196,7 @@ def _lists(runner: FusedModel, columns: Several[Tensor]) -> list[list[float]]:
 def _rows(
     plan: Plan, tokens: list[int], numbers: dict[Wanted, list[float]], log_p_NV: Tensor | None
 ) -> Rows:
-    """A plan's rows, with the tokens of those under review, which come first, by themselves."""
+    """A plan's rows; the tokens of the rows under review, which come first, are kept apart."""
     first = plan.review
     return Rows(
         tokens[first:],
@@ -207,8 +207,8 @@ def _rows(
 
 
 def _drafts(plans: Several[Plan], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The drafts, one after another from each plan's last committed token's row on, and their
-    parents' rows; 0 and the row itself where there is none."""
+    """The drafts, laid out from the row of each plan's last committed token on, and the rows of
+    their parents; 0 and the row itself where there is no draft."""
     draft_P, parent_P = np.zeros(rows, np.int64), np.arange(rows)
     row = 0
     for plan in plans:

@@ -1,4 +1,4 @@
-"""Which rows of which sequences the next forward holds, and who gives way when pages run out."""
+"""The rows that the next forward holds, and which sequence gives way when pages run out."""
 
 import heapq
 import time
@@ -11,18 +11,18 @@ from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan
 
-# While a prompt waits, one row in so many is not for those that decode.
+# While a prompt waits, one row in this many is reserved for prompts.
 _PROMPTS_SHARE = 8
 
 
 def decoding_rows(config: EngineConfig) -> int:
-    """Rows of a step that decoding sequences may fill whoever else waits."""
+    """Rows of a step that decoding sequences may fill whatever else waits."""
     return config.max_step_tokens - config.max_step_tokens // _PROMPTS_SHARE
 
 
 @dataclass(slots=True)
 class Work:
-    """A sequence's part of a forward: `count` of its pending tokens, then what its plan adds.
+    """A sequence's part of a forward: `count` of its pending tokens, then the rows of its plan.
 
     Without a plan it is a chunk of a prompt whose rows nobody reads.
     """
@@ -39,8 +39,8 @@ class Work:
 class Scheduler:
     """Sequences wait, then run; a running one may be sent back to wait, never dropped.
 
-    What a sequence gets depends on the others, what it says does not: a plan is forwarded whole or
-    not at all, and one that is sent back keeps its drafts.
+    A sequence's rows depend on the other sequences, but its text does not: a plan is forwarded
+    whole or not at all, and a sequence that is sent back keeps its drafts.
     """
 
     def __init__(self, config: EngineConfig, pool: PagePool) -> None:
@@ -51,7 +51,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: dict[int, Sequence] = {}  # by arrival
         self.preemptions = 0
-        # Tokens that admitted sequences had, and those of them that were in the cache.
+        # Tokens of admitted sequences, and how many of them were in the cache.
         self.prefix_queries = 0
         self.prefix_hits = 0
 
@@ -75,7 +75,7 @@ class Scheduler:
         return list(self._running.values())
 
     def next_sequences(self) -> list[Sequence]:
-        """Sequences of the next step, if there is room for all: who runs, and who comes in."""
+        """Sequences of the next step if there is room for all: running and newly admitted ones."""
         room = self._config.max_batch - self.running
         coming = heapq.nsmallest(room, self._waiting) if room and self._waiting else []
         return [*self._running.values(), *(sequence for _, sequence in coming)]
@@ -95,19 +95,19 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def schedule(self) -> list[Work]:
-        """The next forward's work, at most `max_step_tokens` rows; never empty if anybody is here.
+        """The next forward's work, at most `max_step_tokens` rows; empty only without sequences.
 
-        Sequences that decode go before prompts, so that a long prompt fills what they leave; while
-        one waits that is something.
+        Decoding sequences go before prompts, so a long prompt fills the rows that they leave. While
+        a prompt waits, they always leave some.
         """
         self._steps += 1
         work: dict[int, Work] = {}
         budget = self._config.max_step_tokens
         kept = budget - decoding_rows(self._config) if self._has_prompts() else 0
         for sequence in sorted(self._running.values(), key=_turn):
-            # It may have been sent back by one before it.
+            # A sequence before it may have caused it to be sent back.
             if sequence.arrival in self._running:
-                # The first may take all: it could be larger than what is left for decoding.
+                # The first may take all rows: it could be larger than the share for decoding.
                 own = 0 if _is_prompt(sequence) or not work else kept
                 budget -= self._enter(sequence, max(0, budget - own), work)
         while self._waiting and budget > 0 and self.running < self._config.max_batch:
@@ -116,7 +116,7 @@ class Scheduler:
                 break
             budget -= self._enter(sequence, budget, work)
             if sequence.arrival not in self._running:
-                break  # there was no room after all: not again in this step
+                break  # there was no room after all, so nothing more is admitted in this step
         for item in work.values():
             sequence = item.sequence
             if not sequence.served:
@@ -125,7 +125,7 @@ class Scheduler:
         return list(work.values())
 
     def publish(self, sequence: Sequence) -> None:
-        """Let others share the pages that are full and final by now."""
+        """Let other sequences share the pages that are full and final by now."""
         if not self._config.prefix_cache:
             return
         final = min(sequence.cached, sequence.committed)
@@ -137,7 +137,7 @@ class Scheduler:
             sequence.published = new.stop
 
     def check(self) -> None:
-        """Assert what must hold between steps: no page is lost, none is held twice."""
+        """Assert what must hold between steps: no page is lost or held twice."""
         for sequence in self.all():
             sequence.check()
         assert all(not sequence.pages for _, sequence in self._waiting)
@@ -147,7 +147,7 @@ class Scheduler:
         self._pool.check([sequence.pages for sequence in self._running.values()])
 
     def _has_prompts(self) -> bool:
-        """Whether a prompt is under way, or may come in."""
+        """Whether a prompt is being forwarded, or may be admitted."""
         comes = bool(self._waiting) and self.running < self._config.max_batch
         return comes or any(map(_is_prompt, self._running.values()))
 
@@ -164,7 +164,7 @@ class Scheduler:
     def _enter(self, sequence: Sequence, budget: int, work: dict[int, Work]) -> int:
         """Add a sequence's item with the pages it needs; returns the rows that this costs.
 
-        Others may have to give way, and even the sequence itself: rows given back are negative.
+        Others, or even the sequence itself, may have to give way; the rows they free are negative.
         """
         item = self._item(sequence, budget)
         if item is None:
@@ -183,8 +183,8 @@ class Scheduler:
         return cost
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Let the first in the queue run, if all that it has to forward finds room."""
-        # Of the last token the row is needed, not only keys and values.
+        """Let the first in the queue run, if there is room for all that it has to forward."""
+        # The last token's row itself is needed, not only its keys and values.
         before = sequence.committed - 1
         contents = self._contents(sequence, before) if self._config.prefix_cache else []
         shared = self._pool.share(contents)
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def _send_back(self, sequence: Sequence) -> None:
-        """Let a sequence wait; what its pages held is computed again, or found if still there."""
+        """Let a sequence wait; the contents of its pages are computed again, or found if kept."""
         del self._running[sequence.arrival]
         self._give_back(sequence)
         heapq.heappush(self._waiting, (sequence.order, sequence))

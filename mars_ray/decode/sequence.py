@@ -23,33 +23,33 @@ class Sequence:
     """Mutable state of one request; `drafts` wait to be verified by the next forward."""
 
     request: Request
-    widest: int  # masks of a group at most
+    widest: int  # most masks of a group
     tokens: list[int]
     cached: int = 0
-    found: int | None = None  # of these, in the prefix cache when it first came in
-    groups: int = field(init=False)  # outcomes of a step that get masks, unless chosen otherwise
+    found: int | None = None  # how many of these the prefix cache had at first admission
+    groups: int = field(init=False)  # outcomes that get masks, unless window control chooses
     branches: int = field(init=False)  # alternatives for the first of the next drafts
-    choice: Choice | None = None  # of window control for the next step
+    choice: Choice | None = None  # window control's choice for the next step
     forwards: int = 0
-    last_commit: int = 0  # tokens that the last of them committed
+    last_commit: int = 0  # tokens that the last forward committed
     token_forward: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)  # the drafts as a tree (`core.tree`)
     threshold: float = field(init=False)  # in force in the next step, in modes that verify
-    lowest_threshold: float | None = field(init=False)  # of all steps so far
+    lowest_threshold: float | None = field(init=False)  # lowest of all steps so far
     grammar: GrammarState | None = field(init=False)
     adapters: list[str] = field(
         default_factory=list
     )  # that have made its drafts, one after another
-    extended: int = 0  # the forward after which a draft model has added to the drafts
+    extended: int = 0  # the forward after which a draft model extended the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
-    published: int = 0  # of its pages, the first ones
-    adapter: str | None = None  # whose drafts wait
+    published: int = 0  # number of its first pages that are published
+    adapter: str | None = None  # the one that made the waiting drafts
     disagreed: int = 0  # tokens seen not to be the model's own choice
     submitted_s: float = 0.0
-    queue_s: float = 0.0  # from then to its first rows
+    queue_s: float = 0.0  # from submission to its first rows
     arrival: int = 0
     served: int = 0  # the last step that had rows of it
 
@@ -57,19 +57,19 @@ class Sequence:
         mode = self.request.mode
         self._set_size()
         own = mode.verified_at
-        # With a quality the mode's own threshold is never in force; the engine sets another one.
+        # With a quality the mode's own threshold never applies; the engine sets another one.
         self.threshold = 1.0 if own is None or self.request.quality else own
         self.lowest_threshold = self.threshold if mode.verifies else None
         self.grammar = self.request.grammar.start() if self.request.grammar else None
 
     def _set_size(self) -> None:
         self.groups = self.request.mode.groups_of(self.widest)
-        # A grammar knows one text after another.
+        # A grammar can follow only one text, so it allows no branches.
         self.branches = 1 if self.request.grammar else self.request.mode.branches_of(self.widest)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first when there is not enough for all."""
+        """The order in which sequences are served when there is not enough for all."""
         return self.request.priority, self.arrival
 
     @property
@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        """Where the answer ends at the latest."""
+        """The length at which the answer ends at the latest."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
@@ -109,11 +109,11 @@ class Sequence:
         assert self.cached < self.committed, f"{self.request.id}: nothing to forward"
 
     def refit(self, depth: int, rows: int) -> None:
-        """Adapt to masks of at most this depth and to forwards of at most so many rows."""
+        """Adapt to masks of at most this depth and to forwards of at most `rows`."""
         mode = self.request.mode
         widest = mode.widest(depth)
         if mode.needs_draft_model:
-            # Its rows may be as many as there is room for.
+            # Limited by the rows that there is room for.
             widest = min(widest, self.widest)
         self.widest, self.choice = widest, None
         self._set_size()
@@ -131,7 +131,7 @@ class Sequence:
         self.draft_parents = chain(len(tokens)) if parents is None else parents
 
     def keep_drafts(self, nodes: Several[int]) -> None:
-        """Keep only these drafts, in increasing order and none without its parent."""
+        """Keep only these drafts, given in increasing order, each along with its parent."""
         self.set_drafts(
             [self.drafts[node - 1] for node in nodes],
             [self.draft_probabilities[node - 1] for node in nodes],
@@ -139,13 +139,13 @@ class Sequence:
         )
 
     def drafted_by(self, adapter: str | None) -> None:
-        """Note whose drafts or masks a forward has had."""
+        """Note which adapter's drafts or masks a forward had."""
         if adapter and adapter not in self.adapters[-1:]:
             self.adapters.append(adapter)
 
     def kept(self, tokens: list[int]) -> list[int]:
-        """The tokens of a forward that are committed: up to a stop token, the limit, or one that
-        the grammar forbids."""
+        """The tokens of a forward that are committed: those up to a stop token, the limit, or a
+        token that the grammar forbids."""
         kept = tokens[: self.remaining]
         stop = next((i for i, t in enumerate(kept) if t in self.request.stop_ids), len(kept))
         kept = kept[: stop + 1]
@@ -181,7 +181,7 @@ class Sequence:
         )
 
     def follow_grammar(self) -> None:
-        """Drop the drafts that cannot follow; if only one text can, its tokens are the drafts."""
+        """Drop drafts that the grammar forbids; if only one text can follow, draft its tokens."""
         if not self.grammar or not self.request.mode.has_drafts:
             return
         count = self.grammar.admissible(self.drafts)

@@ -1,11 +1,10 @@
-"""What an engine has done since its start, and what live traffic says about the threshold.
+"""Counts of an engine since its start, and what live traffic shows about thresholds.
 
-`Snapshot` is all of it in plain values, as an engine's own thread hands it to others.
+`Snapshot` holds all of it in plain values, which an engine's thread can hand to others.
 
-Every step sees how good each of its proposals is, so it knows how many tokens *each* threshold
-would have committed in it; and a token that was committed without being the model's own choice is
-forwarded as a real token anyway, when the row before it tells what that choice would have been. So
-this takes no forward of its own.
+Every step rates each of its proposals, so it knows how many tokens *each* threshold would have
+committed. A committed token that is not the model's own choice is forwarded later as a real token,
+and the row before it then shows what that choice was. So these statistics need no extra forward.
 """
 
 from collections import Counter
@@ -23,23 +22,23 @@ from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 
-# The grid on which is counted what other thresholds would have committed.
+# The thresholds for which the tokens that they would have committed are counted.
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _AT_ONCE = 1000
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over all steps: means over any span are differences of two readings."""
+    """Sums over all steps; the difference of two readings gives the means over a span."""
 
     steps: int = 0
-    seconds: float = 0.0  # of whole steps, with what they commit
-    prompt_steps: int = 0  # that had rows of prompts
+    seconds: float = 0.0  # time of whole steps, committing included
+    prompt_steps: int = 0  # steps with rows of prompts
     prompt_rows: int = 0  # computed, not found in the prefix cache
-    prompts: int = 0  # done
-    prompt_tokens: int = 0  # of those that are done; computed, as above
-    sequences: int = 0  # decoding, one count per step
-    decode_rows: int = 0  # of those
+    prompts: int = 0  # finished ones
+    prompt_tokens: int = 0  # tokens of finished prompts that were computed, as above
+    sequences: int = 0  # decoding ones, counted at every step
+    decode_rows: int = 0  # rows of decoding sequences
 
     def add(self, work: Several[Work]) -> None:
         """Count a step, before its tokens are committed."""
@@ -58,21 +57,21 @@ class StepTotals:
 
 @dataclass(slots=True)
 class ModeMeasures:
-    """Sums over the steps of one mode; additive over engines."""
+    """Sums over the steps of one mode; they add up over engines."""
 
     forwards: int = 0
-    # Tokens that need not have been the model's own choice, and how many were not.
+    # Tokens that may differ from the model's own choice, and how many did.
     checked: int = 0
     disagreed: int = 0
-    # A proposal is committed at thresholds up to the least value so far. Those are counted by the
-    # number of THRESHOLDS they reach, many at a time.
+    # A proposal is committed at thresholds up to the least value in its step so far. These values
+    # are counted, many at a time, by the number of THRESHOLDS that they reach.
     _reached: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros(len(THRESHOLDS) + 1, dtype=np.int64)
     )
     _least: list[float] = field(default_factory=list)
 
     def add_step(self, values: Several[float]) -> None:
-        """Count a step by its proposals' confidences, or by what its drafts were judged by."""
+        """Count a step by its proposals' confidences, or by the ratios that judged its drafts."""
         self.forwards += 1
         self._least += accumulate(values, min)
         if len(self._least) > _AT_ONCE:
@@ -91,7 +90,7 @@ class ModeMeasures:
         self._least.clear()
 
     def tokens_per_forward(self) -> dict[float, float]:
-        """The curve of T/F over thresholds, as far as single steps can tell it."""
+        """T/F at each threshold, as far as single steps can show it."""
         forwards = max(1, self.forwards)
         return {t: n / forwards for t, n in zip(THRESHOLDS, self.tokens_at, strict=True)}
 
@@ -103,15 +102,15 @@ class Snapshot:
     info: EngineInfo
     running: int
     waiting: int
-    cache_share: float  # of the pages, those that sequences hold
+    cache_share: float  # share of the pages that sequences hold
     preemptions: int
     prefix_queries: int  # tokens of admitted sequences
     prefix_hits: int  # those of them that were in the cache
-    windows: tuple[int, ...]  # of the sequences in the batch
+    windows: tuple[int, ...]  # windows of the sequences in the batch
     adapter: str | None  # the draft adapter in force
-    can_draft: bool  # by it, or by the model itself
+    can_draft: bool  # whether the adapter or the model itself makes drafts
     set_point: float  # threshold of requests that pin none, as far as they tolerate it
-    step_cost: dict[int, float]  # seconds of a step by its rows, as far as they are measured
+    step_cost: dict[int, float]  # seconds of a step by its rows, as far as measured
     totals: StepTotals
     by_mode: dict[str, ModeMeasures]
     accepted_at: dict[str, list[int]]  # by mode, see LiveMeasures
@@ -122,12 +121,12 @@ class LiveMeasures:
 
     def __init__(self) -> None:
         self.by_mode: dict[str, ModeMeasures] = {}
-        # By mode, steps by how many tokens they committed beyond the first.
+        # By mode: counts of steps by the number of tokens that they committed beyond the first.
         self._beyond: dict[str, Counter[int]] = {}
 
     @property
     def accepted_at(self) -> dict[str, list[int]]:
-        """Tokens that steps committed at every place beyond their first, by mode."""
+        """Tokens that steps committed at each place after their first, by mode."""
         return {
             mode: [sum(n for count, n in steps.items() if count > at) for at in range(max(steps))]
             for mode, steps in self._beyond.items()
@@ -168,7 +167,7 @@ class LiveMeasures:
 
 
 def _ratios(plan: Plan, rows: Rows, path: list[int]) -> list[float]:
-    """Ratios of the drafts on the path that was taken, and from its end of the best that follow."""
+    """Ratios of the drafts on the path taken, then of the best drafts that follow its end."""
     ratios = rows.numbers["ratio"]
     if plan.is_chain:
         return ratios[: len(plan.drafts)]

@@ -1,4 +1,4 @@
-"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): JSON schemas, tool calls."""
+"""Grammars for JSON schemas and tool calls, by https://github.com/guidance-ai/llguidance."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,13 +12,13 @@ from mars_ray.errors import ModelError, RequestError
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Compiling takes up to a second: not for the engine's
-    thread."""
+    """Compiles grammars for one tokenizer. Compiling takes up to a second, so it must not run on
+    the engine's thread."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stop_ids: Iterable[int]
     ) -> None:
-        """`vocabulary` is the model's, which may be larger. Raises ModelError."""
+        """`vocabulary` is the model's, possibly larger than the tokenizer's. Raises ModelError."""
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json; convert it first")
         self._tokenizer = from_tokenizer(tokenizer, vocabulary, sorted(stop_ids))
@@ -76,7 +76,7 @@ class MatcherState:
     def admissible(self, tokens: Sequence[int]) -> int:
         """See GrammarState."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            # Nothing can follow but the end; the library would not let that follow either.
+            # Only the end can follow; the library would not allow even that.
             return int(tokens[:1] in self._ends)
         count = self._matcher.validate_tokens(list(tokens))
         _check(self._matcher, self._field)
@@ -95,6 +95,6 @@ class MatcherState:
 
 def _check(matcher: LLMatcher, field: str) -> None:
     if matcher.is_error():
-        # What follows the first line are details of the library's parser.
+        # The lines after the first are details of the library's parser.
         first = matcher.get_error().strip().partition("\n")[0]
         raise RequestError(f"a schema cannot be followed: {first}", field=field)

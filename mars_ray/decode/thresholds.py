@@ -1,15 +1,15 @@
-"""How far an answer may leave the model's own choices when nothing is pinned.
+"""The threshold in force for requests that pin none.
 
-A request may name the lowest threshold that it tolerates; the one in force is then the service's
-set-point, and never below that floor. Or it states a budget: the share of its tokens that may
-differ from AR decoding. The threshold in force is then found by feedback, and the share is kept in
-every answer at every moment, whatever the feedback does.
+A request may name the lowest threshold that it tolerates. The threshold in force is then the
+service's set-point, but never below that floor. Or it states a budget: the share of its tokens that
+may differ from AR decoding. The threshold in force is then found by feedback. Whatever the feedback
+does, no answer exceeds its budget at any moment.
 """
 
 import math
 from dataclasses import dataclass
 
-# Where the search for a budget's threshold begins, how fast it moves, how far it goes.
+# Start, speed and lower bound of the search for a budget's threshold.
 _FIRST, _GAIN, _LOWEST = 0.5, 0.1, 0.001
 
 
@@ -22,12 +22,12 @@ class Elastic:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A request of whose tokens at most this share may differ from AR decoding."""
+    """A request with the share of its tokens that may at most differ from AR decoding."""
 
     share: float
 
     def allows(self, disagreed: int, tokens: int) -> bool:
-        """Whether one more token may differ, as the last of so many."""
+        """Whether one more token may differ, as the last of `tokens`."""
         return disagreed + 1 <= self.share * tokens
 
 
@@ -50,7 +50,7 @@ class Thresholds:
     def observe(self, budget: Budget, tokens: int, disagreed: int) -> None:
         """Learn from a step's tokens: the threshold rises if too many of them differ.
 
-        It moves until, in the long run, the share that differs is the budget.
+        In the long run the share of tokens that differ approaches the budget.
         """
         before = self._log_of.get(_key(budget), math.log(_FIRST))
         moved = before + _GAIN * (disagreed - budget.share * tokens)
@@ -58,5 +58,5 @@ class Thresholds:
 
 
 def _key(budget: Budget) -> float:
-    """The share to the thousandth: clients name any, and what is learnt of one stays for ever."""
+    """The share rounded to a thousandth, because clients name any share and no entry is removed."""
     return round(budget.share, 3)

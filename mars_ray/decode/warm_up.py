@@ -1,4 +1,4 @@
-"""Before traffic comes: every kernel has run, and what a step costs is known."""
+"""Work before traffic comes: run every kernel once, and measure the cost of steps."""
 
 import time
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from mars_ray.decode.strategies.base import MaskGroup, Plan
 from mars_ray.model.card import ModelCard
 
 _CONTEXT = 128  # tokens before the rows
-# Short steps vary most; of two long ones, one may have been disturbed.
+# Most and least runs of a step: short steps vary most; one of two long ones may be disturbed.
 _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
-# Of a step's time, that which its rows take at least.
+# The least share of a step's time that its rows take.
 _LEAST_SHARE = 0.1
 
 
 def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> StepCost:
-    """The cost of steps of up to as many rows as the largest batch can have in `verified` with one
-    group, and one sequence with a group for every outcome.
+    """The cost of steps, measured up to the most rows of the largest batch in `verified` with one
+    group, and of one sequence with a group for every outcome.
 
     Overwrites the first pages of the cache.
     """
@@ -41,7 +41,7 @@ def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> St
     batch = min(config.max_batch, most)
     sequence_s, few = 0.0, -(-batch // widest)
     if batch > few:
-        # In turn: what disturbs one shall disturb the other.
+        # Alternately, so that a disturbance affects both.
         pairs = [(seconds(batch, batch), seconds(batch, few)) for _ in range(2)]
         many_s, few_s = map(min, zip(*pairs, strict=True))
         sequence_s = max(0.0, (many_s - few_s) / (batch - few))
@@ -56,7 +56,7 @@ def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> St
 def _least_seconds(
     backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
 ) -> float:
-    """Least seconds of several such steps, the first one not counted."""
+    """Least seconds of several such steps, not counting the first."""
     step_seconds(backend, card, config, rows, sequences)
     times: list[float] = []
     while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
@@ -67,7 +67,7 @@ def _least_seconds(
 def step_seconds(
     backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
 ) -> float:
-    """Seconds of a step of so many rows, spread evenly over sequences that share all pages."""
+    """Seconds of a step of `rows`, spread evenly over sequences that share all pages."""
     work = list(_work(rows, sequences, card.block_size, config))
     if backend.runner.device.type == "cuda":
         torch.cuda.synchronize()
@@ -75,7 +75,7 @@ def step_seconds(
     reader = forward(backend, work, card.mask_token_id)
     read = reader.rows(nothing)
     outcomes = [len(item.plan.drafts) if item.plan else 0 for item in work]
-    # Ends with a copy to the host.
+    # This ends with a copy to the host.
     reader.proposals(outcomes, [own.best[-1] for own in read])
     return time.perf_counter() - started
 
@@ -91,7 +91,7 @@ def _work(rows: int, sequences: int, depth: int, config: EngineConfig) -> Iterat
 
 
 def _plan(rows: int, depth: int) -> Plan:
-    """A usual plan: more masks than drafts, behind one outcome after the other."""
+    """A typical plan: more masks than drafts, behind successive outcomes."""
     masks = 2 * rows // 3 if depth else 0
     drafts = rows - masks
     groups = tuple(

@@ -1,4 +1,4 @@
-"""Every policy on every trace with every seed, and what the comparison says."""
+"""Runs of every policy on every trace with every seed, and their comparison."""
 
 import hashlib
 import json
@@ -27,11 +27,11 @@ from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 from mars_ray.simulator.verdict import margin, percent
 
-# 97.5% quantiles of Student's t by degrees of freedom; beyond, from the normal one.
+# 97.5% quantiles of Student's t by degrees of freedom; beyond the table, from the normal quantile.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _NORMAL = 1.959964
 _KEPT = "parts.jsonl"
-# Points of a timeline in the result: its file stays small.
+# Points of a timeline in the result, few enough to keep its file small.
 _TICKS = 150
 
 
@@ -52,12 +52,12 @@ def run_simulations(
 ) -> dict[str, Any]:
     """Figures, means and intervals of all runs, by cold start, trace and policy, as JSON values.
 
-    What is finished is kept in the directory, and not simulated again for the same job by the same
-    code. Workers are processes, as many as cores if not said. Raises ConfigError or DataError.
+    Finished parts are kept in the directory, and not simulated again for the same job and code.
+    Workers are processes, by default one per core. Raises ConfigError or DataError.
     """
     model = replace(load_service_model(job.service_model), step_rows=job.cluster.step_tokens)
     _check_fixed_threshold(job, model)
-    # A trace that is missing is found now, not after those before it.
+    # Loading all traces now shows at once if one is missing.
     traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
     colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))
     parts = [_Part(t, cold, p) for cold in colds for t in job.traces for p in job.policies]
@@ -92,8 +92,8 @@ def _check_fixed_threshold(job: SimulateJob, model: ServiceModel) -> None:
 
 
 def _work(job: SimulateJob, model: ServiceModel, traces: list[Trace], where: dict[str, Any]) -> str:
-    """A digest of all that a part's result depends on beside the part. Code with uncommitted
-    changes has no name, so each run of it gets a digest of its own."""
+    """A digest of all that a part's result depends on besides the part. Code with uncommitted
+    changes has no name, so each run of it gets a different digest."""
     facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s"})
     code = [where["mars_ray"], where["commit"]]
     if str(where["commit"]).endswith("+"):
@@ -132,7 +132,7 @@ def _compared(part: _Part, job: SimulateJob, model: ServiceModel) -> dict[str, A
 
 
 def _half_width(values: list[float]) -> float | None:
-    """Half the width of the mean's 95% interval over seeds; None where it is not known."""
+    """Half the width of the mean's 95% interval over seeds; None if it is not known."""
     if len(values) < 2 or not all(map(np.isfinite, values)):
         return None
     return _quantile(len(values) - 1) * statistics.stdev(values) / sqrt(len(values))
@@ -148,7 +148,7 @@ def _quantile(degrees: int) -> float:
 
 
 def _thinned(timeline: Timeline) -> dict[str, list[float]]:
-    """The timeline as means of equal spans; of the threshold the lowest value."""
+    """The timeline as means over equal spans; for the threshold, the lowest value."""
     spans = np.array_split(np.arange(len(timeline.at_s)), min(_TICKS, len(timeline.at_s)))
     columns = {
         "at_s": [timeline.at_s[i[0]] for i in spans],

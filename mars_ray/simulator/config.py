@@ -1,6 +1,6 @@
 """A job of `mars-ray simulate`: traces, policies, seeds, and the cluster they run on.
 
-Needs no numba, so a job is checked also where the simulator cannot run.
+This module needs no numba, so a job can be checked where the simulator cannot run.
 """
 
 import math
@@ -13,7 +13,7 @@ from mars_ray.config.scaling import ScalingConfig
 
 
 class _Source(Config):
-    """Changes that any source allows: another rate, a part of its time."""
+    """Changes that any source allows: another rate, or a part of its time."""
 
     rate_factor: float = Field(
         default=1.0,
@@ -36,7 +36,7 @@ class _Source(Config):
 
     @property
     def repeats(self) -> bool:
-        """Whether more requests are copies of those that there are, not drawn anew."""
+        """Whether additional requests are copies of existing ones, not new draws."""
         return True
 
 
@@ -45,7 +45,7 @@ class _Whole(_Source):
 
 
 class FileTrace(_Whole):
-    """A CSV or JSONL file of docs/simulator.md's schema, also gzipped."""
+    """A CSV or JSONL file in the schema of docs/simulator.md, optionally gzipped."""
 
     type: Literal["file"] = "file"
     path: str
@@ -79,12 +79,12 @@ class ServeGenTrace(_Source):
 
     @property
     def repeats(self) -> bool:
-        """False: rates are multiplied instead."""
+        """False, because rates are multiplied instead."""
         return False
 
 
 class Lengths(Config):
-    """Token counts of made-up requests: log-normal, cut at the limit."""
+    """Token counts of generated requests: log-normal, cut at the limit."""
 
     prompt_mean: float = Field(default=512, ge=1)
     output_mean: float = Field(default=256, ge=1)
@@ -93,10 +93,10 @@ class Lengths(Config):
 
 
 class RampTrace(_Whole):
-    """Poisson arrivals at one rate after another; the defaults are llm-d's benchmark.
+    """Poisson arrivals in stages of different rates; the defaults are llm-d's benchmark.
 
-    Stages of 2, 4, 6, 8, 10, 4, 1 requests/s over 42 minutes, 4,000 tokens in and 1,000 out
-    (github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md).
+    It has stages of 2, 4, 6, 8, 10, 4, 1 requests/s over 42 minutes, with 4,000 tokens in and 1,000
+    out (github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md).
     """
 
     type: Literal["ramp"] = "ramp"
@@ -106,7 +106,7 @@ class RampTrace(_Whole):
 
 
 class FlashTrace(_Source):
-    """A steady rate that jumps to another one for a while."""
+    """A steady rate that jumps to another rate for a while."""
 
     type: Literal["flash"] = "flash"
     base_rps: float = Field(default=2, gt=0)
@@ -124,7 +124,7 @@ class FlashTrace(_Source):
 
 
 class SineTrace(_Source):
-    """A day that rises and falls, compressed to `period_s`."""
+    """The rise and fall of a day's load, compressed to `period_s`."""
 
     type: Literal["sine"] = "sine"
     low_rps: float = Field(default=1, gt=0)
@@ -178,14 +178,14 @@ class Kill(Config):
 
 
 class Slowdown(Config):
-    """All machines are slower, or faster, until the next one."""
+    """All machines become slower, or faster, until the next slowdown."""
 
     at_s: float = Field(ge=0)
     slowness: float = Field(gt=0, description="times what a step takes by `Cluster.slowness`")
 
 
 class Cluster(Config):
-    """The cluster's properties, which no policy chooses."""
+    """The cluster's properties, which policies cannot choose."""
 
     cold_start_s: float = Field(default=100.0, ge=0, description="until a new replica answers")
     first_cold_starts_s: tuple[NonNegativeFloat, ...] = Field(
@@ -269,5 +269,5 @@ class SimulateJob(Config):
         return self
 
 
-# As `load_job` asks for them.
+# Job kinds in the form that `load_job` needs.
 KINDS: dict[str, type[Config]] = {"simulate": SimulateJob}

@@ -1,4 +1,4 @@
-"""The comparison as one page that needs nothing else, and as JSON."""
+"""The comparison as a self-contained page, and as JSON."""
 
 import json
 from collections.abc import Callable

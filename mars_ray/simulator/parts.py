@@ -1,4 +1,4 @@
-"""Long work in independent parts: on all cores, shown part by part, and none of it twice."""
+"""Long work in independent parts: on all cores, with progress, and no part done twice."""
 
 import multiprocessing
 import os
@@ -18,9 +18,9 @@ from mars_ray.progress import Bars
 def run_parts(
     parts: Mapping[str, Callable[[], Any]], kept: Kept, workers: int | None, console: Console
 ) -> dict[str, Any]:
-    """The value of each part, by its name and in their order; those kept already are not made.
+    """The value of each part, by name and in order; values kept from before are not computed again.
 
-    Parts and values are pickled if there are several workers: processes, at most one a core.
+    Workers are processes, at most one per core; parts and values are pickled if there are several.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -49,7 +49,7 @@ def _in_turn(parts: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Any]
 def _in_processes(
     parts: Mapping[str, Callable[[], Any]], workers: int
 ) -> Iterator[tuple[str, Any]]:
-    # Not forked: the lines and bars of progress have threads.
+    # Spawned, not forked, because the display of progress has threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _let_die) as pool:
         names = {pool.submit(part): name for name, part in parts.items()}
@@ -64,7 +64,7 @@ def _in_processes(
 
 
 def _let_die() -> None:
-    """Let a worker die of Ctrl-C without a traceback, and with the command, however that ends."""
+    """Let a worker die without a traceback on Ctrl-C, and whenever the command ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""The report's plots, as SVG to stand inside a page."""
+"""The report's plots, as SVG for embedding in a page."""
 
 import io
 from typing import Any
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours for those that are drawn over time; the rest are grey.
+# Okabe and Ito's colours for the policies drawn over time; the rest are grey.
 COLOURS = {
     "mars": "#D55E00",
     "lossless": "#0072B2",
@@ -60,19 +60,19 @@ def pareto(policies: dict[str, Part], attainment: float) -> str:
 
 
 def _near(row: Part) -> bool:
-    """Whether a policy is worth the room that showing it takes."""
+    """Whether a policy is good enough to be worth its room in the plot."""
     return row["mean"]["attainment"] >= 0.9
 
 
 def _offset(placed: list[tuple[float, float]]) -> tuple[float, float]:
-    """Where a label stands: above its mark, or below if another mark is close by."""
+    """Offset of a label: above its mark, or below if another mark is close by."""
     x, y = placed[-1]
     close = [p for p in placed[:-1] if 0.8 < p[0] / x < 1.25 and abs(p[1] - y) < 0.15]
     return (6, 6 - 16 * (len(close) % 3))
 
 
 def timelines(policies: dict[str, Part]) -> str:
-    """Load, replicas and threshold over time, of the first seed."""
+    """Load, replicas and threshold over time, for the first seed."""
     shown = [name for name in _OVER_TIME if name in policies] or list(policies)[:4]
     figure = Figure(figsize=(8.5, 6.2), layout="constrained")
     load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1))
@@ -135,10 +135,10 @@ def _plain(axes: Axes) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """The figure as SVG, without the XML head, which a page may not hold inside."""
+    """The figure as SVG, without the XML header, which may not stand inside a page."""
     FigureCanvasSVG(figure)
     text = io.StringIO()
-    # The same plot has the same names inside, and its text stays text.
+    # The same plot always gets the same internal names, and its text stays text.
     with rc_context({"svg.hashsalt": "mars-ray", "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()

@@ -1,4 +1,4 @@
-"""What was wanted of the policy, and whether the comparison shows it."""
+"""Claims about our policy, and whether the comparison supports them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class Verdict:
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """Verdicts at the job's own cold start, without claims about policies that were not run.
+    """Verdicts at the job's own cold start, except claims about policies that were not run.
 
     No claim holds for a policy that misses the objective.
     """
@@ -32,7 +32,7 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
         means = {name: row["mean"] for name, row in part["policies"].items()}
         if "mars" in means:
             late = means["mars"]["attainment"] < wanted
-            # Being cheap is worth nothing to who is late.
+            # A low cost is worth nothing to a policy that misses the objective.
             found += (
                 replace(v, holds=v.holds and not late) for v in _of_trace(trace, means, wanted)
             )
@@ -40,12 +40,12 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage with all its digits: 99.9% is not 100%."""
+    """A share as a percentage with all its digits: 99.9% must not become 100%."""
     return f"{100 * share:g}%"
 
 
 def margin(half_width: float | None) -> str:
-    """The ± behind a mean; nothing where its interval is not known, as with one seed."""
+    """The ± after a mean; empty if its interval is not known, as with one seed."""
     return "" if half_width is None else f" ± {half_width:.2f}"
 
 

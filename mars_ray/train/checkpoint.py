@@ -3,7 +3,7 @@
     model/              a Hugging Face model directory, ready to load anywhere; or a draft adapter
     adapters.safetensors   with LoRA: what was trained; in model/ it is merged. Of a draft adapter
                         the float32 weights; in model/ they are bfloat16
-    trainer/rank_N.pt   what rank N needs to go on: optimizer, random state, running means
+    trainer/rank_N.pt   what rank N needs to resume: optimizer, random state, running means
     state.json          step, loader position, job identity, last metrics
     manifest.json       every other file with its size; written last
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step_\d{8,}")
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Where training stands, the same on every rank."""
+    """The state of training that is the same on every rank."""
 
     step: int  # optimizer steps done
     total_steps: int
@@ -43,13 +43,13 @@ class TrainState:
     world_size: int
     identity: str  # of the job, see plan.identity_hash
     loader: LoaderState
-    metrics: dict[str, float]  # the last known
-    data: str = ""  # StagePlan.data; empty in checkpoints of versions before
+    metrics: dict[str, float]  # the latest
+    data: str = ""  # StagePlan.data; empty in checkpoints of earlier versions
     mask_tokens: int = 0  # mask rows with a target that were trained on so far
 
 
 def directory_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The directory of a step's checkpoint."""
     return run_dir / f"step_{step:08d}"
 
 
@@ -59,7 +59,7 @@ def step_of(directory: Path) -> int:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether the name is of a checkpoint: users put copies beside them, as step_00000010.bak."""
+    """Whether the name is a checkpoint's; users put copies beside them, like step_00000010.bak."""
     return _NAME.fullmatch(directory.name) is not None
 
 
@@ -75,14 +75,14 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def clear_unfinished(run_dir: Path) -> None:
-    """Remove what killed attempts left; only while nobody writes there."""
+    """Remove incomplete checkpoints of killed attempts, while no other process writes there."""
     for path in run_dir.glob("step_*"):
         if is_ours(path) and not (path / MANIFEST).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def delete(directory: Path) -> None:
-    """Remove a checkpoint; without its manifest it is none, however much is left of it."""
+    """Remove a checkpoint, its manifest first, so that a partly removed one counts as none."""
     (directory / MANIFEST).unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -94,10 +94,10 @@ def write(
     rank_state: dict[str, Any],
     write_model: Callable[[Path], None],
 ) -> None:
-    """Write a checkpoint; collective. `write_model` is, too: it writes on rank 0.
+    """Write a checkpoint; collective. `write_model` is collective too, and writes on rank 0.
 
-    All ranks write into the same directory, which is on storage that all nodes share. Raises
-    CheckpointError on every rank if one of them cannot; the checkpoints before are untouched.
+    All ranks write into the same directory, on storage that all nodes share. Raises CheckpointError
+    on every rank if one of them cannot write; earlier checkpoints are untouched.
     """
     trainer = directory / "trainer"
     try:
@@ -107,7 +107,7 @@ def write(
                 shutil.rmtree(directory, ignore_errors=True)
                 trainer.mkdir(parents=True)
                 (directory / STATE).write_text(json.dumps(asdict(state), indent=1))
-        # Collective itself: on all ranks or on none.
+        # This is collective: it runs on all ranks or on none.
         with ranks.together():
             write_model(directory / MODEL)
         with ranks.together():
@@ -152,8 +152,8 @@ def read_state(directory: Path) -> TrainState:
 
 
 def assign(directory: Path, identity: str) -> None:
-    """Make a copied checkpoint another job's. All identities have one length: the manifest stays
-    true."""
+    """Give a copied checkpoint another job's identity. All identities have the same length, so the
+    manifest stays valid."""
     path = directory / STATE
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"identity": identity}, indent=1))
@@ -161,7 +161,7 @@ def assign(directory: Path, identity: str) -> None:
 
 
 def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
-    """A rank's own part, mapped rather than read. Raises CheckpointError if there is none."""
+    """A rank's own part, memory-mapped, not read. Raises CheckpointError if there is none."""
     path = directory / "trainer" / f"rank_{rank}.pt"
     if not path.exists():
         raise CheckpointError(f"{directory} holds no state of rank {rank}")

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO behind the engine interface; the one file that imports deepspeed.
 
-The update is torch's own AdamW, handed in ready-made: DeepSpeed's CPU optimizer and its
+The optimizer is torch's AdamW, created here and passed in: DeepSpeed's CPU optimizer and its
 shared-memory collectives would be compiled on first use, which takes minutes and a toolchain.
 """
 
@@ -41,7 +41,7 @@ class DeepSpeedEngine:
         settings: dict[str, Any],
         own_time: OwnTime,
     ) -> None:
-        """`settings` of `zero_settings`."""
+        """`settings` comes from `zero_settings`."""
         self._own_time = own_time
         deepspeed = _import_deepspeed(ranks.device)
         self._gathered_parameters = deepspeed.zero.GatheredParameters
@@ -65,12 +65,12 @@ class DeepSpeedEngine:
                 **layout_tensors(layout, self._ranks.device),
             )
         self._finite &= bool(torch.isfinite(loss))
-        # Gradients are averaged over ranks; the loss has its global divisor already.
+        # DeepSpeed averages gradients over ranks, but the loss has its global divisor already.
         self._engine.backward(loss * self._ranks.world_size)
         return torch.cat([loss.detach().double().unsqueeze(0), sums])
 
     def step(self, learning_rate: float) -> Tensor:
-        # DeepSpeed would skip or apply a non-finite step without a word: agree on it first.
+        # DeepSpeed would silently skip or apply a non-finite step, so the ranks agree on it first.
         not_finite = torch.tensor([float(not self._finite)])
         if self._ranks.sum(not_finite).item() > 0:
             return torch.tensor(torch.nan)
@@ -88,7 +88,7 @@ class DeepSpeedEngine:
         model = self._engine.module.stored
         if self._zero_stage < 3:
             return model.state_dict() if self._ranks.is_main else None
-        # Parameter by parameter: rank 0 alone ever holds the whole model.
+        # Gathered parameter by parameter, so that only rank 0 ever holds the whole model.
         whole: dict[int, Tensor] = {}
         for parameter in model.parameters():
             with self._gathered_parameters([parameter]):
@@ -96,13 +96,13 @@ class DeepSpeedEngine:
                     whole[id(parameter)] = parameter.detach().cpu().clone()
         if not self._ranks.is_main:
             return None
-        # Tied parameters stay one tensor, or the second would be written as a weight of its own.
+        # Tied parameters stay one tensor, or the second would be written as a separate weight.
         named = model.named_parameters(remove_duplicate=False)
         weights = {name: whole[id(parameter)] for name, parameter in named}
         return model.state_dict() | weights
 
     def optimizer_state(self) -> OptimizerShare:
-        """Gathered parameter by parameter; each rank keeps every world-size-th."""
+        """Gather the state parameter by parameter; each rank keeps every world-size-th."""
         share: OptimizerShare = {}
         step = next((s[_STEP] for s in self._flat_states().values() if _STEP in s), None)
         if step is None:
@@ -132,10 +132,10 @@ class DeepSpeedEngine:
                     self._put(parameter, state[key].to(device), key)
 
     def _put(self, parameter: torch.nn.Parameter, value: Tensor, key: str) -> None:
-        """This rank's part of a parameter's moment or float32 weights."""
+        """Set this rank's part of a parameter's moment or float32 weights."""
         to = self._fragments
         if self._zero_stage == 3:
-            # The last rank's part is padded, which the functions for whole values do not allow for.
+            # The last rank's part is padded, which the functions for whole values do not handle.
             size = cast(Any, parameter).partition_numel()
             padded = torch.zeros(size * self._ranks.world_size, device=value.device)
             padded[: value.numel()] = value.flatten()
@@ -164,7 +164,7 @@ class DeepSpeedEngine:
         return self._engine.optimizer.optimizer.state
 
     def _start_states(self, step: Tensor) -> None:
-        """Create the moments as AdamW would in its first step; parameters then point into them."""
+        """Create the moments as AdamW would in its first step, and let parameters point to them."""
         states = self._flat_states()
         for flat in self._flat_partitions():
             states[flat] = {key: torch.zeros_like(flat) for key in _MOMENTS}
@@ -174,8 +174,8 @@ class DeepSpeedEngine:
     def _link_states(self) -> None:
         """Make parameters point into the flat moments.
 
-        Stages 1 and 2 do it once, after the first step of the first group of parameters, when
-        the others have no moments yet.
+        ZeRO stages 1 and 2 do it only once, after the first step of the first group of parameters,
+        when the other groups have no moments yet.
         """
         if self._zero_stage < 3:
             optimizer = self._engine.optimizer
@@ -189,11 +189,11 @@ def zero_settings(
     """DeepSpeed's config."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        # Micro-batches are marked one by one (`last`), whatever their number.
+        # The engine marks the last micro-batch itself (`last`), whatever their number.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
         "zero_optimization": _zero_section(zero),
-        # Its own would be compiled; torch's fused AdamW runs on the CPU as well.
+        # DeepSpeed's own would be compiled; torch's fused AdamW runs on the CPU as well.
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bfloat16},
         "steps_per_print": 1 << 40,
@@ -202,15 +202,15 @@ def zero_settings(
 
 @contextmanager
 def loading_in_parts(settings: dict[str, Any], ranks: Ranks) -> Iterator[None]:
-    """A context in which transformers splits what it loads among the ranks; collective.
+    """A context in which transformers splits loaded weights among the ranks; collective.
 
-    Otherwise every worker would hold a whole model before stage 3 splits it. Rank 0 reads the
+    Otherwise every worker would hold a whole model before ZeRO stage 3 splits it. Rank 0 reads the
     weights.
     """
     _import_deepspeed(ranks.device)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    # transformers asks for it as long as it lives.
+    # transformers consults this object as long as it exists.
     config = HfDeepSpeedConfig(settings)
     try:
         yield
@@ -229,14 +229,14 @@ def _zero_section(zero: ZeroConfig) -> dict[str, Any]:
 
 def _import_deepspeed(device: torch.device) -> ModuleType:
     """Import late, because it takes three seconds, without the extension that needs a compiler."""
-    # Found out by trial, with a warning, otherwise.
+    # Otherwise DeepSpeed finds the device by trial, with a warning.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    # It calls collectives by names that torch 2.13 replaces; one line per call else.
+    # It calls collectives by names that torch 2.13 replaces, with a line of warning per call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     import deepspeed
     import deepspeed.ops
 
     if device.type == "cpu":
-        # There is no public switch. Without it gloo carries the collectives.
+        # There is no public switch. Without this extension gloo runs the collectives.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

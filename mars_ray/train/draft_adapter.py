@@ -1,7 +1,7 @@
 """The weights of a draft adapter while they are trained: float32, by flat names.
 
-They belong to one module (`draft_step.py`): under ZeRO-3 a module's own weights are brought
-together while it is called, and all of an adapter is not much more than a layer of its model.
+They belong to one module (`draft_step.py`): under ZeRO-3 a module's own weights are gathered while
+it is called, and a whole adapter is not much larger than one layer of its model.
 
     mask_embedding_DH, head_hidden_KH, head_token_KH, head_depth_DK, head_out_HK
     layer_0_qkv_down_SI                        down-projections that share an input are one
@@ -56,13 +56,13 @@ def fresh_weights(
 ) -> dict[str, Tensor]:
     """Weights of an adapter that adds nothing yet: up-projections and head output are zero.
 
-    Mask embeddings start as that of the model's own mask token, if it was trained to have one, and
-    else at the mean of the vocabulary's.
+    Mask embeddings start as that of the model's own mask token, if it was trained with one, else as
+    the mean of the vocabulary's.
     """
     random = torch.Generator().manual_seed(seed)
 
     def uniform(outputs: int, inputs: int) -> Tensor:
-        """Random weights as torch's linear layers and peft's down-projections start with."""
+        """Random initial weights, as in torch's linear layers and peft's down-projections."""
         return (torch.rand(outputs, inputs, generator=random) * 2 - 1) / math.sqrt(inputs)
 
     if mask_token_id is None:
@@ -106,9 +106,9 @@ def untrained_adapter(
 
 
 def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dict[str, Tensor]:
-    """The weights of an adapter from disk, to go on from under another card.
+    """The weights of an adapter from disk, to continue training under another card.
 
-    Depths that it has not are started as its last. Raises ModelError if it is of another shape.
+    Depths that it lacks start as its last one. Raises ModelError if its shape differs.
     """
     old = adapter.card
     for key in ("rank", "targets", "head_size"):
@@ -122,7 +122,7 @@ def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dic
         depth_DK = _with_depths(adapter.head.depth_DK, card.depths)
         head = replace(adapter.head, depth_DK=depth_DK)
         weights |= {f"head_{name}": getattr(head, name) for name in _HEAD}
-    # Its products have been scaled by its own card.
+    # The adapter's products were scaled by its own card.
     ratio = old.scale / card.scale if card.rank else 1.0
     for layer, group, names in _groups(card, base):
         parts = [adapter.lora[base.layer_name(layer, name)] for name in names]
@@ -133,7 +133,7 @@ def weights_of(adapter: DraftAdapter, card: DraftCard, base: FrozenModel) -> dic
 
 
 def adapter_of(weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel) -> DraftAdapter:
-    """The inverse of `weights_of`, as it is written."""
+    """The inverse of `weights_of`: the adapter as it is written to disk."""
     lora = {}
     for layer, group, names in _groups(card, base):
         downs = weights[f"layer_{layer}_{group}_down_SI"].split(card.rank)
@@ -155,7 +155,7 @@ def head_of(
 def lora_groups(
     weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel
 ) -> dict[tuple[int, str], LoraGroup]:
-    """The LoRA of each group of linear layers, by layer and the group's name."""
+    """The LoRA of each group of linear layers, by layer and group name."""
     groups = {}
     for layer, group, names in _groups(card, base):
         places = base.places(group)

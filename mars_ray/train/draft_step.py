@@ -1,9 +1,9 @@
 """One forward of a draft adapter's training or evaluation, as a module that an engine can wrap.
 
-Its parameters are the adapter's. The frozen model is in none of its modules.
+Its parameters are the adapter's. The frozen model is not among its submodules.
 
-Shape suffixes: B rows of a batch, R rows of a layout, L clean tokens, M mask rows of a row, X = B *
-M, N mask rows with a target, T = B * L, H hidden size.
+Shape suffixes: B rows of a batch, R rows of a layout, L clean tokens, M mask rows of a row, N mask
+rows with a target; T = B * L, X = B * M, H hidden size.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ class DraftStep(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        # In a tuple: no part of what is trained, wrapped, sharded or saved.
+        # In a tuple, so that it is not trained, wrapped, sharded or saved.
         self._base = (base,)
         self._card, self._objective = card, objective
         self._loss_weights = objective.row_loss_weight, objective.head_loss_weight
@@ -52,10 +52,10 @@ class DraftStep(nn.Module):
         return self
 
     def forward(self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor) -> Any:
-        """Training: (loss, sums). Without coefficients: (sums, predictions).
+        """Returns (loss, sums), or without coefficients (sums, predictions).
 
-        Sums are `weight * loss` of the head and of mask rows, float64 (2,); predictions int64
-        (2, B, R), by mask rows and by the head; a clean row's is its own in both.
+        Sums are `weight * loss` of the head and of mask rows, float64 (2,). Predictions are int64
+        (2, B, R), by mask rows and by the head; a clean row's own prediction stands in both.
         """
         layout = Layout(**layout_BR)
         with torch.autocast(layout.depth_BR.device.type, enabled=False):
@@ -120,10 +120,10 @@ def _call(function: Any, *arguments: Any) -> Tensor:
 
 
 def _causal(rows: DraftRows) -> Tensor | None:
-    """Who sees whom among clean rows, bool (B, L, L); None where no row holds two conversations."""
+    """Which clean row sees which, bool (B, L, L); None if no row holds two conversations."""
     document, position = rows.document_BL, rows.position_BL
     index_L = torch.arange(position.shape[1], device=position.device)
-    # Padding lies behind, where nothing looks at it.
+    # Padding lies behind the conversation, where no row sees it.
     if ((position == index_L) | (document < 0)).all():
         return None
     block = torch.full_like(position, -1)

@@ -1,7 +1,7 @@
-"""Who holds the weights, the gradients and the optimizer: the interface, and plain PyTorch.
+"""The engine, which holds weights, gradients and optimizer: its interface, and plain PyTorch.
 
-An engine receives losses that are already divided by the global counts, so that the gradient
-wanted is their *sum* over micro-batches and ranks.
+An engine receives losses that are already divided by the global counts, so the wanted gradient is
+their *sum* over micro-batches and ranks.
 """
 
 import contextlib
@@ -25,40 +25,40 @@ Step = TrainStep | DraftStep
 
 
 class Engine(Protocol):
-    """One optimizer step is `accumulate` for each micro-batch, then `step`."""
+    """An engine; one optimizer step is `accumulate` for each micro-batch, then `step`."""
 
     def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
-        """Forward and backward; this rank's (loss, its two sums), float64 (3,), detached.
+        """Forward and backward; returns this rank's (loss, its two sums), float64 (3,), detached.
 
         `last` marks the step's last micro-batch, whose backward reduces gradients over ranks.
         """
         ...
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clip and update; the gradient norm before clipping, the same on every rank.
+        """Clip and update; returns the norm before clipping, the same on every rank.
 
-        If anything was not finite, the norm is not either and the weights are untouched.
+        If anything was not finite, neither is the norm, and the weights are untouched.
         """
         ...
 
     def predict(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Evaluation: this rank's two sums, float64 (2,), and predictions, int64 (B, R), or (2, B,
-        R) where mask rows get two."""
+        """For evaluation, this rank's two sums, float64 (2,), and predictions, int64 (B, R), or
+        (2, B, R) if mask rows have two."""
         ...
 
     def weights(self) -> dict[str, Tensor] | None:
-        """The weights that a checkpoint stores, whole, on rank 0; None elsewhere. Collective."""
+        """The whole weights for a checkpoint on rank 0; None on other ranks. Collective."""
         ...
 
     def optimizer_state(self) -> OptimizerShare:
-        """This rank's share of the optimizer's state; all shares together are whole. Collective.
+        """This rank's share of the optimizer's state; all shares make up the whole. Collective.
 
-        By parameter name, so that any number of ranks can take it up.
+        Shares are keyed by parameter name, so that any number of ranks can load them.
         """
         ...
 
     def load_optimizer_state(self, shares: Iterable[OptimizerShare]) -> None:
-        """Load the shares of all ranks of the run that has written them."""
+        """Load the shares that all ranks of a run have written."""
         ...
 
 
@@ -92,13 +92,13 @@ class PlainEngine:
                     coefficient_BR=coefficient_BR.to(self._ranks.device),
                     **layout_tensors(layout, self._ranks.device),
                 )
-            # DDP averages gradients over ranks; the loss has its global divisor already.
+            # DDP averages gradients over ranks, but the loss has its global divisor already.
             (loss * self._ranks.world_size).backward()
         return torch.cat([loss.detach().double().unsqueeze(0), sums])
 
     def step(self, learning_rate: float) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        # The one synchronisation with the device in a step.
+        # The only synchronisation with the device in a step.
         if torch.isfinite(norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -116,7 +116,7 @@ class PlainEngine:
         return self._step.stored.state_dict() if self._ranks.is_main else None
 
     def optimizer_state(self) -> OptimizerShare:
-        # Replicas are equal, so rank 0's copy is everybody's.
+        # Replicas are equal, so rank 0's copy stands for all.
         if not self._ranks.is_main:
             return {}
         states = ((name, self._optimizer.state[p]) for name, p in self._named())
@@ -147,6 +147,6 @@ class PlainEngine:
 
 def _data_parallel(step: Step) -> DistributedDataParallel:
     with warnings.catch_warnings():
-        # The argument is renamed in torch 2.13 and has no other name before.
+        # torch 2.13 renames the argument; earlier versions know only the old name.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(step, broadcast_buffers=False, gradient_as_bucket_view=True)

@@ -1,9 +1,9 @@
-"""A frozen model as a draft adapter's training needs it: clean rows once, then mask rows.
+"""A frozen model for a draft adapter's training: clean rows are computed once, then mask rows.
 
-Clean rows leave keys, values and last hidden states, without a gradient. Mask rows attend to those
-and to their own block; only they go backward, through products with weights that have no gradient
-of their own. Products are in the model's type, the residual stream and softmax in float32: on a CPU
-with bfloat16 products that is the fastest way known (docs/log.md).
+Clean rows produce keys, values and last hidden states, without a gradient. Mask rows attend to
+those and to their own block. Only mask rows have a backward pass, and it computes no gradient of
+the model's weights. Products are in the model's dtype, the residual stream and softmax in float32:
+on a CPU with bfloat16 products this is the fastest way known (docs/log.md).
 
 Shape suffixes: B rows of a batch, L clean tokens, K blocks, W slots of a block, N rows of any pass,
 H hidden size, T heads of queries, keys and values together, Q query heads, E key heads, G query
@@ -24,7 +24,7 @@ from mars_ray.errors import ModelError
 from mars_ray.model.forward import output_head
 from mars_ray.train.block_attention import BlockAttention
 
-# Rotary embeddings whose angles depend on nothing but the position.
+# Rotary embeddings whose angles depend only on the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # A layer's linear layers in groups that share an input, by their names in the model.
@@ -36,7 +36,7 @@ GROUPS = {
 }
 _MODULES = {"qkv": "self_attn", "out": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
-# How a pass multiplies: (layer, group, input, weight, bias) to output.
+# The product of a pass: (layer, group, input, weight, bias) to output.
 Product = Callable[[int, str, Tensor, Tensor, Tensor | None], Tensor]
 Turn = tuple[Tensor, Tensor]  # cosines and sines, (N, 1, D)
 
@@ -47,18 +47,18 @@ class CleanPass:
 
     keys: list[Tensor]  # of each layer, (B, E, L, D)
     values: list[Tensor]
-    hidden_BLH: Tensor  # after the last norm, in the model's type
+    hidden_BLH: Tensor  # after the last norm, in the model's dtype
 
 
 class FrozenModel:
     """A Qwen2, Qwen3, Llama or Mistral model, whose matrices it takes over.
 
-    No module: nothing of it is trained, wrapped, split among ranks or saved.
+    It is no module, so nothing of it is trained, wrapped, split among ranks or saved.
     """
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ModelError for what is not supported."""
+        """Raises ModelError if the model is not supported."""
         base: Any = model.base_model
         _check(model, base)
         self.dtype = model.dtype
@@ -76,7 +76,7 @@ class FrozenModel:
     def clean(self, ids_BL: Tensor, position_BL: Tensor, sees_BLL: Tensor | None) -> CleanPass:
         """Keys, values and last hidden states of clean rows.
 
-        `sees_BLL` says who sees whom; None: each row those before it and itself.
+        `sees_BLL` says which row sees which; None: each row sees those before it and itself.
         """
         shape = ids_BL.shape
         turn = self.turn(position_BL.flatten())
@@ -116,7 +116,7 @@ class FrozenModel:
     ) -> Tensor:
         """Last hidden states of mask rows, float32 (N, H); N = B * K * W, block by block.
 
-        `run(function, *arguments)` calls a layer: a checkpoint, or the call itself.
+        `run(function, *arguments)` calls a layer, directly or with gradient checkpointing.
         """
         rows, blocks, _ = sees_BKL.shape
         for index, layer in enumerate(self.layers):
@@ -144,7 +144,7 @@ class FrozenModel:
         return f"{self._prefix}.{layer}.{_MODULES[group]}.{name}"
 
     def turn(self, position_N: Tensor) -> Turn:
-        """Cosines and sines of the rotary embedding; the sines have the sign of each half."""
+        """Cosines and sines of the rotary embedding; the sines contain the sign of each half."""
         cos_1ND, sin_1ND = self._rotary(self.embedding_VH[:1].float(), position_N[None])
         sin_ND = sin_1ND[0].clone()
         sin_ND[:, : sin_ND.shape[1] // 2].neg_()
@@ -171,7 +171,7 @@ def _plain(
 
 
 class _NormFunction(torch.autograd.Function):
-    """Division by the root mean square and a fixed weight: half the passes of autograd's own."""
+    """Division by the root mean square, times a fixed weight, in half of autograd's passes."""
 
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
@@ -205,7 +205,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _HeadNorm:
-    """Qwen3's norm of every query and key head by itself."""
+    """Qwen3's norm, applied to every query and key head separately."""
 
     weight_TD: Tensor
     epsilon: float
@@ -227,7 +227,7 @@ class _HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A decoder layer; matrices with the same input are one."""
+    """A decoder layer; matrices with the same input are joined into one."""
 
     input_norm: _Norm
     qkv_OI: Tensor
@@ -310,7 +310,7 @@ class _Layer:
         return query, key, value
 
     def _turned(self, qkv_NTD: Tensor, turn: Turn) -> Tensor:
-        """Queries and keys, normed where the model does so and rotated; values as they are."""
+        """Queries and keys, rotated and, if the model does so, normed; values unchanged."""
         cos_N1D, sin_N1D = turn
         qk_NTD, v_NED = qkv_NTD.split([self.query_heads + self.key_heads, self.key_heads], dim=1)
         if self.head_norm:
@@ -320,7 +320,7 @@ class _Layer:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One tensor of all rows; the parts become views of it, so that nothing is held twice."""
+    """One tensor of all rows; the parts become its views, so that nothing is held twice."""
     whole = torch.cat([part.detach() for part in parts])
     for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = view

@@ -1,7 +1,7 @@
-"""The training loop, without Ray: steps, evaluations, checkpoints, and how it ends.
+"""The training loop, without Ray: steps, evaluations, checkpoints, and the end of a stage.
 
-An evaluation measures held-out losses and teacher-forced acceptance. The same blocks are masked
-each time, those of the schedule's end, so evaluations can be compared.
+An evaluation measures held-out losses and teacher-forced acceptance. It always masks the same
+blocks, those of the schedule's end, so that evaluations can be compared.
 """
 
 import math
@@ -33,10 +33,10 @@ from mars_ray.train.throughput import Flops, OwnTime
 from mars_ray.train.watchdog import Watchdog
 
 _MASKS = COUNTS.index("masks")
-# Number of steps by which a stage of so many minutes measures its own length. The first is not
-# counted: whatever is used for the first time makes it longer.
+# A stage whose length is given in minutes computes its number of steps from the time of this many.
+# The first step is not counted, because everything used for the first time makes it longer.
 _TIMED_STEPS = 10
-# Share of the stage that is done, as evaluations tell the mask schedule.
+# Progress that evaluations pass to the mask schedule.
 _EVAL_PROGRESS = 1.0
 
 # Called on every rank after a checkpoint is complete.
@@ -44,7 +44,7 @@ Report = Callable[[Path, dict[str, float]], None]
 
 
 class Batches(Protocol):
-    """The data loader, to the loop: an item is this rank's share of one step."""
+    """The data loader as the loop sees it; an item is this rank's share of one step."""
 
     def __iter__(self) -> Iterator[list[TokenBatch]]: ...
 
@@ -53,7 +53,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
-    """How a stage ended, the same on every rank: finished, or stopped before its last step."""
+    """The end of a stage, the same on every rank: finished, or stopped before its last step."""
 
     step: int
     total_steps: int
@@ -80,9 +80,9 @@ class StageParts:
     eval_batches: Callable[[], Iterable[TokenBatch]] | None
     write_model: Callable[[Path, TrainState], None]  # collective; writes on rank 0
     report: Report
-    keeper: Keeper | None  # on rank 0
+    keeper: Keeper | None  # only on rank 0
     flops: Flops
-    peak_flops: float  # of all ranks, a second
+    peak_flops: float  # FLOP/s of all ranks together
     own_time: OwnTime  # the engine's
     watchdog: Watchdog
 
@@ -114,7 +114,7 @@ class TrainLoop:
             )
 
     def run(self) -> StageOutcome:
-        """Train to the end, or to the step in which the stop file is seen.
+        """Train to the end, or to the step in which the stop file is found.
 
         Raises NonFiniteLossError and CheckpointError on every rank at once.
         """
@@ -135,7 +135,7 @@ class TrainLoop:
         plan = self._parts.plan
         batches = iter(self._parts.loader)
         if self._step == 0 and plan.config.adapter is not None:
-            self._evaluate()  # what the adapter starts from
+            self._evaluate()  # the adapter before training
         started = time.monotonic()
         while self._step < self._total_steps and not self._stop_wanted:
             self._parts.watchdog.feed(f"step {self._step + 1}")
@@ -151,12 +151,12 @@ class TrainLoop:
                 self._evaluate()
             if self._is_due(plan.job.checkpoint.every_steps):
                 self._save()
-        # Neither a run restored at its end nor one stopped at a checkpoint has more to save.
+        # A run that was restored at its end, or stopped at a checkpoint, has nothing more to save.
         if self._saved_step != self._step:
             self._save()
 
     def _train_step(self, batches: list[TokenBatch]) -> tuple[Tensor, float]:
-        """One optimizer step; the gradient norm and the learning rate used."""
+        """Run one optimizer step; returns the gradient norm and the learning rate used."""
         parts = self._parts
         progress = self._step / self._total_steps
         layouts = [parts.objective.layout(batch, progress) for batch in batches]
@@ -175,7 +175,7 @@ class TrainLoop:
         return self._parts.plan.config.minutes is not None
 
     def _set_length(self, elapsed_s: float) -> None:
-        """Set as many steps as the minutes have room for, by the time of the first on rank 0."""
+        """Set the number of steps that fit the minutes, by the time of rank 0's first steps."""
         if self._step == 1:
             self._first_step_s = elapsed_s
             return
@@ -198,7 +198,7 @@ class TrainLoop:
         return local
 
     def _agree(self, counts: Tensor) -> Tensor:
-        """Global counts; the wish to stop travels along, so that all ranks stop after one step."""
+        """Global counts. A stop request is summed along, so that all ranks stop at one step."""
         ranks = self._parts.ranks
         asked = ranks.is_main and self._parts.plan.stop_file.exists()
         stop = asked or self._cannot_write
@@ -234,7 +234,7 @@ class TrainLoop:
         try:
             self._writer.write(kind, self._step, metrics)
         except OSError as error:
-            # The other ranks go on: all of them end with the next step, and try to save it.
+            # The other ranks continue; all ranks end with the next step, and try to save it.
             print(f"cannot write {self._parts.plan.metrics_file}: {error}", flush=True)
             self._cannot_write = True
 
@@ -279,11 +279,11 @@ class TrainLoop:
         return self._seconds_before + time.monotonic() - self._started
 
     def _raise_non_finite(self, batches: list[TokenBatch], local: Tensor) -> NoReturn:
-        """Every rank gets here in the same step, because all of them see the same norm."""
+        """Raise the error; every rank gets here in the same step, since all see the same norm."""
         documents = torch.cat([batch.document_BL.flatten() for batch in batches]).unique()
         mine = [index for index in documents.tolist() if index >= 0]
         everyone = self._parts.ranks.gather((math.isfinite(local[0]), mine))
-        # If all losses are finite and only a gradient is not, no rank can be told apart.
+        # If all losses are finite and only a gradient is not, no single rank can be blamed.
         bad = [found for finite, found in everyone if not finite] or [all_ for _, all_ in everyone]
         indices = ", ".join(str(index) for found in bad for index in found)
         raise NonFiniteLossError(
@@ -313,13 +313,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics over all ranks' batches, the same on every rank; collective.
 
-    Every rank must bring as many batches: under ZeRO-3 each forward is a collective too.
+    Every rank must have equally many batches: under ZeRO-3 each forward is a collective too.
     """
-    # All held-out conversations are data, whatever their index.
+    # All held-out conversations count as data, whatever their index.
     objective = replace(objective, own_from=None)
     depths, predictors = objective.depths, objective.predictors
-    totals = torch.zeros(4, dtype=torch.float64)  # two sums, then what they are divided by
-    # By predictor: blocks reached and agreed by depth.
+    totals = torch.zeros(4, dtype=torch.float64)  # two sums, then their divisors
+    # For each predictor: blocks that reach each depth, and those that agree to it.
     counts = torch.zeros(len(predictors), 2, depths, dtype=torch.float64)
     for batch in batches:
         layout = objective.layout(batch, _EVAL_PROGRESS)

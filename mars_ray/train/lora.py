@@ -1,7 +1,7 @@
 """LoRA on linear layers that share an input: one product down, and one up for each of them.
 
-Shape suffixes: N rows, I inputs, O outputs of all layers, P outputs of one, R rank, S the ranks of
-all layers together.
+Shape suffixes: N rows, I inputs, O outputs of all layers, P outputs of one, R rank, S sum of the
+ranks of all layers.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 
 class LoraGroup(NamedTuple):
-    """LoRA weights of a group's layers; `places` are their rows of the joined weight."""
+    """LoRA weights of a group's layers; `places` are the layers' rows in the joined weight."""
 
     down_SI: Tensor
     ups_PR: tuple[Tensor, ...]
@@ -22,14 +22,14 @@ class LoraGroup(NamedTuple):
 def with_lora(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: LoraGroup, scale: float
 ) -> Tensor:
-    """`W x + b + scale * up(down(x))`, in the type of x; the adapter's weights may be float32."""
+    """`W x + b + scale * up(down(x))`, in the dtype of x; the adapter's weights may be float32."""
     return _LoraProduct.apply(
         x_NI, weight_OI, bias_O, group.places, scale, group.down_SI, *group.ups_PR
     )
 
 
 class _LoraProduct(torch.autograd.Function):
-    """Product with a backward by hand: no gradient of the frozen weight, sums in place."""
+    """Product with a hand-written backward: no gradient of the frozen weight, sums in place."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""The memory that a stage will need, estimated before it starts, in bytes a worker.
+"""The memory that a stage will need, estimated before it starts, in bytes per worker.
 
-P parameters, T of them trained (all but with LoRA), W workers, e bytes of a number in the forward
-(4 in float32, 2 in bfloat16).
+There are P parameters, T of them trained (all, except with LoRA), W workers, and e bytes per number
+in the forward (4 in float32, 2 in bfloat16).
 
     torch               weights 4P, gradients 4T, AdamW's moments 8T; in bfloat16 autocast's copy 2P
     ZeRO 1              weights eP, gradients eT, (float32 copy, its gradient, moments: 16T) / W
@@ -12,15 +12,15 @@ P parameters, T of them trained (all but with LoRA), W workers, e bytes of a num
 
 A row of a forward (a token of the clean stream, or a mask) keeps for the backward, in each layer,
 8 hidden and 2 key sizes in float32 and 4 intermediate ones, as autograd's saved tensors of Qwen2
-show; with gradient checkpointing one hidden size, and one layer in full, with its gradients. The
-dense attention mask (CPU) costs 4 bytes a pair of rows and layer. The head works in chunks: three
-times a chunk's float32 logits, and the gradient of its weight. A starting model that answers are
-held to (anchor_weight) is a whole copy eP on each worker, with its own chunk's logits.
+show. With gradient checkpointing it keeps one hidden size per layer, and one layer in full, with
+its gradients. The dense attention mask (CPU) costs 4 bytes per pair of rows and layer. The head
+takes three times a chunk's float32 logits, and the gradient of its weight. A starting model that
+anchors answers (anchor_weight) is a whole copy eP on each worker, with its own chunk's logits.
 
-A draft adapter's model is frozen and whole on every worker, eP; T are the adapter's. Its clean
-rows keep keys and values of each layer, its mask rows what goes backward: in each layer 2 hidden
-sizes in float32 and 2 in the forward's type, 2 query, 2 key and 4 intermediate sizes, and the
-weights of their attention.
+A draft adapter's model is frozen and whole on every worker, eP; T counts the adapter's parameters.
+Clean rows keep keys and values of each layer. Mask rows keep in each layer 2 hidden sizes in
+float32; in the forward's dtype 2 hidden, 2 query, 2 key and 4 intermediate sizes; and the weights
+of their attention.
 """
 
 import math
@@ -43,7 +43,7 @@ _HIDDENS_KEPT = 8
 _KEYS_KEPT = 2
 _INTERMEDIATES_KEPT = 4
 _LOGITS_COPIES = 3
-# DeepSpeed's default for what ZeRO-3 has gathered at a time, in parameters.
+# DeepSpeed's default number of parameters that ZeRO-3 has gathered at a time.
 _ZERO_3_LIVE = 1_000_000_000
 _GIB = 1 << 30
 _SAMPLED = 512
@@ -51,7 +51,7 @@ _SAMPLED = 512
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one worker, on its device, and on its node where something is offloaded."""
+    """Bytes of one worker, on its device and, for offloaded parts, on its node."""
 
     weights: float
     gradients: float
@@ -63,7 +63,7 @@ class MemoryEstimate:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes on the device, by what they are for."""
+        """Bytes on the device, by purpose."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -86,7 +86,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """The longest row of the training data: its tokens, and those that may get a mask."""
+    """The longest row of the training data: its tokens, and how many of them may get a mask."""
 
     tokens: int
     responses: int
@@ -131,7 +131,7 @@ def estimate(
 def check_memory(
     shape: ModelShape, job: TrainJob, stage: StageConfig, row: RowSize, ranks: Ranks
 ) -> MemoryEstimate:
-    """The estimate; collective. Raises MemoryShortError on all ranks if it does not fit on one.
+    """The estimate; collective. Raises MemoryShortError on all ranks if one lacks the memory.
 
     With `cluster.memory_check` off it never raises.
     """
@@ -208,7 +208,7 @@ def _adapter_weights(shape: ModelShape, stage: StageConfig, objective: DraftObje
 
 
 def _number_bytes(job: TrainJob) -> int:
-    """Bytes of a number in the forward."""
+    """Bytes per number in the forward."""
     return 2 if job.precision == "bfloat16" else 4
 
 
@@ -218,7 +218,7 @@ def _logits(shape: ModelShape, rows: int) -> float:
 
 
 def _states(held: int, trained: int, job: TrainJob, workers: int) -> dict[str, float]:
-    """Bytes of an engine's weights, of which `trained` get a gradient, and of its optimizer."""
+    """Bytes of an engine's weights, `trained` of which get a gradient, and of its optimizer."""
     size = _number_bytes(job)
     if not isinstance(job.engine, ZeroConfig):
         return {

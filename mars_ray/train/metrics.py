@@ -1,8 +1,8 @@
-"""Metrics on their way out: running means, `metrics.jsonl`, TensorBoard.
+"""Output of metrics: running means, `metrics.jsonl`, TensorBoard.
 
-Scalars for TensorBoard are written where they are logged: tensorboardX's own writer has a thread
-and a queue of ten places. A full disk ends the thread, and the training loop would then wait for a
-place for ever.
+Scalars for TensorBoard are written by the thread that logs them. tensorboardX's own writer has a
+thread and a queue of ten places; a full disk ends the thread, and the training loop would then wait
+for a place for ever.
 """
 
 import json
@@ -32,7 +32,7 @@ from mars_ray.train.throughput import Flops
 
 
 class Meter:
-    """Means over the steps since the last `flush`, kept on the device, reduced only then."""
+    """Means over the steps since the last `flush`, kept on the device and reduced only there."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Meter:
         peak_flops: float,
         streams: tuple[Stream, ...],
     ) -> None:
-        """`peak_flops` are FLOP/s of all ranks together."""
+        """`peak_flops` is in FLOP/s, for all ranks together."""
         self._flops, self._peak_flops = flops, peak_flops
         self._streams = streams
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -96,8 +96,8 @@ class Meter:
 class MetricsWriter:
     """Appends to a run's `metrics.jsonl` and TensorBoard files; used by rank 0 alone.
 
-    An attempt begins with a line of kind "start". Lines after its first step, left by an attempt
-    that died, are dropped, so that each step stands once.
+    An attempt begins with a line of kind "start". Later steps' lines, left by an attempt that died,
+    are dropped, so that each step occurs once.
     """
 
     def __init__(self, path: Path, step: int, total_steps: int, workers: int) -> None:
@@ -120,8 +120,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the files."""
         for file in (self._file, self._board):
-            # Each write was flushed. What is left could not be written then, which was told; told
-            # again it would take the place of the error that ends the run.
+            # Each write was flushed. Anything left could not be written, which was reported then; a
+            # second report would hide the error that ends the run.
             with suppress(OSError):
                 file.close()
 
@@ -132,16 +132,16 @@ class MetricsWriter:
 
 @dataclass(slots=True)
 class MetricsReader:
-    """Follows a `metrics.jsonl` that another process writes, and may cut back on a restart."""
+    """Follows a `metrics.jsonl` that another process writes, and may shorten on a restart."""
 
     path: Path
     offset: int = 0
-    inode: int = 0  # who cuts back puts another file in the place
+    inode: int = 0  # a shortened file is a new file with another inode
 
     def new(self) -> list[dict[str, Any]]:
         """The complete lines that were added since the last call.
 
-        Of a file that was cut back those from its last start on: before it stands what was told.
+        In a shortened file they begin at its last start: earlier lines were returned before.
         """
         if not self.path.exists():
             return []
@@ -171,7 +171,7 @@ class Board:
     """Writes an event file; `write` and `close` raise OSError if the storage does."""
 
     def __init__(self, directory: Path, purge_step: int) -> None:
-        """TensorBoard drops steps from `purge_step` on of the event files before this one."""
+        """TensorBoard drops steps from `purge_step` on that are in earlier event files."""
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter(str(directory / name))

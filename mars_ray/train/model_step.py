@@ -1,10 +1,10 @@
 """One forward of a training or evaluation step, as a module that an engine can wrap.
 
 Only rows with a target reach the output head: the vocabulary projection and its float32 logits
-would otherwise bound the batch.
+would otherwise limit the batch.
 
-Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, A anchored rows, H
-hidden size, V vocabulary.
+Shape suffixes: B rows of a batch, R rows of a layout, N rows with a target, A anchored rows,
+H hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from mars_ray.core.loss import (
 )
 from mars_ray.model.forward import hidden_states, output_head
 
-# Float32 logits of this many bytes are kept at once; more rows go through the head in chunks.
+# At most this many bytes of float32 logits are kept at once; more rows are done in chunks.
 _LOGITS_BYTES = 1 << 28
 
 
@@ -50,7 +50,7 @@ COUNTS = (
 
 
 class TrainStep(nn.Module):
-    """The model with its loss. Layouts travel as keyword tensors: engines hook into those."""
+    """The model with its loss. Layouts are passed as keyword tensors, which engines can hook."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class TrainStep(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # In a tuple: no part of what is trained, wrapped, sharded or saved.
+        # In a tuple, so that it is not trained, wrapped, sharded or saved.
         self._anchor: tuple[PreTrainedModel, ...] = (anchor,) if anchor else ()
         self.model.set_output_embeddings(_LossHead(output_head(model)))
         self.chunk_rows = chunk_rows(model.config.vocab_size)
@@ -74,10 +74,10 @@ class TrainStep(nn.Module):
     def forward(
         self, coefficient_BR: Tensor | None = None, **layout_BR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Training: (loss, its stream sums). Without coefficients: (stream sums, predictions).
+        """Returns (loss, stream sums), or without coefficients (stream sums, predictions).
 
-        The loss is `sum(coefficient * CE)`; stream sums are `weight * CE` summed over clean and
-        over noisy rows, float64 (2,); predictions are each target row's argmax, int64 (B, R),
+        The loss is `sum(coefficient * CE)`. Stream sums are `weight * CE` summed over clean and
+        over noisy rows, float64 (2,). Predictions are each target row's argmax, int64 (B, R), and
         -1 elsewhere.
         """
         layout = Layout(**layout_BR)
@@ -106,10 +106,10 @@ class TrainStep(nn.Module):
 
     @torch.no_grad()
     def _factors(self, hidden_NH: Tensor, target_N: Tensor, depth_N: Tensor) -> Tensor:
-        """Factors of the rows' coefficients, float32 (N,): noisy rows by what they add to T/F."""
+        """Factors of the rows' coefficients, float32 (N,): a noisy row's by its effect on T/F."""
         factor_N = torch.ones_like(target_N, dtype=torch.float32)
         noisy_N = depth_N > 0
-        # Also without any: every rank calls the head as often.
+        # Called even without noisy rows, because every rank must call the head equally often.
         ce_M, _ = output_head(self.model)(hidden_NH[noisy_N], target_N[noisy_N], self.chunk_rows)
         if len(ce_M):
             weight_M = acceptance_weights(ce_M, depth_N[noisy_N]).float()
@@ -122,7 +122,7 @@ class TrainStep(nn.Module):
         """KL(starting model || model) of each anchored row, float32 (A,)."""
         anchor = self._anchor[0]
         anchored_BR = layout.is_anchored_BR
-        # Clean rows see no noisy ones, so those behind the last anchored row are left out.
+        # Clean rows see no noisy ones, so rows behind the last anchored row are left out.
         width = int(anchored_BR.any(dim=0).nonzero().max()) + 1
         part = Layout(**{name: getattr(layout, name)[:, :width] for name in Layout.__slots__})
         with torch.no_grad():
@@ -138,10 +138,10 @@ class TrainStep(nn.Module):
 
 
 class _LossHead(nn.Linear):
-    """The model's own output projection, which can go on to the loss.
+    """The model's own output projection, which can also compute the loss.
 
-    A module, because ZeRO-3 brings a weight together only while the module that owns it is called.
-    Chunks are made inside: a call is a collective there, and ranks have unequal numbers of rows.
+    It is a module, because ZeRO-3 gathers a weight only while the module that owns it is called. It
+    makes chunks inside one call: a call is a collective there, and ranks have unequal row counts.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -157,8 +157,8 @@ class _LossHead(nn.Linear):
         chunk_rows: int = 0,
         coefficient_N: Tensor | None = None,
     ) -> Any:
-        """Logits (N, V); with targets cross-entropies and predictions, both (N,); with coefficients
-        the loss and cross-entropies."""
+        """Logits (N, V); with targets, cross-entropies and predictions, both (N,); with
+        coefficients, the loss and cross-entropies."""
         if target_N is None:
             return super().forward(input)
         if coefficient_N is None:
@@ -172,11 +172,11 @@ def layout_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def step_counts(layouts: list[Layout]) -> Tensor:
-    """Counts of a step, known before its forwards, float64 (9,); additive over ranks.
+    """Counts of a step, known before its forwards, float64 (9,); they add up over ranks.
 
-    Clean target rows, summed noisy weight, tokens of the clean stream, rows that are no padding,
-    rows, rows with a target, keys seen by rows that are no padding, mask rows with a target, and
-    keys seen by clean ones.
+    In order: clean target rows, summed noisy weight, tokens of the clean stream, rows without
+    padding, all rows. Then: rows with a target, keys seen by rows without padding, mask rows with a
+    target, keys seen by clean rows without padding.
     """
     total = torch.zeros(len(COUNTS), dtype=torch.float64)
     for layout in layouts:

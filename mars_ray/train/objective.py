@@ -20,7 +20,7 @@ _CLEAN, _NOISY = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A mean that is logged: one of a step's two sums over one of the `loss_counts`."""
+    """A logged mean: one of a step's two sums, divided by one of the `loss_counts`."""
 
     name: str
     sum: int
@@ -38,7 +38,7 @@ class StageObjective:
     seed: int
     mask_token_id: int | None  # None for a plain model, whose masks are an adapter's
     own_from: int | None = None  # the first conversation whose answer is the model's own
-    has_head: bool = False  # a draft adapter's sequential head
+    has_head: bool = False  # whether a draft adapter has a sequential head
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class StageObjective:
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """The means that the loss is made of."""
+        """The means that make up the loss."""
         if isinstance(self.config, DraftObjective):
             head = Stream("head_loss", 0, _NOISY)
             row = Stream("row_loss", 1, _NOISY)
@@ -92,19 +92,19 @@ class StageObjective:
 
     @property
     def predictors(self) -> tuple[str, ...]:
-        """Prefixes of the metrics of each prediction of a mask row; the main one has none."""
+        """Metric prefixes of a mask row's predictions; that of the main one is empty."""
         return ("row_", "") if self.has_head else ("",)
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether some rows are held to the starting model."""
+        """Whether some rows are anchored to the starting model."""
         if not isinstance(self.config, MarsObjective) or self.own_from is None:
             return False
         return bool(self.config.anchor_weight)
 
     @property
     def acceptance_weight(self) -> float:
-        """How far noisy rows are weighted by what they add to the expected T/F, from 0 to 1."""
+        """How strongly a noisy row's effect on the expected T/F is its weight, from 0 to 1."""
         return self.config.acceptance_weight if isinstance(self.config, MarsObjective) else 0.0
 
     @property

@@ -1,7 +1,7 @@
-"""A stage on Ray Train: the one file of this package that knows Ray.
+"""A stage on Ray Train: the only file of this package that knows Ray.
 
-Workers write checkpoints straight into the run directory, which all nodes share: the manifest is
-then truly the last file written, nothing is copied, and a run goes on from what lies there.
+Workers write checkpoints directly into the run directory, which all nodes share. So the manifest is
+really the last file written, nothing is copied, and a run resumes from what lies there.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ from mars_ray.train.worker import limit_threads, resume_stage, unpacked
 # what each stage waits for at its end.
 _POLL_INTERVAL_S = 0.5
 _RESIZE_CHECK_S = 60.0
-# Elastic: a group whose resources are not there after this time is tried again with what is. Ray's
-# default of 60 s is waited out in full when a node is lost, since it first asks for what was there.
+# Elastic: a group that lacks resources after this time is tried again with those that exist. Ray's
+# default of 60 s passes in full when a node is lost, since Ray first asks for the old resources.
 _ELASTIC_START_TIMEOUT_S = 10
 _RESOURCES = "placement_group"
 _AGAIN = "run the same command again to resume"
-# glibc returns and fetches pages at every step otherwise: seconds of system time per step were seen
-# with large activations. CPU workers only; it keeps memory.
+# Otherwise glibc returns and fetches pages at every step: with large activations, seconds of system
+# time per step were seen. For CPU workers only, because it holds on to memory.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -65,14 +65,14 @@ _MALLOC = {
 
 
 def fit_stage(plan: StagePlan) -> StageOutcome:
-    """Run a stage to its end, resuming what the run directory holds.
+    """Run a stage to its end, resuming from the run directory's checkpoint.
 
-    Ctrl-C (or SIGTERM) asks the workers for a checkpoint and an end; a second one aborts. Raises
+    Ctrl-C (or SIGTERM) asks the workers to write a checkpoint and end; a second one aborts. Raises
     TrainingError if the stage was stopped or failed for good.
     """
     _prepare(plan)
     reader = MetricsReader(plan.metrics_file)
-    reader.new()  # what an earlier attempt logged has been shown
+    reader.new()  # skip lines that an earlier attempt logged and showed
     _free_left_over(plan)
     with StageProgress(plan.stage, reader) as progress, _stop_on_signal(plan, progress):
         _say_if_too_small(plan.job.cluster, progress)
@@ -85,7 +85,7 @@ def fit_stage(plan: StagePlan) -> StageOutcome:
 
 
 def _prepare(plan: StagePlan) -> None:
-    """The run directory, with the newest checkpoint in it.
+    """Make the run directory, and fetch the newest checkpoint into it.
 
     Raises TrainingError or CheckpointError if the storage cannot be used.
     """
@@ -103,7 +103,7 @@ def _prepare(plan: StagePlan) -> None:
 
 
 class _Fit(threading.Thread):
-    """`TorchTrainer.fit` off the main thread, where it would take over Ctrl-C."""
+    """Runs `TorchTrainer.fit` in a thread; in the main thread it would take over Ctrl-C."""
 
     def __init__(self, plan: StagePlan) -> None:
         super().__init__(name="ray-train-fit", daemon=True)
@@ -120,11 +120,11 @@ class _Fit(threading.Thread):
 
 
 class _Trainer(TorchTrainer):
-    """Without the actor that removes the workers' resources once the controller looks dead.
+    """A trainer without the actor that removes workers' resources once the controller looks dead.
 
-    It asks "the" cluster of its machine. Where there are two it may ask the other one, find no
-    controller there, and kill a healthy run: seen. Without it, what a dead controller held is
-    freed when the driver ends.
+    The actor asks "the" cluster of its machine. If there are two, it may ask the other one, find no
+    controller there, and kill a healthy run; this was seen. Without the actor, resources of a dead
+    controller are freed when the driver ends.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -136,7 +136,7 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
     cluster = plan.job.cluster
     return _Trainer(
         _work,
-        # In a pickle of its own: Ray's controller would open the plan's files, wherever it runs.
+        # Pickled separately, or Ray's controller would open the plan's files, wherever it runs.
         train_loop_config={"plan": pickle.dumps(plan)},
         scaling_config=ScalingConfig(
             num_workers=_workers(cluster),
@@ -157,8 +157,8 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
 
 
 def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
-    """The training function: runs in every worker."""
-    # Ray tells of every report in a line of its own, on every rank.
+    """The training function, which runs in every worker."""
+    # Ray logs every report, on every rank.
     logging.disable(logging.INFO)
     ranks = Ranks.current(get_device())
     try:
@@ -171,16 +171,16 @@ def _work(config: dict[str, Any]) -> StageOutcome | MarsError:
 
 
 def _note_resources(plan: StagePlan) -> None:
-    """Write down what the workers occupy, for `_free_left_over`."""
+    """Record the workers' resources for `_free_left_over`."""
     group = get_current_placement_group()
     if group is not None:
         (plan.run_dir / _RESOURCES).write_text(group.id.hex())
 
 
 def _free_left_over(plan: StagePlan) -> None:
-    """Free what an attempt of this driver's job holds whose controller died.
+    """Free the resources of an attempt of this driver's job whose controller died.
 
-    Ray would only do so when the job ends; in a sweep that is after all other trials.
+    Ray frees them only when the job ends; in a sweep that is after all other trials.
     """
     note = plan.run_dir / _RESOURCES
     if note.exists():
@@ -189,13 +189,13 @@ def _free_left_over(plan: StagePlan) -> None:
 
 
 def _report(directory: Path, metrics: dict[str, float]) -> None:
-    # Every rank calls this as often, since all of them save at the same steps. Ray is not told of
-    # the checkpoint: it would refuse to start again once we have deleted one that it knows.
+    # Every rank calls this equally often, since all save at the same steps. The checkpoint is not
+    # passed to Ray, which would refuse to start again after we deleted one that it knows.
     ray.train.report(metrics)
 
 
 class _SayFailures(UserCallback):
-    """Prints on the controller, whose output Ray shows to the driver."""
+    """Prints failures on the controller, whose output Ray shows to the driver."""
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for rank, error in sorted(worker_exceptions.items()):
@@ -204,7 +204,7 @@ class _SayFailures(UserCallback):
 
 
 def _checked(plan: StagePlan, fit: _Fit) -> StageOutcome:
-    """The outcome of a finished stage. Raises anything else as an error that says what to do."""
+    """The outcome of a finished stage. For any other end, raises an error that says what to do."""
     if fit.error is not None:
         raise _explained(plan, fit.error) from fit.error
     outcome = fit.outcome
@@ -231,7 +231,7 @@ def _explained(plan: StagePlan, error: Exception) -> MarsError:
 
 
 def _say_if_too_small(cluster: ClusterConfig, progress: StageProgress) -> None:
-    """Say what Ray waits for; it is no error, since an autoscaler may bring it."""
+    """Say what Ray waits for; this is not an error, since an autoscaler may provide it."""
     have = ray.cluster_resources()
     for name, each in _resources(cluster).items():
         wanted = each * (cluster.min_workers or cluster.workers)
@@ -245,7 +245,7 @@ def _say_if_too_small(cluster: ClusterConfig, progress: StageProgress) -> None:
 
 @contextlib.contextmanager
 def _stop_on_signal(plan: StagePlan, progress: StageProgress) -> Iterator[None]:
-    """First signal: the stop file. Second: KeyboardInterrupt. Nothing outside the main thread."""
+    """Write the stop file at the first signal, raise at the second; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -266,7 +266,7 @@ def _stop_on_signal(plan: StagePlan, progress: StageProgress) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while, unless the user has: Ray has no argument for them."""
+    """Set environment variables, for which Ray has no argument, unless the user has set them."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -281,7 +281,7 @@ def _controller_settings(cluster: ClusterConfig) -> dict[str, str]:
     if cluster.min_workers is not None:
         settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
     if len(ray.nodes()) == 1:
-        # Whatever pre-empts the only node takes the driver with it; the watcher only logs then.
+        # A pre-emption of the only node takes the driver with it; the watcher would only log.
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     return settings
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from mars_ray.config.train import OptimizerConfig
 
-# AdamW's two moments and its step by parameter name, and, where the weights themselves are rounded
-# to bfloat16, the float32 ones.
+# AdamW's two moments and its step by parameter name; also the float32 weights, if the weights
+# themselves are rounded to bfloat16.
 OptimizerShare = dict[str, dict[str, Tensor]]
 
 
@@ -40,8 +40,8 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The rate of step 0 .. total_steps - 1: linear warm-up, then cosine to `final_share`.
 
-    The first step already moves (1/warm-up of the peak), the last one ends a step short of the
-    final rate.
+    The first step already has 1/warm-up of the peak; the last one is a step short of the final
+    rate.
     """
     warmup_steps = math.ceil(config.warmup_share * total_steps)
     if step < warmup_steps:

@@ -1,4 +1,4 @@
-"""What a stage starts from and is told: plain data that travels from the driver to every worker."""
+"""The plan of a stage: plain data that is sent from the driver to every worker."""
 
 import hashlib
 import json
@@ -29,9 +29,9 @@ from mars_ray.storage.place import Place
 
 log = logging.getLogger(__name__)
 
-# What may change between a run and its resumption: where and how fast it runs and how much it says,
-# not what it computes. (Other workers or micro-batches move the order of float additions, and the
-# forward over which weights by acceptance have a mean of 1.)
+# Settings that may change between a run and its resumption: where and how fast it runs and how much
+# it prints, not what it computes. (Other workers or micro-batches change the order of float
+# additions, and the forward over which weights by acceptance have a mean of 1.)
 _HARMLESS = frozenset(
     {
         "output_dir",
@@ -54,10 +54,10 @@ class StagePlan:
     stage: str
     start_model: Path  # the model directory the stage starts from
     run_dir: Path  # checkpoints, metrics and the stop file of this stage
-    train: Conversations  # travels as the path of its cache
+    train: Conversations  # pickled as the path of its cache
     eval: Conversations | None
     own_from: int | None = None  # the first conversation whose answer is the model's own
-    start_adapter: Path | None = None  # the draft adapter that the stage goes on from
+    start_adapter: Path | None = None  # the draft adapter that the stage continues from
 
     @property
     def config(self) -> StageConfig:
@@ -66,22 +66,22 @@ class StagePlan:
 
     @property
     def seed(self) -> int:
-        """Differs between stages, so that the second does not repeat the first's order."""
+        """The stage's seed; stages have different ones, so that none repeats another's order."""
         return self.job.seed + 1_000_003 * list(self.job.stages).index(self.stage)
 
     @property
     def data(self) -> str:
-        """Fingerprints of the conversations, to notice others at the same places."""
+        """Fingerprints of the conversations, to notice different ones at the same paths."""
         return "-".join(rows.fingerprint for rows in (self.train, self.eval) if rows is not None)
 
     @property
     def stop_file(self) -> Path:
-        """While this file exists the workers write a checkpoint and end."""
+        """The stop file: when it exists, the workers write a checkpoint and end."""
         return self.run_dir / "stop"
 
     @property
     def stacks_dir(self) -> Path:
-        """Where ranks leave their stacks when a step takes too long."""
+        """The directory of the stacks that ranks write when a step takes too long."""
         return self.run_dir / "stacks"
 
     @property
@@ -99,7 +99,7 @@ class StagePlan:
         if self.config.steps is not None:
             return self.config.steps
         if self.config.epochs is None:
-            # A stage of so many minutes does not know yet how many steps it will have.
+            # A stage whose length is in minutes does not know its number of steps yet.
             return steps_per_epoch
         return max(1, round(self.config.epochs * steps_per_epoch))
 
@@ -109,7 +109,7 @@ def stage_plan(
 ) -> StagePlan:
     """A stage of a job with absolute paths; its data is tokenised now if it is not in the cache.
 
-    `start_adapter` is what an earlier stage left; the stage's own `start_from` goes before it.
+    `start_adapter` comes from an earlier stage; the stage's own `start_from` takes precedence.
     """
     given = job.stages[stage].adapter
     if given is not None and given.start_from is not None:
@@ -135,7 +135,7 @@ def stage_plan(
 
 
 def _check_positions(train: Conversations, start_model: Path) -> None:
-    """Warn of conversations that are too long: rotary embeddings take any position."""
+    """Warn of conversations that are too long: rotary embeddings accept any position silently."""
     positions = most_positions(read_config(start_model))
     longer = int((train.lengths > positions).sum())
     if longer:
@@ -149,7 +149,7 @@ def _check_positions(train: Conversations, start_model: Path) -> None:
 
 
 def with_absolute_paths(job: TrainJob) -> TrainJob:
-    """The same job, independent of the working directory: workers run in another one."""
+    """The same job with absolute paths, because workers run in another working directory."""
     data = job.data.model_copy(
         update={
             "train": _absolute_source(job.data.train),
@@ -208,7 +208,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def absolute_path(path: str) -> str:
-    """The same path for every working directory."""
+    """The path in a form that holds in every working directory."""
     return str(Path(path).expanduser().absolute())
 
 
@@ -219,10 +219,10 @@ def _absolute_source(source: Source) -> Source:
 
 
 def initial_model(job: TrainJob) -> Path:
-    """The model directory that the first stage starts from, made if it is not there yet.
+    """The model directory that the first stage starts from, created if necessary.
 
-    A draft adapter's base is used as it is, wherever it lies; a hub name's is its snapshot. Raises
-    ModelError.
+    A draft adapter's base is used as it is, wherever it lies; for a hub name that is its snapshot.
+    Raises ModelError.
     """
     first = next(iter(job.stages.values()))
     if isinstance(first.objective, DraftObjective):
@@ -233,7 +233,7 @@ def initial_model(job: TrainJob) -> Path:
         return directory
     model = Path(job.output_dir) / "initial"
     if not (model / CARD_FILE).exists():
-        # Drafts of killed attempts.
+        # Unfinished directories of killed attempts.
         for draft in model.parent.glob(f".{model.name}-*"):
             shutil.rmtree(draft, ignore_errors=True)
         create_model(job.model, lambda: _texts(job), model, job.seed)
@@ -242,7 +242,7 @@ def initial_model(job: TrainJob) -> Path:
 
 def _texts(job: TrainJob) -> Iterator[str]:
     """Every message of the training data. Raises DataError if too many rows are bad: a tokenizer
-    made of the rest would stay when the data are mended."""
+    made from the rest would remain after the data are repaired."""
     report = BadRows()
     for record in read(job.data.train, report):
         for message in record.messages:

@@ -1,7 +1,7 @@
 """Progress on the driver's terminal, read from the metrics file that rank 0 writes.
 
-A bar where stderr is a terminal; where it is not, a plain line per logged step, and one of how far
-it is where steps take long.
+On a terminal it is a bar. Otherwise it is a plain line per logged step, with a line of progress in
+between if steps take long.
 """
 
 from typing import Any
@@ -40,11 +40,11 @@ class StageProgress:
         self._bars.stop()
 
     def say(self, message: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a separate line, above the bar."""
         self._bars.say(f"{self._stage}: {message}")
 
     def update(self) -> None:
-        """Show what was logged since the last call."""
+        """Show the lines logged since the last call."""
         for record in self._reader.new():
             self._show(record)
 

@@ -1,4 +1,4 @@
-"""The ranks of a training run, and the few things they have to agree on."""
+"""The ranks of a training run, and their collective operations."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from mars_ray.errors import CheckpointError, MarsError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the others; every method is a collective, free when there is one rank."""
+    """This process among the others; every method is a collective, and free with a single rank."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this rank writes the files that are written only once."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Ranks:
         return total.cpu()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks; for rare occasions."""
+        """Every rank's value, in the order of ranks; only for rare use."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -52,14 +52,14 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A part of collective work on storage: if it fails on a rank, it fails on all of them.
+        """A context for collective work on storage: if it fails on one rank, it fails on all.
 
-        Raises CheckpointError on every rank, with what each has met. A barrier at the same time.
+        Raises CheckpointError on every rank, with each rank's error. It is a barrier, too.
         """
         problem = None
         try:
             yield
-        # torch and safetensors have errors of their own for a full disk.
+        # torch and safetensors raise their own errors for a full disk.
         except (OSError, RuntimeError, SafetensorError, MarsError) as error:
             problem = f"rank {self.rank} on {socket.gethostname()}: {error}"
         met = [found for found in self.gather(problem) if found is not None]

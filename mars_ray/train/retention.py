@@ -1,7 +1,7 @@
-"""Which checkpoints stay: the last ones, the best ones, and copies of them in an object store.
+"""Retention of checkpoints: the last ones, the best ones, and their copies in an object store.
 
 Copies are made by a thread, the newest first, and training never waits for it. A checkpoint that
-no longer stays when its turn comes is not copied.
+is no longer kept when its turn comes is not copied.
 """
 
 import queue
@@ -17,13 +17,13 @@ from mars_ray.train.store import CheckpointStore
 
 
 def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """The steps whose checkpoints stay; `scores` has the best-metric of each, if it is known."""
+    """The steps whose checkpoints are kept; `scores` has each one's best-metric, if known."""
     last = set(sorted(scores)[-config.keep :])
     return last | set(_best(scores, config)[: config.best.keep] if config.best else ())
 
 
 def best_checkpoint(run_dir: Path, config: CheckpointConfig) -> Path:
-    """The best of the checkpoints that a run has kept. Raises CheckpointError if none is scored."""
+    """The best checkpoint that a run has kept. Raises CheckpointError if none is scored."""
     steps = _best(_local_scores(run_dir, config), config)
     if not steps:
         raise CheckpointError(f"no checkpoint in {run_dir} has the metric of checkpoint.best")
@@ -31,9 +31,9 @@ def best_checkpoint(run_dir: Path, config: CheckpointConfig) -> Path:
 
 
 def fetch_copies(run_dir: Path, config: CheckpointConfig, stage: str) -> None:
-    """Bring the store's best checkpoints here, and its newest if it is newer than all here.
+    """Fetch the store's best checkpoints, and its newest if it is newer than all local ones.
 
-    Raises CheckpointError if there is a store and it does not answer, or what it has is damaged.
+    Raises CheckpointError if there is a store that does not answer, or its copies are damaged.
     """
     if config.storage_path is None:
         return
@@ -57,13 +57,13 @@ class Keeper:
         self._uploader: _Uploader | None = None
         if config.storage_path is not None:
             store = CheckpointStore(config.storage_path, stage)
-            store.steps()  # an answer at all
+            store.steps()  # to see that the store answers
             self._uploader = _Uploader(run_dir, store, config)
-            # What an earlier attempt could not copy.
+            # Copy what an earlier attempt could not.
             self._uploader.want(self._kept())
 
     def saved(self) -> None:
-        """Copy and delete as the newest checkpoint, which is complete, demands."""
+        """Copy and delete checkpoints after a new one is complete."""
         if self._uploader is not None:
             self._uploader.want(self._kept())
         self._delete_the_rest()
@@ -73,7 +73,7 @@ class Keeper:
         if self._uploader is None:
             return
         self._uploader.close()
-        with suppress(OSError):  # it is no reason to train again
+        with suppress(OSError):  # a failure here is no reason to train again
             self._delete_the_rest()
         if self._uploader.failure is not None:
             raise self._uploader.failure
@@ -82,7 +82,7 @@ class Keeper:
         return kept(_local_scores(self._run_dir, self._config), self._config)
 
     def _delete_the_rest(self) -> None:
-        # What does not stay has no copy begun any more, but one may be under way.
+        # No copy is begun of a checkpoint that is not kept, but one may still be running.
         spared = self._kept() | ({self._uploader.step} if self._uploader else set())
         for path in checkpoint.complete(self._run_dir):
             if checkpoint.step_of(path) not in spared:
@@ -90,10 +90,10 @@ class Keeper:
 
 
 class _Uploader:
-    """A thread that makes the store hold the checkpoints that stay here."""
+    """A thread that copies the kept checkpoints to the store."""
 
     def __init__(self, run_dir: Path, store: CheckpointStore, config: CheckpointConfig) -> None:
-        self.step: int | None = None  # whose copy is under way
+        self.step: int | None = None  # the one being copied
         self.failure: CheckpointError | None = None  # of the last attempt
         self._run_dir = run_dir
         self._store = store
@@ -105,13 +105,13 @@ class _Uploader:
         self._thread.start()
 
     def want(self, steps: set[int]) -> None:
-        """Copy these checkpoints; no copy of another is begun any more."""
+        """Copy these checkpoints; no other copy is begun from now on."""
         with self._choosing:
             self._wanted = steps
         self._changes.put(True)
 
     def close(self) -> None:
-        """Wait until the store holds what is wanted, or has failed to take it."""
+        """Wait until the store holds the wanted checkpoints, or the attempt has failed."""
         self._changes.put(False)
         self._thread.join()
 
@@ -123,7 +123,7 @@ class _Uploader:
                     self._prune()
                 self.failure = None
             except Exception as error:  # noqa: BLE001 - without its thread nothing would be copied
-                # The next one may succeed; training does not wait for the store to come back.
+                # The next attempt may succeed; training does not wait for the store to recover.
                 known = isinstance(error, CheckpointError)
                 self.failure = error if known else CheckpointError(f"a copy failed: {error!r}")
                 print(f"checkpoint.storage_path: {self.failure}", flush=True)
@@ -143,7 +143,7 @@ class _Uploader:
 
 
 def _best(scores: Mapping[int, float | None], config: CheckpointConfig) -> list[int]:
-    """Scored steps, best first; of equals the later first."""
+    """Scored steps, best first; among equals the later first."""
     if config.best is None:
         return []
     sign = -1 if config.best.wants_highest else 1

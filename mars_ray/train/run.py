@@ -8,7 +8,7 @@
       models/<stage>/       the trained model or draft adapter, with training.json; there only when
                             complete
 
-Running the same job again skips what is done and resumes what is not.
+Running the same job again skips finished stages and resumes unfinished ones.
 """
 
 import json
@@ -40,15 +40,15 @@ class TrainResult:
     models: dict[str, Path]
     steps: dict[str, int]
     metrics: dict[str, dict[str, float]]  # the model's last log and evaluation
-    seconds: dict[str, float]  # of training, over all attempts
+    seconds: dict[str, float]  # training time over all attempts
 
 
 def run_training(job: TrainJob) -> TrainResult:
     """Run all stages on the cluster that `ray.init` has connected to.
 
-    Raises DataError, ModelError, ConfigError if output_dir cannot be written or another process is
-    writing it, or TrainingError: when it holds another job, when a stage fails for good, and when
-    it was stopped with Ctrl-C (run again to resume).
+    Raises DataError, ModelError, and ConfigError if output_dir cannot be written or another process
+    is writing it. Raises TrainingError when output_dir holds another job, when a stage fails for
+    good, and when it was stopped with Ctrl-C (run again to resume).
     """
     job = with_absolute_paths(job)
     output_dir = Path(job.output_dir)
@@ -70,7 +70,7 @@ def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
                 )
             plan = stage_plan(job, stage, model, adapter)
             _export(plan, fit_stage(plan), exported)
-            # Asked for when the stage had no step left to stop at.
+            # A stop may have been requested when the stage had no step left to stop at.
             stopped = plan.stop_file.exists()
         summary = json.loads((exported / _SUMMARY).read_text())
         if job.stages[stage].adapter is None:
@@ -85,7 +85,7 @@ def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
 
 
 def _claim(output_dir: Path, job: TrainJob) -> None:
-    """Make the directory this job's. Raises TrainingError if another one has trained here."""
+    """Claim the directory for this job. Raises TrainingError if another job has trained here."""
     path = output_dir / "job.json"
     changed = _changes(path, job) if path.exists() else []
     if _has_trained(output_dir):
@@ -95,7 +95,7 @@ def _claim(output_dir: Path, job: TrainJob) -> None:
                 "Choose another output_dir, or delete this one to start afresh"
             )
     elif changed or isinstance(job.model, PresetModel):
-        # A preset's tokenizer is made of the data, which may have been mended since.
+        # A preset's tokenizer is made from the data, which may have been repaired since.
         shutil.rmtree(output_dir / "initial", ignore_errors=True)
     content = {"job": job.model_dump(mode="json"), "provenance": provenance()}
     with _explained(path):
@@ -154,7 +154,7 @@ def _explained(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # copytree's has a line for each file.
+        # copytree's own message has a line for each file.
         raise TrainingError(
             f"{place} could not be written: {str(error)[:200]}. Free space or mend the storage, "
             "then run the same command again"

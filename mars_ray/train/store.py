@@ -1,4 +1,4 @@
-"""Copies of a stage's checkpoints in an object store, or whatever else pyarrow opens by URI.
+"""Copies of a stage's checkpoints in an object store, or in anything that pyarrow opens by URI.
 
 <storage_path>/<stage>/step_N/...            as in the run directory
 <storage_path>/<stage>/step_N/manifest.json  written last, deleted first
@@ -24,7 +24,7 @@ class CheckpointStore:
     """The copies of one stage."""
 
     def __init__(self, uri: str, stage: str) -> None:
-        """Raises CheckpointError if the URI means nothing to pyarrow."""
+        """Raises CheckpointError if pyarrow does not understand the URI."""
         self._uri = below(uri, stage)
         with self._explained("open"):
             self._directory = Directory.at(self._uri)

@@ -1,8 +1,8 @@
-"""How fast training is: model FLOPs against the devices' peak, and which rank is slow.
+"""Speed of training: model FLOPs as a share of the devices' peak, and which rank is slow.
 
-Counted is what the model needs, once: no padding, no recomputation. 6 FLOPs for each weight and row
-that passes it, forward and backward (2 and 4); 12 for each query-key pair and attention width
-(arXiv 2204.02311, appendix B). A row at position p sees p + 1 keys, in both streams.
+FLOPs are counted as the model needs them, without padding and recomputation: 6 for each weight and
+row that passes it, forward and backward (2 and 4), and 12 for each query-key pair and attention
+width (arXiv 2204.02311, appendix B). A row at position p sees p + 1 keys, in both streams.
 """
 
 import math
@@ -29,7 +29,7 @@ class ModelFlops:
     """The sizes of a model that decide the FLOPs of a step."""
 
     body_weights: int  # of matrices that every row passes
-    head_weights: int  # of the output projection, for rows with a target
+    head_weights: int  # of the output projection, which rows with a target pass
     attention_width: int  # heads times head size, summed over layers
 
     @classmethod
@@ -49,7 +49,7 @@ class ModelFlops:
         return self.step(counts["filled"], counts["targets"], counts["pairs"])
 
     def step(self, rows: float, target_rows: float, pairs: float) -> float:
-        """FLOPs by rows that are no padding, rows with a target, and query-key pairs."""
+        """FLOPs for these rows without padding, rows with a target, and query-key pairs."""
         per_weight = self.body_weights * rows + self.head_weights * target_rows
         return 6 * per_weight + 12 * self.attention_width * pairs
 
@@ -58,13 +58,13 @@ class ModelFlops:
 class DraftFlops:
     """The sizes that decide the FLOPs of a draft adapter's step, whose model is frozen.
 
-    Clean rows pass it forward (2 for each weight), mask rows forward and back (4); the adapter's
-    own weights are trained (6). Keys and values of clean rows get no gradient: 8 for each pair of a
-    mask row, 4 of a clean one. Where grids overlap a clean row's distribution serves each of them.
+    Clean rows pass it forward (2 for each weight), mask rows forward and backward (4); the
+    adapter's weights are trained (6). Keys and values of clean rows get no gradient, so a mask
+    row's pair costs 8, a clean row's 4. A clean row's distribution serves all overlapping grids.
     """
 
     model: ModelFlops
-    adapter_weights: int  # that every mask row passes
+    adapter_weights: int  # those that every mask row passes
     grids: int
 
     def counted(self, counts: Mapping[Any, float]) -> float:
@@ -83,15 +83,15 @@ Flops = ModelFlops | DraftFlops
 
 
 def peak_flops(ranks: Ranks, stated_tflops: float | None, *, bfloat16: bool) -> float:
-    """FLOP/s of all ranks' devices, as stated or measured by a matrix product; collective."""
+    """FLOP/s of all ranks' devices, either stated or measured by a matrix product; collective."""
     mine = stated_tflops * 1e12 if stated_tflops else _measured(ranks.device, bfloat16)
     return ranks.sum(torch.tensor([mine], dtype=torch.float64)).item()
 
 
 class OwnTime:
-    """Time that a rank spends on its own part of steps: loading data, and forward passes.
+    """Time that a rank spends on its own part of steps: loading data and forward passes.
 
-    Under ZeRO-3 forward passes gather weights, so ranks wait in them, and a slow one shows less.
+    Under ZeRO-3, forward passes gather weights: ranks wait there, and a slow rank is less visible.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""What a stage trains, a model or a draft adapter, and its form in checkpoints."""
+"""The trainee of a stage, a model or a draft adapter, and its form in checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -51,17 +51,17 @@ from mars_ray.train.throughput import DraftFlops, Flops, ModelFlops
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """The step that an engine wraps, and what belongs to it."""
+    """The step that an engine wraps, and its parts."""
 
     step: Step
     objective: StageObjective
     flops: Flops
-    # A checkpoint's `model/` from the engine's weights, and what lies beside it; on rank 0.
+    # Writes a checkpoint's `model/` and the files beside it from the engine's weights; on rank 0.
     write: Callable[[Path, dict[str, Tensor], TrainState], None]
 
 
 def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
-    """A model as what is trained: all of it, or LoRA that is merged. Raises ModelError."""
+    """A trainee that is a model: either all of it, or LoRA that is merged. Raises ModelError."""
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
     model, tokenizer = _load_model(plan, resume_from, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
@@ -93,14 +93,14 @@ def stage_zero_settings(plan: StagePlan, zero: DeepSpeedConfig, ranks: Ranks) ->
 def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreTrainedModel:
     lora = plan.config.lora
     directory = plan.start_model
-    # What adapters were added to is not in the checkpoint, whose model has them merged.
+    # With LoRA the checkpoint's model has the adapters merged, so the start model is loaded.
     if resume_from is not None and lora is None:
         directory = resume_from / checkpoint.MODEL
-    # Float32: the master weights. DeepSpeed casts to bfloat16 itself and keeps its own masters.
+    # Float32 master weights; DeepSpeed casts to bfloat16 itself and keeps its own masters.
     load = partial(load_model, directory, dtype=torch.float32, attention=_attention(ranks))
     zero = plan.job.engine
     if isinstance(zero, DeepSpeedConfig) and zero.zero_stage == 3 and ranks.world_size > 1:
-        # No worker may ever hold a whole model. What comes is cast already.
+        # No worker may ever hold a whole model. The loaded weights are already cast.
         with loading_in_parts(stage_zero_settings(plan, zero, ranks), ranks):
             model = _loaded_by_all(partial(load, device=ranks.device), directory, ranks)
     else:
@@ -122,15 +122,15 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
 def _loaded_by_all(
     load: Callable[[], PreTrainedModel], directory: Path, ranks: Ranks
 ) -> PreTrainedModel:
-    """Load in parts; what rank 0 finds wrong with the weights is every rank's error."""
+    """Load in parts; an error that rank 0 finds in the weights is raised on every rank."""
     problem, model = None, None
     try:
         model = load()
-        # transformers does not look for these where parameters are split.
+        # transformers does not check names where parameters are split.
         check_names(directory, model.state_dict().keys(), model.base_model_prefix)
     except ModelError as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):
-            # This rank alone, and the others wait for it in a collective: its end is theirs.
+            # Only this rank failed, and the others wait for it in a collective: its end ends them.
             raise error.__cause__ from error
         problem = error
     with ranks.together():
@@ -154,8 +154,8 @@ def _attention(ranks: Ranks) -> str:
 
 
 def with_base_here(plan: StagePlan) -> StagePlan:
-    """The plan of a worker whose node may have no copy of a base from the hub yet: the same
-    commit. Raises ModelError."""
+    """The plan with a base on this worker's node: if it comes from the hub, the same commit is
+    fetched where it is missing. Raises ModelError."""
     model = plan.job.model
     if plan.start_model.is_dir() or not isinstance(model, PretrainedModel):
         return plan
@@ -223,7 +223,7 @@ def _start(
 
 
 def _base_name(plan: StagePlan) -> str:
-    """Name of the base model for people: a hub name, or the last part of a path."""
+    """Readable name of the base model: a hub name, or the last part of a path."""
     model = plan.job.model
     if isinstance(model, PretrainedModel) and not Path(model.path).is_absolute():
         return model.path
@@ -231,7 +231,7 @@ def _base_name(plan: StagePlan) -> str:
 
 
 def _training(plan: StagePlan, state: TrainState) -> dict[str, Any]:
-    """How the adapter was trained, for its card."""
+    """The record of the adapter's training for its card."""
     before: dict[str, Any] = {}
     if plan.start_adapter is not None:
         before = read_draft_card(plan.start_adapter).training

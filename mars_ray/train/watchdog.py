@@ -1,8 +1,8 @@
-"""When a step takes too long: every rank writes down where it stands, and ends.
+"""A watchdog: when a step takes too long, every rank writes its stacks and ends.
 
-The stacks are written by faulthandler's own thread, which needs no lock of the interpreter: it
-works while a collective hangs. The process ends a little later, so that all ranks get to write;
-Ray then starts the group again from the last checkpoint.
+The stacks are written by faulthandler's own thread, which needs no interpreter lock, so it works
+while a collective hangs. The process ends a little later, so that all ranks can write. Ray then
+starts the group again from the last checkpoint.
 """
 
 import faulthandler
@@ -12,12 +12,12 @@ import threading
 import time
 from pathlib import Path
 
-_DUMP_S = 0.5  # after which the stack has been written
-_GRACE_S = 5.0  # for the other ranks
+_DUMP_S = 0.5  # time to write the stacks
+_GRACE_S = 5.0  # time for the other ranks
 
 
 class Watchdog:
-    """Fed by `feed` at least every `timeout_s` seconds, or it bites; use as a context manager."""
+    """Ends the process unless `feed` is called every `timeout_s` seconds; a context manager."""
 
     def __init__(self, directory: Path, rank: int, timeout_s: float) -> None:
         self._path = directory / f"rank_{rank}.txt"
@@ -43,7 +43,7 @@ class Watchdog:
             self._path.unlink()
 
     def feed(self, doing: str) -> None:
-        """Say what begins now; it has `timeout_s` seconds."""
+        """Note what begins now; it may take `timeout_s` seconds."""
         self._fed, self._doing = time.monotonic(), doing
         faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
 

@@ -1,4 +1,4 @@
-"""A stage on one worker: put its parts together, restore, train. No Ray in here."""
+"""A stage on one worker, without Ray: build its parts, restore, train."""
 
 import os
 import pickle
@@ -40,7 +40,7 @@ from mars_ray.train.throughput import OwnTime, peak_flops
 from mars_ray.train.trainee import draft_trainee, model_trainee, stage_zero_settings, with_base_here
 from mars_ray.train.watchdog import Watchdog
 
-# torch's message when the CPU's memory is full; for CUDA's it has an exception of its own.
+# torch's message when the CPU's memory is full; for CUDA's it has a separate exception.
 _CPU_SHORT = "can't allocate memory"
 
 
@@ -74,7 +74,7 @@ def train_stage(
     """Run a stage, or the rest of it, on this rank; collective.
 
     An error that every rank meets alike is returned, not raised: a worker that raises is started
-    again, and would meet it again. (All ranks read the same files; all see the same gradient norm.)
+    again, and would meet it again. (All ranks read the same files, and see the same gradient norm.)
     """
     torch.manual_seed(plan.seed + ranks.rank)
     try:
@@ -111,7 +111,7 @@ def _memory_explained(plan: StagePlan) -> Iterator[None]:
 
 
 def _newest(plan: StagePlan, ranks: Ranks) -> Path | None:
-    """The checkpoint that rank 0 sees; network file systems may show it to others later."""
+    """The newest checkpoint on rank 0; network file systems may show it to others later."""
     found = ranks.gather((socket.gethostname(), plan.run_dir.is_dir(), newest(plan.run_dir)))
     blind = sorted({host for host, sees, _ in found if not sees})
     if blind:

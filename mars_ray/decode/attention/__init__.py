@@ -1,1 +1,1 @@
-"""Attention of one forward over paged keys and values, in a form for each kind of device."""
+"""Attention of one forward over paged keys and values, with an implementation per device."""

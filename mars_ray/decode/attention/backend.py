@@ -1,4 +1,4 @@
-"""What the engine asks of a form of attention, and which one a device gets.
+"""The interface of an attention backend, and the choice of one for a device.
 
 Shape suffixes: N rows of a forward, Z hidden size.
 """
@@ -21,16 +21,16 @@ from mars_ray.errors import ConfigError
 class Backend(Protocol):
     """Runs a forward's rows through the model."""
 
-    name: str  # as `attention_backend` has it
+    name: str  # as in `attention_backend`
     runner: FusedModel
     cache: PagedCache
 
     def warm_up(self) -> None:
-        """Do whatever would make a first step slow. Overwrites the first pages of the cache."""
+        """Do in advance what would slow a first step. Overwrites the first pages of the cache."""
         ...
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Set the adapter of masks from the next forward on."""
+        """Set the adapter for masks from the next forward on."""
         ...
 
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
@@ -41,7 +41,7 @@ class Backend(Protocol):
 def backend_of(
     config: EngineConfig, runner: FusedModel, cache: PagedCache, positions: int
 ) -> Backend:
-    """The form of attention that the configuration asks for, or the device's own.
+    """The attention backend that the configuration asks for, or the device's default.
 
     For sequences of at most `positions`. Raises ConfigError if the kernels cannot run the model.
     """

@@ -18,13 +18,13 @@ from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
 
-# Sequences with at most so many rows attend together. Longer ones do so with those of up to twice
-# as many rows: they would pad the others.
+# Sequences with at most this many rows attend together. Longer ones attend with those of up to
+# twice as many rows, since they would pad the others too much.
 _NARROW = 32
 
 
 class DenseBackend:
-    """Each group of sequences is padded to a rectangle, with a bias for who sees whom."""
+    """Pads each group of sequences to a rectangle, with a bias for which row sees which place."""
 
     name = "dense"
 
@@ -33,10 +33,10 @@ class DenseBackend:
         self.cache = cache
 
     def warm_up(self) -> None:
-        """Do nothing: no first step is slow here."""
+        """Do nothing: the first step is not slow here."""
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Set the adapter of masks from the next forward on."""
+        """Set the adapter for masks from the next forward on."""
         self.runner.set_adapter(adapter)
 
     def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
@@ -51,22 +51,21 @@ class DenseBackend:
 class Group:
     """Sequences whose rows attend together, padded to the longest.
 
-    `row_X` are indices into the forward's rows, B * Q of them, or None if they are all rows in
-    their order.
+    `row_X` holds B * Q indices into the forward's rows; it is None if these are all rows in order.
     """
 
     batch: int
     row_X: Tensor | None
     page_X: Tensor  # B * M
-    bias_B1RC: Tensor  # 0 where a row may look, -inf elsewhere
+    bias_B1RC: Tensor  # 0 where a row may attend, -inf elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class DenseAttention:
-    """Where one forward's rows store and find keys and values.
+    """The places where one forward's rows store and find keys and values.
 
-    `back_N` says where each row is found among the rows of all groups, laid end to end with their
-    padding; None if that is where it was.
+    `back_N` is each row's index among the padded rows of all groups, laid end to end; it is None if
+    that order is the forward's own.
     """
 
     cache: PagedCache
@@ -75,7 +74,7 @@ class DenseAttention:
     back_N: Tensor | None
 
     def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
-        """Turn queries and keys, store the rows' keys and values, attend: (N, query heads * D)."""
+        """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
         pages, cache = self.cache.pages[layer], self.cache.layers[layer]
         _, _, heads, size = cache.shape
         _turn(qkv_NTD[:, :-heads], turn)
@@ -108,7 +107,7 @@ def _attend_group(
     width = rows // batch
     kv_BC2HD = pages.index_select(0, group.page_X).view(batch, -1, 2, heads, size)
     key_BHCD, value_BHCD = kv_BC2HD.permute(2, 0, 3, 1, 4).unbind(0)
-    # The query heads that share a key head become rows of it: nothing has to be repeated.
+    # The query heads that share a key head become its rows, so that no key has to be repeated.
     query_BHQGD = query_XTD.view(batch, width, heads, shared, size).transpose(1, 2)
     out_BHRD = scaled_dot_product_attention(
         query_BHQGD.reshape(batch, heads, width * shared, size),
@@ -143,7 +142,7 @@ def _step(tables: Tables, cache: PagedCache, runner: FusedModel) -> DenseAttenti
 
 
 def _members(width_S: np.ndarray) -> list[np.ndarray]:
-    """Which sequences attend together."""
+    """The sequences of each group, which attend together."""
     if width_S.max() <= _NARROW:
         return [np.arange(len(width_S))]
     size_S = np.ceil(np.log2(width_S.clip(min=_NARROW)))
@@ -151,12 +150,12 @@ def _members(width_S: np.ndarray) -> list[np.ndarray]:
 
 
 def _is_in_order(row_BQ: np.ndarray, rows: int) -> bool:
-    """Whether these are the forward's rows as they lie, without padding."""
+    """Whether these are the forward's rows in their order, without padding."""
     return row_BQ.size == rows and bool((row_BQ.ravel() == np.arange(rows)).all())
 
 
 def _back(padded: list[tuple[np.ndarray, np.ndarray]], runner: FusedModel) -> Tensor:
-    """Where each of the forward's rows is among those of all groups."""
+    """The index of each of the forward's rows among those of all groups."""
     row_X = np.concatenate([row_BQ.ravel() for row_BQ, _ in padded])
     real_X = np.concatenate([real_BQ.ravel() for _, real_BQ in padded])
     back_N = np.empty(real_X.sum(), np.int64)
@@ -172,7 +171,7 @@ def _bias(
     cache: PagedCache,
     runner: FusedModel,
 ) -> Tensor:
-    """What attention adds to the scores of a key head's rows, (B, 1, R, C)."""
+    """The bias that attention adds to the scores of a key head's rows, (B, 1, R, C)."""
     shared, width = cache.shared_heads, row_BQ.shape[1]
     index_BR = tables.start_S[member_B][:, None] + np.arange(width).repeat(shared)
     # Padding may lie behind all places.
@@ -190,8 +189,8 @@ def _bias(
 def _hidden(
     tables: Tables, member_B: np.ndarray, row_BQ: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What rows that stand apart do not see, though it lies before them: the member, the row among
-    the member's and the place, of each pair."""
+    """Pairs of a row that stands apart and an earlier place that it does not see: the member, its
+    row and the place of each pair."""
     clean_BQ1, begin_BQ1, bits_BQ1 = (column_N[row_BQ][..., None] for column_N in tables.sight())
     start_B11 = tables.start_S[member_B][:, None, None]
     place_BQT = start_B11 + np.arange(row_BQ.shape[1])

@@ -1,4 +1,4 @@
-"""What a step of the paged backend is about, at addresses that stay: a CUDA graph remembers them.
+"""The inputs of a step of the paged backend, at fixed addresses, which a CUDA graph remembers.
 
 Shape suffixes: N rows of a forward, padding included, A tiles (`kernels`), S sequences, M pages of
 the longest table.
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from mars_ray.decode.attention.tables import Tables
 
-# The place of a row whose keys and values nobody keeps.
+# The place of a row whose keys and values are not kept.
 NOWHERE = -1
 
 
 class Inputs:
-    """What a step is about, on the host and on the device, at addresses that stay."""
+    """The inputs of a step, on the host and on the device, at fixed addresses."""
 
     def __init__(self, device: torch.device, rows: int, sequences: int, pages: int) -> None:
         sizes = {
@@ -47,7 +47,7 @@ class Inputs:
         self.tile_A3, self.page_SM = views["tile_A3"], views["page_SM"]
 
     def rehearse(self, rows: int, tile_rows: int) -> None:
-        """Fill with a step that is so many times the first place of one sequence."""
+        """Fill with a step of `rows` rows, all of them the first place of one sequence."""
         self._wait()
         self._host.zero_()
         self._arrays["order_N"][:] = np.arange(len(self._arrays["order_N"]))
@@ -99,7 +99,7 @@ class Inputs:
         self._arrays["tile_A3"][len(tile_A3) :, 2] = 0
 
     def _wait(self) -> None:
-        """Wait until the device has what was written here last."""
+        """Wait until the device has copied the last inputs."""
         if self._copied:
             self._copied.synchronize()
 

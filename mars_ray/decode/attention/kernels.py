@@ -1,9 +1,9 @@
 """Attention of a few rows of each sequence over paged keys and values, in Triton.
 
-A sequence's rows are cut into tiles; a program attends with one tile and one key-value head over
-one share of the sequence's places, in the order of its page table, with a running softmax as in
+A sequence's rows are cut into tiles. A program handles one tile and one key-value head, over one
+share of the sequence's places in the order of its page table. It uses a running softmax as in
 FlashAttention (arXiv 2205.14135). Several shares, as in Flash-Decoding, keep the device busy while
-there are few sequences; a second kernel puts them together. Every row says itself what it sees
+there are few sequences; a second kernel combines them. Every row carries what it sees
 (`Tables.sight`), so trees of drafts and groups of masks need no mask in memory.
 
 Shape suffixes: A tiles, M rows of a program (a tile's rows, each with the G query heads that share
@@ -17,7 +17,7 @@ import triton.language as tl
 @triton.jit
 def turn_and_store(
     qkv_ptr,  # (N, T, D): queries, keys and values; queries are turned in place
-    cos_ptr,  # (N, D), rows turn_stride apart; as the sines
+    cos_ptr,  # (N, D), rows turn_stride apart; the sines likewise
     sin_ptr,
     cache_ptr,  # (places, 2, H, D)
     place_ptr,  # (N): where a row's keys and values go; -1: nowhere
@@ -26,7 +26,7 @@ def turn_and_store(
     KEY_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Rotary position embedding, and keys and values into the cache: a program a row and head."""
+    """Apply rotary embeddings, and store keys and values; one program per row and head."""
     row, head = tl.program_id(0), tl.program_id(1)
     left_D = tl.arange(0, SIZE // 2)
     right_D = left_D + SIZE // 2
@@ -50,7 +50,7 @@ def turn_and_store(
 
 @triton.jit
 def _sees(place_C, here_C, own_M, clean_M, begin_M, bits_M):
-    """(M, C): who sees what."""
+    """Which row sees which place, (M, C)."""
     own_MC = (place_C[None, :] >= begin_M[:, None]) & (place_C[None, :] <= own_M[:, None])
     sees_MC = (place_C[None, :] < clean_M[:, None]) | own_MC
     if tl.max(bits_M, axis=0) > 0:
@@ -61,10 +61,10 @@ def _sees(place_C, here_C, own_M, clean_M, begin_M, bits_M):
 
 @triton.jit
 def _add(out_MD, sum_M, top_M, score_MC, value_CD):
-    """Some more values to a running softmax: the sum of values by weight, that of weights, and
-    the largest score."""
+    """Add values to a running softmax: the weighted sum of values, the sum of weights, and the
+    largest score."""
     new_M = tl.maximum(top_M, tl.max(score_MC, axis=1))
-    # A row that has seen nothing so far: any number will do, infinities would give NaN.
+    # For a row that has seen nothing so far any number will do; infinities would give NaN.
     safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     weight_MC = tl.exp(score_MC - safe_M[:, None])
     fade_M = tl.exp(top_M - safe_M)
@@ -90,7 +90,7 @@ def _over(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Attention over the places from `start` to `end` of one table; what `_add` gives."""
+    """Attention over the places from `start` to `end` of one table; returns what `_add` does."""
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     out_MD = tl.zeros([BLOCK_M, SIZE], tl.float32)
@@ -184,7 +184,7 @@ def join_shares(
     line = tl.program_id(0)
     index_S = tl.arange(0, SHARES)
     index_D = tl.arange(0, SIZE)
-    # A share in which the row saw nothing has -inf; its own place lies in one of them.
+    # A share in which the row saw nothing has -inf. The row's own place lies in some share.
     log_sum_S = tl.load(log_sum_ptr + index_S * lines + line)
     weight_S = tl.exp(log_sum_S - tl.max(log_sum_S, axis=0))
     at_S = (index_S * lines + line) * SIZE

@@ -1,9 +1,9 @@
-"""Steps on a GPU: kernels of our own around attention, and a CUDA graph for every number of rows.
+"""Steps on a GPU: our own kernels around attention, and a CUDA graph for every number of rows.
 
-At these sizes a GPU finishes an operation sooner than Python can ask for the next one. A graph
-holds all operations of a forward, so nothing about it may change from step to step but what stands
-in memory: rows are padded up to one of a few numbers, and what a step is about goes to the device
-in one copy (`inputs`).
+At these sizes a GPU finishes an operation sooner than Python can launch the next one. A graph holds
+all operations of a forward, so only the contents of memory may change from step to step. Rows are
+therefore padded to one of a few numbers, and a step's inputs go to the device in one copy
+(`inputs`).
 
 Shape suffixes: N rows of a forward, padding included, S shares (`kernels`), T heads of queries,
 keys and values together (query heads in what attention gives), D head size, Z hidden size.
@@ -26,20 +26,20 @@ from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
 
-# Of a program (`kernels`). A tile has as many rows as fit, each with its query heads.
+# Sizes of a program (`kernels`). A tile has as many rows as fit, each with its query heads.
 _BLOCK_C = 64
-_LEAST = 16  # what a matrix unit multiplies
+_LEAST = 16  # the rows that a matrix unit multiplies
 _TILE_ROWS = 9  # a step of `verified` at block size 4
 _MOST_M = 64  # more do not fit into registers
 _MOST_SHARES = 64
-_LARGE = 8192  # numbers of a program's result: more need more warps
-# Of one forward in a graph; what has more runs as everywhere (`dense`).
+_LARGE = 8192  # size of a program's result above which it gets more warps
+# Most rows of a forward in a graph; larger forwards run as on other devices (`dense`).
 _MOST_ROWS = 1024
 
 
 class PagedBackend:
-    """Runs forwards as CUDA graphs. Not thread-safe. Memory: a graph holds what a forward of its
-    number of rows needs, and all graphs share that of the largest."""
+    """Runs forwards as CUDA graphs. Not thread-safe. A graph needs the memory of a forward of its
+    number of rows; all graphs share the memory of the largest."""
 
     name = "triton"
 
@@ -51,9 +51,9 @@ class PagedBackend:
         sequences: int,
         positions: int,
     ) -> None:
-        """For steps of so many rows of so many sequences, each of at most so many positions, if
-        nothing is `missing`."""
-        # Here, for Triton is not installed everywhere.
+        """Prepare for steps of at most `rows` and `sequences`, each of at most `positions`;
+        nothing may be `missing`."""
+        # Imported here, because Triton is not installed everywhere.
         from mars_ray.decode.attention import kernels
 
         self._kernels = kernels
@@ -65,23 +65,23 @@ class PagedBackend:
         self._rows = padded_row_counts(min(_MOST_ROWS, rows))
         pages = -(-positions // cache.page_size)
         self._inputs = Inputs(runner.device, self._rows[-1], sequences, pages)
-        # By the number of rows, and whether masks are an adapter's.
+        # Graphs by number of rows, and whether an adapter makes the masks.
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # One for all of them and nobody else's: a matrix product's workspace belongs to a stream.
+        # One stream for the graphs alone, since a matrix product's workspace belongs to a stream.
         self._stream = torch.cuda.Stream() if runner.device.type == "cuda" else None
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile the kernels and record the graphs. Overwrites the first place of the cache."""
-        # Largest first: the others find its memory.
+        # Largest first, so that the others reuse its memory.
         for rows in reversed(self._rows):
             self._inputs.rehearse(rows, self._tile_rows)
             for has_masks in {False, self.runner.adapter is not None}:
                 self._run(rows, has_masks)
 
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
-        """Set the adapter of masks from the next forward on. What was recorded with another one is
-        recorded again when it is needed."""
+        """Set the adapter for masks from the next forward on. Graphs recorded with another one are
+        recorded again when they are needed."""
         self.runner.set_adapter(adapter)
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
 
@@ -107,16 +107,16 @@ class PagedBackend:
         return hidden_NZ
 
     def _record(self, rows: int, has_masks: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Record a forward, after one that is not: what an operation does at first cannot be
-        recorded."""
+        """Record a forward, after one that is not recorded: an operation's first-time work cannot
+        be."""
         assert self._stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._forward(rows, has_masks)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Whatever a replay needs it makes, so all may work in the same memory. Results are kept
-        # apart, and read before the next step.
+        # A replay needs no memory from before, so all graphs may use the same. Results are kept
+        # separately, and read before the next step.
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             hidden_NZ = self._forward(rows, has_masks)
@@ -152,7 +152,7 @@ def missing(cache: PagedCache) -> str | None:
 
 
 def padded_row_counts(most: int) -> list[int]:
-    """The numbers of rows that have a graph: from 16 on, a quarter apart at most."""
+    """The numbers of rows that have a graph: from 16 on at most a quarter apart."""
     counts = [1, 2, 4]
     while counts[-1] < most:
         step = max(4, 1 << (counts[-1].bit_length() - 3))
@@ -162,19 +162,19 @@ def padded_row_counts(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _PagedAttention:
-    """Attention of so many rows, whatever the inputs say about them."""
+    """Attention of a fixed number of rows, whatever the inputs say about them."""
 
     kernels: Any
     cache: PagedCache
     inputs: Inputs
     rows: int
-    tiles: int  # at most; those without rows end at once
-    full_tiles: int  # if they were full, as they are where one sequence has many rows
+    tiles: int  # at most; tiles without rows end at once
+    full_tiles: int  # number if all are full, as when one sequence has many rows
     block_rows: int
     processors: int
 
     def attend(self, layer: int, qkv_NTD: Tensor, turn: Turn, scale: float) -> Tensor:
-        """Turn queries and keys, store the rows' keys and values, attend: (N, query heads * D)."""
+        """Rotate queries and keys, store keys and values, and attend: (N, query heads * D)."""
         inputs, cache = self.inputs, self.cache.layers[layer]
         key_heads, size = cache.shape[2:]
         rows, heads, _ = qkv_NTD.shape
@@ -231,7 +231,7 @@ class _PagedAttention:
 
 
 def _block_rows(cache: PagedCache) -> int:
-    """Rows of a program, query heads counted: a power of two, as matrix units want it."""
+    """Rows of a program, query heads counted: a power of two, as matrix units need."""
     shared = cache.shared_heads
     most = max(_MOST_M, _power_of_two(shared))
     return max(_LEAST, min(most, _power_of_two(_TILE_ROWS * shared)))
@@ -242,7 +242,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _shares(programs: int, processors: int) -> int:
-    """Number of shares of each sequence's places, so that there are two programs a processor."""
+    """Number of shares of each sequence's places that gives two programs per processor."""
     shares = 1
     while shares < _MOST_SHARES and programs * shares < 2 * processors:
         shares *= 2

@@ -1,6 +1,6 @@
-"""Where the rows of a forward lie, in their sequences and in the pool, and what each may look at.
+"""The places of a forward's rows, in their sequences and in the pool, and what each row sees.
 
-The rows of all real tokens come first, sequence by sequence, and behind them those of all masks:
+The rows of all real tokens come first, sequence by sequence, followed by those of all masks:
 
     [ pending and drafts of a | of b | ... | masks of a | of b | ... ]
 
@@ -19,20 +19,20 @@ from mars_ray.decode.strategies.base import Plan
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A draft, or a group of masks, that does not see all that stands before it."""
+    """A draft, or a group of masks, that does not see everything before it."""
 
     sequence: int
     row: int  # the first of them, among the sequence's rows
     rows: int
-    seen: int  # of the sequence's places, the first so many: what they see beside each other
-    others: int = 0  # and of the places from there on, the j-th if bit j is set
+    seen: int  # they see each other, this many of the sequence's first places,
+    others: int = 0  # and of the places from there on the j-th if bit j is set
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Where each sequence's rows lie: among the forward's, and in its table of pages.
+    """The places of each sequence's rows: among the forward's, and in its table of pages.
 
-    In its table they lie as they were planned, [pending | drafts | masks].
+    In its table they lie in the order of the plan, [pending | drafts | masks].
     """
 
     real_S: np.ndarray  # rows of real tokens
@@ -82,22 +82,22 @@ class Tables:
 
     @property
     def order_N(self) -> np.ndarray:
-        """The forward's rows sequence by sequence, each one's in the order of their places."""
+        """The forward's rows sequence by sequence, in the order of their places."""
         return np.argsort(self.owner_N, kind="stable")
 
     @property
     def masks(self) -> int:
-        """Number of masks: they are the forward's last rows."""
+        """Number of masks, which are the forward's last rows."""
         return int(self.masks_S.sum())
 
     def places(self, page_size: int) -> np.ndarray:
-        """Where each row's keys and values go in the pool."""
+        """The place of each row's keys and values in the pool."""
         page_N = self.page_SM[self.owner_N, self.index_N // page_size]
         return page_N * page_size + self.index_N % page_size
 
     def positions(self) -> np.ndarray:
-        """A row's position is its place in the sequence, unless it sees less: then it is behind
-        what it sees."""
+        """Each row's position: its place in the sequence, or if it does not see all before it, the
+        number of places that it sees."""
         position_N = self.index_N.copy()
         for group in self.apart:
             row, first = self._row(group), group.seen + group.others.bit_count()
@@ -105,8 +105,8 @@ class Tables:
         return position_N
 
     def sight(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A row sees the places before the first number, those from the second to its own, and of
-        those from the first number on the j-th if bit j of the third is set."""
+        """Each row's three numbers: it sees the places before the first, those from the second to
+        its own, and the j-th place from the first on if bit j of the third is set."""
         clean_N, begin_N, bits_N = (np.zeros_like(self.index_N) for _ in range(3))
         for group in self.apart:
             row = self._row(group)
@@ -115,8 +115,8 @@ class Tables:
         return clean_N, begin_N, bits_N
 
     def rows_of(self, member_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Some sequences' rows among the forward's, in the order of their places and padded to the
-        longest with a sequence's first row, (B, Q); and which are no padding."""
+        """Indices of some sequences' rows among the forward's, (B, Q), in the order of their places
+        and padded with a sequence's first row; and which of them are not padding."""
         offset_Q = np.arange(self.width_S[member_B].max())
         real_B1, first_B1 = self.real_S[member_B][:, None], self.first_S[member_B][:, None]
         mask_BQ = self.first_mask_S[member_B][:, None] + offset_Q - real_B1
@@ -125,7 +125,7 @@ class Tables:
         return np.where(is_row_BQ, row_BQ, first_B1), is_row_BQ
 
     def _row(self, group: Apart) -> int:
-        """Where a group begins among the forward's rows."""
+        """Index of a group's first row among the forward's rows."""
         masks_before = group.row - int(self.real_S[group.sequence])
         if masks_before < 0:
             return int(self.first_S[group.sequence]) + group.row
@@ -149,7 +149,7 @@ def _apart(work: Several[Work]) -> Iterator[Apart]:
 
 
 def _sight(first: int, plan: Plan, node: int) -> tuple[int, int]:
-    """What rows behind a node see: `seen` and `others` of Apart."""
+    """The places that rows behind a node see: `seen` and `others` of Apart."""
     if plan.is_chain:
         return first + node, 0
     bits = sum(1 << (draft - 1) for draft in plan.path(node))

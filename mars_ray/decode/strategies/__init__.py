@@ -29,5 +29,5 @@ STRATEGIES: dict[type[Mode], Strategy] = {
 
 
 def strategy_of(sequence: Sequence) -> Strategy:
-    """How this sequence is decoded."""
+    """The strategy that decodes this sequence."""
     return STRATEGIES[type(sequence.request.mode)]

@@ -1,4 +1,4 @@
-"""What a strategy is: *plan* what to forward for a sequence, *absorb* what its rows say.
+"""A strategy *plans* what to forward for a sequence, and *absorbs* the results of its rows.
 
 Shape suffixes: N rows of a sequence, V vocabulary.
 """
@@ -12,15 +12,15 @@ from mars_ray.core.acceptance import Measure
 from mars_ray.core.tree import chain, path_to
 from mars_ray.decode.sequence import Sequence
 
-# Numbers a plan may ask for beside the token of each row of a real token. "ratio" is one of each
-# draft: exp(its score in its parent's row - largest score there), which is p(draft) / max p at
-# temperature 0 (`core.verification`).
+# Numbers that a plan may ask for in addition to the token of each real token's row. "ratio" is a
+# number per draft: exp(its score in its parent's row - largest score there), which is
+# p(draft) / max p at temperature 0 (`core.verification`).
 Wanted = Measure | Literal["ratio"]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskGroup:
-    """Masks that stand behind a node (`core.tree`) and see no drafts but those on its path."""
+    """Masks that stand behind a node (`core.tree`) and see only the drafts on its path."""
 
     after: int
     masks: int
@@ -36,17 +36,17 @@ class Plan:
     drafts: list[int]
     groups: tuple[MaskGroup, ...] = ()
     wanted: tuple[Wanted, ...] = ()
-    # How sure masks are of what they propose, by the paper's rule; by default how likely they are
-    # to be right as drafts.
+    # The confidence measure of the masks' proposals, by the paper's rule; by default it is their
+    # probability to be right as drafts.
     measure: Measure | None = None
-    # Of the pending tokens' rows, those before the last that are read too: the tokens that follow
-    # them were committed without them.
+    # Number of pending tokens' rows before the last that are read too: the tokens after them were
+    # committed without these rows.
     review: int = 0
     parents: list[int] = field(default_factory=list)  # of the drafts; by default they are a chain
-    confidences: list[float] = field(default_factory=list)  # of the drafts, where they have any
+    confidences: list[float] = field(default_factory=list)  # of the drafts, if they have any
     is_chain: bool = field(init=False)
-    masks: int = field(init=False)  # of all groups
-    rows: int = field(init=False)  # added to the pending tokens
+    masks: int = field(init=False)  # number in all groups
+    rows: int = field(init=False)  # number besides the pending tokens
 
     def __post_init__(self) -> None:
         self.masks = sum(group.masks for group in self.groups)
@@ -64,7 +64,7 @@ class Plan:
         return [self.drafts[node - 1] for node in self.path(outcome)]
 
     def masks_behind(self, outcome: int) -> slice:
-        """Which of its masks stand behind a node."""
+        """The slice of its masks that stand behind a node."""
         start = 0
         for group in self.groups:
             if group.after == outcome:
@@ -81,17 +81,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A sequence's rows of real tokens, from that of its last committed one on: of its nodes."""
+    """The rows of a sequence's nodes: its last committed token, then its drafts."""
 
     best: list[int]  # the token of each row: the argmax of its scores (`core.sampling`)
-    numbers: dict[Wanted, list[float]]  # what the plan wanted
+    numbers: dict[Wanted, list[float]]  # those that the plan asked for
     log_p_NV: Tensor | None = None  # if the request asks for log-probabilities
     earlier: list[int] = field(default_factory=list)  # the tokens of the rows under review
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """What the masks behind a step's outcome say; nothing where there are none."""
+    """The proposals of the masks behind a step's outcome; empty if there are none."""
 
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # see the plan's measure
@@ -107,7 +107,7 @@ class Strategy(Protocol):
         return 0
 
     def plan(self, sequence: Sequence) -> Plan:
-        """What the next forward should hold for this sequence."""
+        """The rows that the next forward should hold for this sequence."""
         ...
 
     def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:

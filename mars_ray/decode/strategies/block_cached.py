@@ -1,7 +1,7 @@
-"""`block_cached`, the paper's rule in the paper's own way.
+"""`block_cached`: the paper's rule, with the paper's way of caching.
 
-No step reaches over the end of a cache block, and the cache is extended by whole blocks, so the
-tokens of an unfinished block are forwarded again in every step.
+No step reaches over the end of a cache block, and the cache grows by whole blocks. So the tokens of
+an unfinished block are forwarded again in every step.
 """
 
 from mars_ray.config.modes import BlockCachedMode
@@ -11,7 +11,7 @@ from mars_ray.decode.strategies.confidence import Confidence
 
 
 class BlockCached(Confidence):
-    """As the paper, but without its waiting: rows of other sequences are never waited for."""
+    """Decodes as in the paper, but never waits for rows of other sequences."""
 
     def plan(self, sequence: Sequence) -> Plan:
         left_in_block = _block_end(sequence) - sequence.committed
@@ -20,7 +20,7 @@ class BlockCached(Confidence):
     def absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals
     ) -> list[int]:
-        # What of the unfinished block is in the cache already is forgotten.
+        # The part of the unfinished block that is already in the cache is forgotten.
         begin = _block_end(sequence) - _block_size(sequence)
         sequence.cached = max(sequence.cached, begin)
         return self._committed(sequence, rows, proposals)
@@ -32,6 +32,6 @@ def _block_size(sequence: Sequence) -> int:
 
 
 def _block_end(sequence: Sequence) -> int:
-    """End of the answer's cache block that the next token lies in."""
+    """End of the answer's cache block that contains the next token."""
     size = _block_size(sequence)
     return sequence.committed + size - (sequence.committed - len(sequence.request.prompt)) % size

@@ -1,7 +1,7 @@
-"""`confidence`, the paper's rule: commit at once while the confidence passes.
+"""`confidence`, the paper's rule: commit proposals at once while their confidence passes.
 
-Masks stand behind the last token, whatever was committed before. They leave nothing behind in the
-cache. The confidence is that of the raw softmax; temperature changes only which token is taken.
+Masks stand behind the last token, whatever was committed before, and leave nothing in the cache.
+The confidence is that of the raw softmax; temperature only changes which token is taken.
 """
 
 from itertools import takewhile
@@ -25,7 +25,7 @@ class Confidence(Strategy):
 
     def _plan(self, sequence: Sequence, masks: int) -> Plan:
         masks = min(masks, sequence.remaining - 1)
-        # The first token of a commit is the causal row's own.
+        # The first token of a commit is the causal row's own and needs no review.
         review = min(sequence.last_commit, len(sequence.pending)) - 1
         groups = (MaskGroup(0, masks),) if masks else ()
         measure = _mode(sequence).measure

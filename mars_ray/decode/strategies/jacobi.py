@@ -1,4 +1,4 @@
-"""`jacobi`: guesses are replaced by what their rows say until they agree, from left to right."""
+"""`jacobi`: guesses are replaced by their rows' predictions until both agree, left to right."""
 
 from mars_ray.config.modes import JacobiMode
 from mars_ray.decode.sequence import Sequence
@@ -6,7 +6,7 @@ from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Strategy
 
 
 class Jacobi(Strategy):
-    """The baseline of the paper's appendix C: needs no MARS training, and gains little."""
+    """The baseline of the paper's appendix C; it needs no MARS training and gains little."""
 
     def plan(self, sequence: Sequence) -> Plan:
         return Plan(sequence.drafts[: sequence.remaining])
@@ -21,7 +21,7 @@ class Jacobi(Strategy):
         sequence.cached = sequence.committed + outcome
         mode = sequence.request.mode
         assert isinstance(mode, JacobiMode)
-        # What the rows behind said is the next guess; where there was none, the last token again.
+        # The next guesses are the later rows' predictions, and then repeats of the last token.
         guesses = rows.best[outcome + 1 :]
         filler = guesses[-1] if guesses else rows.best[outcome]
         sequence.drafts = guesses + [filler] * (mode.guesses - len(guesses))

@@ -3,10 +3,10 @@
 row        [ last committed | draft 1 | draft 2 | mask | mask | ... ]
 predicts     draft 1?         draft 2?  the token after the drafts, then new drafts
 
-The drafts may be a tree (`core.tree`): alternatives for the first of them, each with what follows
-it. The step's outcome is the node where it ends. Masks behind all drafts of a chain mean something
-only if all are accepted; a group of masks for another outcome stands behind another node, and sees
-no drafts but those on the path to it.
+The drafts may be a tree (`core.tree`): alternatives for the first draft, each with its successors.
+The step's outcome is the node where it ends. Masks behind a whole chain of drafts are useful only
+if all drafts are accepted. A group of masks for another outcome stands behind another node, and
+sees only the drafts on the path to it.
 """
 
 from collections.abc import Sequence as Several
@@ -20,10 +20,10 @@ from mars_ray.decode.thresholds import Budget
 
 
 class Verified(Strategy):
-    """An outcome without masks costs one step without drafts.
+    """Verifies drafts. After an outcome without masks, one step has no drafts.
 
-    Greedy or sampled alike, a row has one token (`core.sampling`): at threshold 1 a draft is
-    accepted if it is that token, so the output is that of `exact` whatever the drafts were.
+    Whether greedy or sampled, a row has one token (`core.sampling`). At threshold 1 a draft is
+    accepted only if it is that token, so the output is that of `exact` whatever the drafts were.
     """
 
     def plan(self, sequence: Sequence) -> Plan:
@@ -31,8 +31,8 @@ class Verified(Strategy):
             return _chosen_plan(sequence, sequence.choice)
         if sequence.groups > 1:
             return _plan_for_outcomes(sequence)
-        # Drafts up to the limit, even the one that this forward could commit without: so a shorter
-        # limit gives the beginning of what a longer one gives, also with relaxed acceptance.
+        # Drafts up to the limit, even one for the last token, which needs no draft. So a shorter
+        # limit gives a prefix of the text of a longer one, also with relaxed acceptance.
         depths = depths_of(sequence.draft_parents)
         nodes = [n for n in range(1, len(depths)) if depths[n] <= sequence.remaining]
         plan = _plan(sequence, nodes)
@@ -41,8 +41,8 @@ class Verified(Strategy):
         return replace(plan, groups=(MaskGroup(end, masks),)) if masks else plan
 
     def outcome(self, sequence: Sequence, plan: Plan, rows: Rows) -> int:
-        """From each node it goes on to the draft which is the row's token; below threshold 1, where
-        there is none, to the best which is nearly as good, while the request's budget allows it."""
+        """The last accepted draft. The path goes from each node to the draft that is its row's
+        token, or below threshold 1 to the best that passes, while the request's budget allows."""
         budget = sequence.request.quality
         answer = sequence.committed - len(sequence.request.prompt)
         disagreed, ratios = sequence.disagreed, rows.numbers["ratio"]
@@ -81,7 +81,7 @@ def _plan(sequence: Sequence, nodes: Several[int], groups: tuple[MaskGroup, ...]
 
 
 def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
-    """The plan that window control chose; what it chose for another step may be gone."""
+    """The plan that window control chose, without drafts that are gone since an earlier choice."""
     masks = {0: choice.masks[0]}
     for node, count in zip(choice.nodes, choice.masks[1:], strict=True):
         if node <= len(sequence.drafts) and sequence.draft_parents[node - 1] in masks:
@@ -91,8 +91,8 @@ def _chosen_plan(sequence: Sequence, choice: Choice) -> Plan:
 
 
 def _plan_for_outcomes(sequence: Sequence) -> Plan:
-    """A plan with masks behind the likeliest outcomes. Nothing is cut at the limit: it would change
-    which those are."""
+    """A plan with masks behind the likeliest outcomes. Nothing is cut at the limit, since that
+    would change which outcomes these are."""
     parents = sequence.draft_parents
     outcomes = likeliest_outcomes(sequence.draft_probabilities, sequence.groups, parents)
     groups = tuple(MaskGroup(after, sequence.window) for after in outcomes if sequence.window)

@@ -1,4 +1,4 @@
-"""Each policy by its name, and the settings that it may be given (`tuning.py`)."""
+"""Each policy by its name, and the settings that it may have (`tuning.py`)."""
 
 import math
 from collections.abc import Callable
@@ -20,26 +20,26 @@ from mars_ray.simulator.traces.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How one of ours counts: ScalingConfig's `aim` and `caution`."""
+    """How one of our policies counts capacity: ScalingConfig's `aim` and `caution`."""
 
     aim: float = 1.0
     caution: float = 1.0
 
 
-# Knob settings from cheap to safe: how much of a replica's capacity is to be used.
+# Knob settings from cheap to safe: the share of a replica's capacity to use.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)
-# Of a window's requests, those that the clairvoyant one wants in time.
+# The share of a window's requests that the clairvoyant policy wants in time.
 _KNOWN = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 1.0)
-# What capacity is counted at, over the time per token that is owed. Well below these, the time that
-# even one sequence takes is too long for some service models, and nothing can be counted.
+# The time per token at which capacity is counted, over that of the objective. Far below these
+# values, even a single sequence takes too long for some service models, and capacity is undefined.
 _AIMS = (1.06, 1.02, 0.98, 0.94, 0.9)
 _STAYING = tuple(Manner(aim) for aim in _AIMS)
 _CHANGING = (*_STAYING, Manner(0.94, 0.5), Manner(1.02, 0.25))
-# A fleet that is warm when a run begins is made for this much of its beginning, and has this much
-# to spare.
+# A fleet that is warm when a run begins is sized for this many seconds of it, times this spare
+# factor.
 _BEGINNING_S, _SPARE = 120.0, 1.5
 _WINDOW_S = 30.0
-# No larger fleet is looked at after this attainment, or after so many that brought no more.
+# No larger fleet is tried after this attainment, or after this many without this much improvement.
 _ALL, _LOOK, _MORE = 0.9995, 3, 1e-4
 
 
@@ -59,7 +59,7 @@ class Setting:
         return self.job.scaling.model_copy(update=changes)
 
     def needs(self, level: Level, window_s: float) -> np.ndarray:
-        """Replicas that carry each window's requests, as fractions."""
+        """The replicas, with fractions, that carry each window's requests."""
         trace = self.trace
         window = (trace.arrival_s / window_s).astype(int)
         needs = np.zeros(int(window.max()) + 1)
@@ -79,7 +79,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """How one policy is set: by its own measure, and in its manner of counting if it has one."""
+    """A policy's setting: the value of its knob, and its manner of counting if it has one."""
 
     value: float = 1.0
     manner: Manner = Manner()
@@ -87,14 +87,14 @@ class Knob:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A policy to compare: `make` gives a fresh one; `values` of its knob go from cheap to safe and
+    """A policy to compare: `make` creates it; the `values` of its knob go from cheap to safe and
     are tried in each manner."""
 
     levels: tuple[Level, ...]
     make: Callable[[Setting, Knob], Policy]
     values: tuple[float, ...] = (1.0,)
     manners: tuple[Manner, ...] = (Manner(),)
-    fixed: Callable[[Setting, Knob], int] | None = None  # replicas, if they never change
+    fixed: Callable[[Setting, Knob], int] | None = None  # replicas of a fleet that never changes
     set_point: float = 1.0
 
 
@@ -157,7 +157,7 @@ def _size(_: Setting, knob: Knob) -> int:
 
 
 def _steered(setting: Setting, knob: Knob) -> Policy:
-    """Our fast loop on a fleet that stays as it is."""
+    """Our fast loop on a fleet of constant size."""
     size = int(knob.value)
     changes = {"min_replicas": size, "max_replicas": size} | asdict(knob.manner)
     return Deciding(setting.config.model_copy(update=changes), setting.model)
@@ -171,9 +171,9 @@ def _mean(setting: Setting) -> int:
 
 
 class _Knowing:
-    """By window, the smallest fixed fleet that answers a share of its requests in time.
+    """The smallest fixed fleet, for each window, that answers a share of its requests in time.
 
-    Found by running the trace on fixed fleets of every size, once.
+    It is found by running the trace once on fixed fleets of every size.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class _Knowing:
 
 
 def _attained(setting: Setting) -> np.ndarray:
-    """Share of each window's requests that are in time, by size of a lossless fleet."""
+    """Share of each window's requests answered in time, by size of a lossless fleet."""
     config = setting.config
     window = (setting.trace.arrival_s / _WINDOW_S).astype(int)
     count = np.maximum(1, np.bincount(window))
@@ -209,7 +209,7 @@ def _attained(setting: Setting) -> np.ndarray:
 def run(
     setting: Setting, who: Contender, knob: Knob, seed: int, progress: Progress | None = None
 ) -> Outcome:
-    """Simulate one run. A fleet that changes begins with what its first minutes need."""
+    """Simulate one run. A fleet that changes begins with the replicas its first minutes need."""
     config = setting.config
     if who.fixed:
         replicas = who.fixed(setting, knob)

@@ -1,4 +1,4 @@
-"""Fleets that do not change, and one that knows what is coming."""
+"""A policy whose fleet does not change, and one that knows the future load."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ class Fixed:
         self._decision = Decision(replicas, threshold, 0.0, "fixed", State())
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """The same at every tick."""
+        """The same decision at every tick."""
         return self._decision
 
 
 class Clairvoyant:
     """A policy that knows the trace, and has replicas ready when they are needed.
 
-    `needs` are replicas by windows of `window_s` seconds; what is needed until a replica ordered
-    now would be ready is ordered now.
+    `needs` gives the replicas for each window of `window_s` seconds. Replicas needed by the time
+    that one ordered now would be ready are ordered now.
     """
 
     def __init__(self, needs: Sequence[float], window_s: float, cold_start_s: float) -> None:
@@ -30,7 +30,7 @@ class Clairvoyant:
         self._cold_start_s = cold_start_s
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """The most that the trace needs from now to one cold start and a window ahead."""
+        """The most replicas that the trace needs from now until a cold start and a window later."""
         first = int(now / self._window_s)
         last = int((now + self._cold_start_s) / self._window_s) + 1
         ahead = self._needs[min(first, len(self._needs) - 1) : last + 1]

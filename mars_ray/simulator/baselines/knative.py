@@ -2,8 +2,8 @@
 
 Rules and defaults of knative.dev/docs/serving/autoscaling/kpa-specific and .../concurrency: stable
 window 60 s, panic window 10% of it, panic at 200% of what is ready, scale up at most 1000 times and
-down at most by half at once; no scale-down in panic mode, which lasts until a stable window without
-cause. A decision every two seconds.
+down at most by half at once; no scale-down in panic mode, which lasts until a stable window has
+passed without cause for panic. It decides every two seconds.
 """
 
 import math

@@ -1,9 +1,9 @@
 """llm-d's SLO law: replicas by the p90 of latencies over their objectives.
 
-github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md, "control-law
-model", with its defaults and its HPA's (the configuration that reached 95.8% at 5.93 replicas).
-Its p90 is of predicted latencies; here it is of measured ones, as if the predictor were perfect
-about the present.
+The source is github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md,
+"control-law model", with its defaults and its HPA's (the configuration that reached 95.8% at 5.93
+replicas). llm-d takes the p90 of predicted latencies; here it is that of measured ones, as if the
+predictor were perfect about the present.
 """
 
 import math
@@ -36,7 +36,7 @@ class LlmD:
     _targets: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """Run its controller once a minute, then the horizontal pod autoscaler."""
+        """Run llm-d's controller once a minute, then the horizontal pod autoscaler (HPA)."""
         if now - self._reconciled_s >= _RECONCILE_S:
             self._reconciled_s = now
             self._wanted = self._desired(sample)

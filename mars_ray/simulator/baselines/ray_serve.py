@@ -1,10 +1,10 @@
-"""Ray Serve's own policies, by the arithmetic of ray 2.60.
+"""Ray Serve's own policies, with the arithmetic of ray 2.60.
 
 `serve/autoscaling_policy.py`: the default policy (`_core_replica_queue_length_policy`), the delays
 around every policy (`_apply_delay_logic`); `serve/_private/autoscaling_state.py`: total ongoing
 requests as the time-weighted mean of the look-back period; `serve/config.py`: the defaults. The
 TTFT policy is `ray/serve/llm/autoscaling.py` of ray's master branch, described in
-doc/source/serve/llm/user-guides ("Autoscaling on time-to-first-token"); 2.60 has not got it yet.
+doc/source/serve/llm/user-guides ("Autoscaling on time-to-first-token"); 2.60 lacks it.
 """
 
 import math
@@ -21,13 +21,13 @@ _FETCH_S = 5.0
 
 
 def ongoing(sample: Sample) -> float:
-    """Requests that run or wait, of the whole fleet."""
+    """Number of running and waiting requests of the whole fleet."""
     return sum(load.running for load in sample.loads) + (sample.waiting or 0)
 
 
 @dataclass(slots=True)
 class Delays:
-    """Ray's delays: a wish to scale counts once it has lasted, and then the newest one does."""
+    """Ray's delays: a wish to scale is followed only once it has lasted, at its newest value."""
 
     low: int
     high: int
@@ -54,7 +54,7 @@ class Delays:
 
 @dataclass(slots=True)
 class RayDefault:
-    """Ray Serve's default policy: as many replicas as have `target_ongoing` requests each."""
+    """Ray Serve's default policy: as many replicas as give each `target_ongoing` requests."""
 
     target_ongoing: float
     low: int
@@ -85,7 +85,7 @@ class RayDefault:
 
 @dataclass(slots=True)
 class RayTtft:
-    """Ray's TTFT policy: a replica more while the p99 is too long, one fewer when idle."""
+    """Ray's TTFT policy: one more replica while the p99 is too long, one fewer when idle."""
 
     ttft_target_s: float
     low: int
@@ -99,7 +99,7 @@ class RayTtft:
         self._delays = Delays(self.low, self.high)
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """Decide by the metric, fetched every five seconds; without one nothing changes."""
+        """Decide by the metric, fetched every five seconds; without a metric nothing changes."""
         if now - self._fetched_s >= _FETCH_S and isinstance(sample, Observed):
             self._fetched_s, self._p99_s = now, sample.ttft_p99_s
         wish = sample.target

@@ -1,11 +1,11 @@
-"""Each policy at its best.
+"""Tuning of each policy, so that policies are compared at their best.
 
-Every one but the mean gets a knob (the load per replica that it aims at, the latency that it aims
-at, its number of replicas; those that count capacity as ours does, the fewest replicas, the time
-per token that capacity is counted at, and how much of a load's spread they provide for) and is
-tuned: the cheapest setting that reaches the attainment on the tuning seeds, else the safest one. A
-setting costs its replicas, and at the job's prices the points that it loses. So nobody loses for a
-default that suits another service, and nobody wins for missing the objective.
+Every policy except the mean has a knob: its target load per replica, its target latency, or its
+number of replicas. Policies that count capacity as ours does have three settings: the fewest
+replicas, the time per token at which capacity is counted, and how much of a load's spread they
+provide for. Tuning takes the cheapest setting that reaches the attainment on the tuning seeds, else
+the safest one. A setting costs its replicas and, at the job's prices, the points that it loses. So
+no policy loses because its default suits another service, and none wins by missing the objective.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from mars_ray.simulator.engine.result import summarise
 
 
 def tuned(settings: list[Setting], name: PolicyName) -> Knob:
-    """The cheapest setting that reaches the attainment on every one of these; else the safest.
+    """The cheapest knob setting that reaches the attainment in all `settings`, else the safest.
 
-    In each manner by bisection of the values: a safer one is taken to attain, and to have no fewer
-    replicas. Where the one found loses points, safer ones may cost less: from those on that make a
-    difference to the fleet, they are tried while they do.
+    In each manner the values are bisected: a value safer than one that attains is assumed to attain
+    too, with no fewer replicas. If the value found loses points, safer ones may cost less. They are
+    tried as long as they do, from the first value that makes a difference to the fleet.
     """
     others = [contender(name, setting) for setting in settings]
     best = None
@@ -35,11 +35,11 @@ def tuned(settings: list[Setting], name: PolicyName) -> Knob:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What came of one setting, on all tuning seeds or up to the first that missed."""
+    """The result of one setting, on all tuning seeds or up to the first that missed."""
 
     knob: Knob
     reached: bool
-    attainment: float  # the least
+    attainment: float  # the least of the seeds
     replica_s: float
     cost: float  # in replica-seconds
     mean_replicas: float  # over the seeds
@@ -56,7 +56,7 @@ def _better(one: _Trial | None, other: _Trial) -> _Trial:
 def _trials(
     settings: list[Setting], others: list[Contender], manner: Manner, best: _Trial | None
 ) -> Iterator[_Trial]:
-    """The trials in this manner that may be the best."""
+    """The trials in this manner that can be the best."""
     found = _cheapest(settings, others, manner, best)
     if found is None:
         return
@@ -70,7 +70,7 @@ def _cheapest(
 ) -> _Trial | None:
     """Find by bisection the trial with the fewest replicas that attains, else the safest.
 
-    Ends early, with what it has by then, where every other would cost more than the best so far.
+    The search ends early, with its result so far, if all others would cost more than the best.
     """
     values = others[0].values
     low, high = 0, len(values) - 1
@@ -93,7 +93,7 @@ def _safer(settings: list[Setting], others: list[Contender], found: _Trial) -> I
     for value in (v for v in others[0].values if v > found.knob.value and v >= usual):
         above = _tried(settings, others, Knob(value, found.knob.manner))
         if not above.reached:
-            continue  # and was not run to its end
+            continue  # it was not run to its end
         if above.cost >= found.cost:
             return
         found = above

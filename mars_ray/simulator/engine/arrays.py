@@ -1,4 +1,4 @@
-"""What the compiled core works on: records in arrays.
+"""The data of the compiled core: records in arrays.
 
 N requests, R places for replicas, B sequences of a batch, L quality levels.
 """
@@ -26,29 +26,29 @@ NOBODY = -1
 
 _REQUEST = np.dtype(
     [
-        # What the trace says.
+        # From the trace.
         ("arrival_s", "f8"),
         ("prompt", "i8"),
         ("output", "i8"),
         ("priority", "i8"),
         ("pinned", "i8"),  # the lowest level that may serve it
-        ("pins", "?"),  # whether it says so itself, even if that level is the last
-        # Uniform chances: to be refused when load is shed, and for routing.
+        ("pins", "?"),  # whether it pins a level itself, even if that is the last level
+        # Uniform random numbers: for refusal when load is shed, and for routing.
         ("shed_at", "f8"),
         ("one", "f8"),
         ("other", "f8"),
-        # What happened.
-        ("first_s", "f8"),  # of the first token
+        # Results.
+        ("first_s", "f8"),  # time of the first token
         ("end_s", "f8"),
         ("points", "f8"),  # sum over tokens of points lost
-        ("lowest", "i8"),  # level that served it
+        ("lowest", "i8"),  # lowest level that served it
         ("replica", "i8"),
         ("outcome", "i8"),
         ("retries", "i8"),
         ("behind", "i8"),  # the next one in the same queue
     ]
 )
-# A segment is steps of one kind in a row.
+# A segment is a run of consecutive steps of one kind.
 _REPLICA = np.dtype(
     [
         ("status", "i8"),
@@ -58,17 +58,17 @@ _REPLICA = np.dtype(
         ("waiting", "i8"),
         ("head", "i8"),
         ("tail", "i8"),
-        ("start_s", "f8"),  # of the segment
-        ("steps", "i8"),  # of the segment; 0: idle
-        ("step_s", "f8"),  # its first step
-        ("growth_s", "f8"),  # by which each step takes longer than the one before
+        ("start_s", "f8"),  # start of the segment
+        ("steps", "i8"),  # steps of the segment; 0: idle
+        ("step_s", "f8"),  # seconds of its first step
+        ("growth_s", "f8"),  # additional seconds of each step over the one before
         ("room", "i8"),  # rows of each step for prompts
         ("decoding", "i8"),  # sequences that decode in it
         ("used_level", "i8"),
-        ("promised", "i8"),  # cache tokens that the batch will need at its ends
-        ("rows", "f8"),  # of a decoding sequence, mean over the batch
+        ("promised", "i8"),  # cache tokens that the batch needs when its sequences end
+        ("rows", "f8"),  # rows of a decoding sequence, mean over the batch
         ("chunk", "i8"),  # rows of prompts in each step
-        # Since the replica was born, in segments that are over.
+        # Totals since the replica started, over finished segments.
         ("all_steps", "i8"),
         ("busy_s", "f8"),
         ("decode_rows", "f8"),
@@ -82,12 +82,12 @@ _SEQUENCE = np.dtype([("request", "i8"), ("prompt_left", "i8"), ("output_left", 
 class Tables(NamedTuple):
     """The service model, looked up by level and by how many sequences decode."""
 
-    rows_LB: Floats  # positions of a sequence in a step
-    tokens_LB: Floats  # it commits in a step
-    points_L: Floats  # of accuracy lost per token
-    seconds: Floats  # of a step, by rows
+    rows_LB: Floats  # rows of a sequence in a step
+    tokens_LB: Floats  # tokens that it commits in a step
+    points_L: Floats  # points of accuracy lost per token
+    seconds: Floats  # seconds of a step, by rows
     cache_token_s: float
-    cache_tokens: int  # that fit a replica
+    cache_tokens: int  # size of a replica's cache
     step_tokens: int  # rows that a step may have
     queue_limit: int  # requests that may wait at a replica
     max_retries: int
@@ -101,20 +101,20 @@ class World(NamedTuple):
     replicas: Records  # [R]
     batch: Records  # [R, B]
     ready: Ints  # places that take requests, the first READIES
-    # Next event of each place: a tournament, [2P] with P a power of two. The winner of the subtree
-    # under i stands at tree[i]; place r enters at tree[P + r].
+    # Next event of each place, as a tournament tree, [2P] with P a power of two. The winner of the
+    # subtree under i stands at tree[i]; place r enters at tree[P + r].
     tree: Floats
     counts: Ints
     first_log: Ints  # requests by time of the first token; a retried one may be in it twice
     end_log: Ints  # requests by time of their end
-    spent_s: Floats  # [1] of replicas that are gone
-    slowness: Floats  # [1] of all steps that begin
+    spent_s: Floats  # [1] seconds of replicas that are gone
+    slowness: Floats  # [1] factor on all steps that begin
 
 
 def make_world(
     trace: Trace, thresholds: list[float], places: int, batch: int, retries: int, seed: int
 ) -> World:
-    """The state before the first replica. `thresholds` are those of the levels, falling."""
+    """The state before the first replica. `thresholds` holds those of the levels, falling."""
     leaves = 1 << max(0, places - 1).bit_length()
     counts = np.zeros(9, np.int64)
     counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
@@ -160,7 +160,7 @@ def make_tables(
     max_retries: int,
     two_choices: bool,
 ) -> Tables:
-    """The tables of a model. A level's window is what the engine's control would pick at that
+    """The tables of a model. A level's window is the one that window control would pick at that
     batch."""
     sizes = range(model.max_batch + 1)
     shapes = [[model.at(level, b, mix).shape if b else PLAIN for b in sizes] for level in levels]

@@ -1,8 +1,8 @@
-"""Numba's compiler, with a cache that cannot be stale.
+"""Numba's compiler, with a cache that cannot become stale.
 
-Compiling takes several seconds, so the result is kept. Numba itself looks only at the file of a
-function, not at those of the functions that it calls; here the cache's folder is named by the
-content of them all. It lies in the user's cache: the installation may be read-only.
+Compiling takes several seconds, so the result is kept. Numba itself checks only the file of a
+function, not those of the functions that it calls; here the cache's folder is named after the
+content of all of them. It lies in the user's cache, because the installation may be read-only.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ except ModuleNotFoundError:
         'the simulator needs numba, which is not installed: pip install "mars-ray[simulate]"'
     ) from None
 
-# Neither is known to type checkers as what it is.
+# Type checkers do not know the true types of these.
 _CONFIG: Any = config
 _NJIT: Any = numba.njit
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -40,7 +40,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _cache_folder() -> Path | None:
-    """Folder of compiled functions; None where nothing can be written: every process compiles."""
+    """Folder of compiled functions; None if it cannot be written: then every process compiles."""
     digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The compiled event loop of a fleet: arrivals, segments' ends, replicas that become ready."""
+"""The compiled event loop of a fleet: arrivals, ends of segments, replicas that become ready."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from mars_ray.simulator.engine.engine import begin, cut, end_segment, first_plac
 
 @compiled
 def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
-    """Process all events up to `until_s`; of new unpinned requests a share `shed` is refused."""
+    """Process all events up to `until_s`, refusing a share `shed` of new unpinned requests."""
     while True:
         event_s, arrival_s = world.tree[1], np.inf
         if world.counts[NEXT] < len(world.requests):
@@ -51,7 +51,7 @@ def advance(world: World, tables: Tables, until_s: float, shed: float) -> None:
 
 @compiled
 def start(world: World, count: int, now: float, ready_s: float, level: int) -> None:
-    """Start up to `count` replicas, as there are places, which are ready at `ready_s`."""
+    """Start up to `count` replicas, limited by free places; they are ready at `ready_s`."""
     for place in range(len(world.replicas)):
         if count == 0:
             return
@@ -66,7 +66,7 @@ def start(world: World, count: int, now: float, ready_s: float, level: int) -> N
 
 @compiled
 def drain(world: World, count: int, now: float) -> None:
-    """Take replicas away: the youngest that still start, then those with the least to do."""
+    """Remove replicas: first the youngest starting ones, then those with the least work."""
     for _ in range(count):
         chosen, best = NOBODY, np.inf
         for place in range(len(world.replicas)):
@@ -90,7 +90,7 @@ def drain(world: World, count: int, now: float) -> None:
 
 @compiled
 def kill(world: World, tables: Tables, places: Ints, now: float) -> None:
-    """Kill these replicas at once; what they had starts again elsewhere, or fails."""
+    """Kill these replicas at once; their requests start again elsewhere, or fail."""
     for place in places:
         world.replicas[place].status = DRAINING
     _list_ready(world)
@@ -138,7 +138,7 @@ def _arrive(world: World, tables: Tables, number: int, shed: float) -> None:
 
 @compiled
 def _route(world: World, tables: Tables, number: int, now: float) -> None:
-    """Queue a request at a replica; with none ready, it is held before the fleet."""
+    """Queue a request at a replica; if none is ready, hold it in front of the fleet."""
     if world.counts[READIES] == 0:
         _hold(world, tables, number, now)
         return
@@ -171,7 +171,7 @@ def _hold(world: World, tables: Tables, number: int, now: float) -> None:
 
 @compiled
 def _choose(world: World, tables: Tables, number: int) -> int:
-    """The replica with the least outstanding of two at random, or of all; ties are random."""
+    """The replica with the least outstanding, of two random ones or of all; ties are random."""
     count = world.counts[READIES]
     first = int(world.requests[number].one * count)
     others, step = count - 1, 1

@@ -1,10 +1,10 @@
 """A replica's engine, from one change of its batch to the next.
 
-Continuous batching as in decode/scheduler.py: sequences that decode go first, prompts get the rows
-that are left, in order. As long as nothing arrives, finishes or changes its level, all steps are of
-one kind, and only the cached context grows: step j of a segment takes step_s + j * growth_s. So a
-segment's end, and the step in which something may join, have closed forms, and the result is that
-of stepping one by one (reference.py).
+It does continuous batching as in decode/scheduler.py: decoding sequences go first, and prompts get
+the remaining rows, in order. As long as nothing arrives, finishes or changes its level, all steps
+are of one kind, and only the cached context grows: step j of a segment takes step_s + j * growth_s.
+So a segment's end, and the step in which a request may join, have closed forms. The result equals
+that of single steps (reference.py).
 """
 
 import math
@@ -14,21 +14,21 @@ import numpy as np
 from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Floats, Tables, World
 from mars_ray.simulator.engine.compiled import compiled
 
-# Tokens left below this are rounding.
+# Fewer remaining tokens than this are a rounding error.
 NONE_LEFT = 1e-6
 _FOREVER = np.iinfo(np.int64).max
 
 
 @compiled
 def cut(world: World, place: int, now: float) -> None:
-    """End the segment with the step that runs now, so that the next one can differ."""
+    """End the segment with the current step, so that the next one can differ."""
     replica = world.replicas[place]
     if replica.steps == 0:
         return
     gone, first, growth = now - replica.start_s, replica.step_s, replica.growth_s
     steps = gone / first
     if growth > 0:
-        # Of n * first + growth * n * (n - 1) / 2 = gone.
+        # The solution n of n * first + growth * n * (n - 1) / 2 = gone.
         slope = first - growth / 2
         steps = (math.sqrt(slope * slope + 2 * growth * gone) - slope) / growth
     count = max(1, math.ceil(steps - 1e-9))
@@ -64,7 +64,7 @@ def begin(world: World, tables: Tables, place: int, now: float) -> None:
         return
     chunk = min(room, pending)
     if chunk > 0:
-        # The first prompt fills steps alone until its last one, which others may share.
+        # The first prompt fills its steps alone, except the last, which others may share.
         steps = min(steps, max(1, (first - 1) // room))
     slowness = float(world.slowness[0])
     replica.start_s, replica.steps = now, steps
@@ -77,7 +77,7 @@ def begin(world: World, tables: Tables, place: int, now: float) -> None:
 
 @compiled
 def step_s(tables: Tables, rows: float) -> float:
-    """Seconds of a step without what its cached context costs."""
+    """Seconds of a step without the cost of its cached context."""
     rows = min(rows, len(tables.seconds) - 1.001)
     below = int(rows)
     low, high = tables.seconds[below], tables.seconds[below + 1]
@@ -86,7 +86,7 @@ def step_s(tables: Tables, rows: float) -> float:
 
 @compiled
 def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
-    """Book what the segment's steps did. `begin` must follow."""
+    """Record the results of the segment's steps. `begin` must follow."""
     replica = world.replicas[place]
     replica.all_steps += replica.steps
     replica.busy_s += now - replica.start_s
@@ -109,7 +109,7 @@ def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
             give -= taken
             sequence.prompt_left -= taken
             if sequence.prompt_left == 0:
-                # The prompt's last row gives the first token, the model's own choice.
+                # The prompt's last row yields the first token, the model's own choice.
                 sequence.output_left -= 1
                 request.first_s = now
                 world.first_log[world.counts[FIRSTS]] = sequence.request
@@ -126,9 +126,9 @@ def _elapsed_s(first_s: float, growth_s: float, steps: int) -> float:
 def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, int]:
     """Take requests from the queue into the batch while prompts do not fill a step.
 
-    The cache must hold all of a sequence's tokens to come: nobody is sent back later, as the real
-    engine may have to. A sequence that is too long for it runs alone. Returns the prompt tokens to
-    forward, and those of the first prompt.
+    The cache must have room for all future tokens of a sequence: unlike in the real engine, no
+    sequence is sent back later. A sequence that is too long for the cache runs alone. Returns the
+    prompt tokens to forward, and those of the first prompt.
     """
     replica = world.replicas[place]
     pending, first = 0, 0
@@ -189,7 +189,7 @@ def set_event(tree: Floats, place: int, at_s: float) -> None:
 
 @compiled
 def first_place(tree: Floats) -> int:
-    """The place whose event comes first; of equals the lowest."""
+    """The place whose event comes first; among equals the lowest."""
     leaves = len(tree) // 2
     node = 1
     while node < leaves:

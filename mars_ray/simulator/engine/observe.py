@@ -1,7 +1,7 @@
-"""What a real cluster could see of a simulated one.
+"""The part of a simulated cluster that a real controller could observe.
 
-Counters, queues and latencies of requests that got their first token or ended. Not the trace, not
-the tokens that a running request is going to make, not the service model's truth.
+It includes counters, queues and latencies of requests that got their first token or ended. It does
+not include the trace, the tokens that a running request will generate, or the true service model.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from mars_ray.simulator.engine.arrays import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed(Sample):
-    """A sample with what only other policies look at."""
+    """A sample with additional metrics that only the baselines use."""
 
     ttft_p99_s: float | None = None
 
@@ -41,7 +41,7 @@ _NOTHING = Observed(running=0, target=0)
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """Totals since the beginning, at one moment."""
+    """Totals from the beginning to one moment."""
 
     at_s: float = 0.0
     arrivals: int = 0
@@ -53,7 +53,7 @@ class _Counters:
 
 @dataclass(slots=True)
 class Observer:
-    """Takes a sample each tick and hands out the newest that is old enough."""
+    """Takes a sample each tick and returns the newest that is old enough."""
 
     world: World
     lag_s: float
@@ -67,9 +67,9 @@ class Observer:
         self._done_5R = np.zeros((5, len(self.world.replicas)))
 
     def sample(self, now: float, target: int, cold_start_s: float | None) -> Observed:
-        """The controller knows its own target and replicas at once; metrics come late."""
+        """The controller's sample: its target and replicas are current, metrics come late."""
         if now > self._past[-1].at_s:
-            # Nothing is measured in no time: a request at second 0 would be a rate without end.
+            # Nothing is measured at time 0: a request there would have an infinite rate.
             self._samples.append((now, self._measure(now)))
         while len(self._samples) > 1 and self._samples[1][0] <= now - self.lag_s + 1e-9:
             self._samples.popleft()
@@ -117,9 +117,9 @@ class Observer:
         )
 
     def _token_means(self, before: _Counters, here: _Counters) -> tuple[float | None, float | None]:
-        """Mean tokens of prompts that arrived and of answers that ended since the tick before.
+        """Mean tokens of prompts that arrived and of answers that ended since the last tick.
 
-        Without any, those of the last time that there were some.
+        If there were none, the last known means.
         """
         arrived = self.world.requests["prompt"][before.arrivals : here.arrivals]
         ended = self.world.end_log[before.ends : here.ends]
@@ -132,19 +132,19 @@ class Observer:
         return self._means
 
     def _waiting(self) -> int:
-        """Requests without a token and in no batch."""
+        """Number of requests without a token and in no batch."""
         alive = (self.world.replicas["status"] == READY) | (
             self.world.replicas["status"] == DRAINING
         )
         return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
 
     def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
-        """Each replica's load: means of its steps since the tick before, as an engine's counters
-        give them, and `positions` of the newest steps."""
+        """Each replica's load: means of its steps since the last tick, as from an engine's
+        counters, and `positions` of the newest steps."""
         replicas = self.world.replicas
         done_5R = self._counted(now)
         more_5R = done_5R - self._done_5R
-        # A new replica in the same place began at 0.
+        # The counters of a new replica in the same place began at 0.
         more_5R = np.where(more_5R[0] < 0, done_5R, more_5R)
         self._done_5R = done_5R
         here = np.flatnonzero(replicas["status"] == READY)
@@ -165,9 +165,9 @@ class Observer:
         )
 
     def _counted(self, now: float) -> np.ndarray:
-        """Steps, busy seconds, decoded rows, steps with prompts and their rows, of every place.
+        """Steps, busy seconds, decoded rows, steps with prompts and their rows, for every place.
 
-        With those of the segment that runs.
+        They include those of the current segment.
         """
         replicas = self.world.replicas
         middle = replicas["step_s"] + replicas["growth_s"] * (replicas["steps"] - 1) / 2

@@ -1,4 +1,4 @@
-"""The same engine step by step: slow, obvious, one replica. Tests compare the fast one with it."""
+"""The same engine, step by step: slow, obvious, one replica. Tests compare the fast one to it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class _Sequence:
 def reference(
     trace: Trace, tables: Tables, max_batch: int, level_at: Callable[[float], int]
 ) -> tuple[list[float], list[float]]:
-    """Times of each request's first token and of its end. `level_at` is asked at each step."""
+    """Times of each request's first token and of its end. `level_at` is called at each step."""
     firsts, ends = [0.0] * len(trace), [0.0] * len(trace)
     waiting = [
         _Sequence(i, prompt, output, prompt, output)

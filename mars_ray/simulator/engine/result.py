@@ -1,4 +1,4 @@
-"""What came of a simulated run."""
+"""The result of a simulated run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,18 @@ class Timeline:
     """State at every tick, arrays of shape [T]."""
 
     at_s: Floats
-    arrivals_per_s: Floats  # offered since the tick before
+    arrivals_per_s: Floats  # offered since the last tick
     ready: Ints
     starting: Ints
     draining: Ints
     target: Ints
-    threshold: Floats  # mean of the replicas that take requests; the set-point without any
+    threshold: Floats  # mean of the replicas that take requests; without any, the set-point
     outstanding: Ints  # requests in batches and queues
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. Arrays of shape [N] by request, in the order of arrival."""
+    """The outcome of one run. Arrays have shape [N], by request in the order of arrival."""
 
     trace: Trace
     requests: Records
@@ -36,15 +36,15 @@ class Outcome:
     replica_s: float
     below_set_point_s: float
     overhead_s: float
-    reasons: tuple[tuple[float, str], ...]  # of decisions that changed something
+    reasons: tuple[tuple[float, str], ...]  # times and reasons of decisions that changed something
 
     @property
     def ttft_s(self) -> Floats:
-        """Times to first tokens, with what a reply's way adds; NaN where no token came."""
+        """Times to first tokens, including the reply's network time; NaN where no token came."""
         return self.requests["first_s"] - self.requests["arrival_s"] + self.overhead_s
 
     def within(self, slo: Slo) -> np.ndarray:
-        """Whether each request was answered in time; what was refused or failed was not."""
+        """Whether each request was answered in time; refused and failed ones were not."""
         requests = self.requests
         done = requests["outcome"] == DONE
         pace = token_times(requests, np.arange(len(done)))
@@ -54,10 +54,10 @@ class Outcome:
 
 
 def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
-    """Figures of a run; `accuracy` of lossless answers in percent.
+    """Figures of a run; `accuracy` is that of lossless answers, in percent.
 
-    Effective accuracy: correct and in time, over all requests offered; a lowered threshold counts
-    by the tokens that it made (Model-Switching, HotCloud'20, names the metric).
+    Effective accuracy is the share of offered requests answered correctly and in time; a lowered
+    threshold counts by its tokens (Model-Switching, HotCloud'20, names the metric).
     """
     requests = outcome.requests
     done = requests["outcome"] == DONE
@@ -79,7 +79,7 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
         "time_per_token_p90_s": _quantile(pace, 0.9),
         "time_per_token_p99_s": _quantile(pace, 0.99),
         "replica_s": outcome.replica_s,
-        # It may all be over at once.
+        # A run may end at time 0.
         "mean_replicas": outcome.replica_s / max(1e-9, outcome.end_s),
         "peak_replicas": int(outcome.timeline.ready.max()),
         "below_set_point_s": outcome.below_set_point_s,

@@ -34,7 +34,7 @@ from mars_ray.simulator.traces.trace import Trace
 
 # Plain decoding: no masks, whatever the threshold.
 EXACT = (Level(1.0, 0.0, (PLAIN,)),)
-# A run whose queues never empty ends so long after the last arrival; what is open has failed.
+# A run whose queues never empty ends this long after the last arrival; open requests have failed.
 _PATIENCE_S = 7200.0
 Progress = Callable[[int, int], None]  # requests ended, of all
 
@@ -43,12 +43,12 @@ class Policy(Protocol):
     """One run's policy, with its memory."""
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """Replicas and threshold from now on, by what a cluster could see."""
+        """Replicas and threshold from now on, decided from what a cluster could observe."""
         ...
 
 
 class Deciding:
-    """The policy that Ray Serve runs too."""
+    """Our own policy, which also runs under Ray Serve."""
 
     def __init__(self, config: ScalingConfig, model: ServiceModel) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class Deciding:
         self._state = State()
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """What `decide` says, with the state that it returned the last time."""
+        """The result of `decide`, called with the state that it returned last time."""
         decision = decide(sample, self._state, self._config, self._model, now)
         self._state = decision.state
         return decision
@@ -64,7 +64,7 @@ class Deciding:
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """Everything that a run is made of, but for its policy."""
+    """All parts of a run except its policy."""
 
     trace: Trace
     model: ServiceModel
@@ -72,12 +72,12 @@ class Fixture:
     levels: tuple[Level, ...]
     set_point: float  # threshold to begin with
     replicas: int  # warm ones to begin with; more if the policy wants them at once
-    most: int  # replicas at a time
+    most: int  # most replicas at a time
     seed: int
 
 
 def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None) -> Outcome:
-    """Run a policy; the same fixture and an equal policy give the same outcome."""
+    """Run a policy. The same fixture and an equal policy give the same outcome."""
     return _Run(fixture, policy).run(progress)
 
 
@@ -92,7 +92,7 @@ class _Run:
     target: int = field(init=False)
     threshold: float = field(init=False)
     shed: float = 0.0
-    ordered: int = 0  # replicas, after the beginning
+    ordered: int = 0  # replicas ordered after the beginning
     coming: list[tuple[float, float]] = field(default_factory=list)  # ready at; cold start
     cold_start_s: float | None = None  # newest measured
     lowered_s: float = 0.0
@@ -172,7 +172,7 @@ class _Run:
         self._measure_cold_start(now)
 
     def _order(self, now: float, level: int) -> None:
-        """Order a replica; one that is wanted at the beginning has been there for long."""
+        """Order a replica; one ordered at the beginning is ready already."""
         cold_s = 0.0
         if now > 0:
             cluster = self.fixture.cluster
@@ -195,7 +195,7 @@ class _Run:
 
     def _happen(self, event: Kill | Slowdown, rng: np.random.Generator) -> None:
         if isinstance(event, Slowdown):
-            # What begins in that very moment is slower already.
+            # A step that begins at that very moment is already slower.
             self._advance(math.nextafter(event.at_s, -1))
             set_slowness(self.world, event.slowness, event.at_s)
             return

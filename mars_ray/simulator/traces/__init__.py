@@ -1,1 +1,1 @@
-"""Requests over time: read from files, sampled from published clients, or made up."""
+"""Requests over time: read from files, sampled from published clients, or generated."""

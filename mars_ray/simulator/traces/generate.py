@@ -1,4 +1,4 @@
-"""Made-up traces: Poisson arrivals whose rate is a function of time."""
+"""Generated traces: Poisson arrivals whose rate is a function of time."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from mars_ray.simulator.traces.trace import Floats, Ints, Trace
 
 
 def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
-    """A trace of one stage after another."""
+    """A trace of successive stages."""
     stages = np.array(source.rates_rps)
 
     def rate(times: Floats) -> Floats:
@@ -20,7 +20,7 @@ def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
 
 
 def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
-    """A trace with a crowd that comes at once and leaves at once."""
+    """A trace with a crowd that comes suddenly and leaves suddenly."""
 
     def rate(times: Floats) -> Floats:
         inside = (times >= source.from_s) & (times < source.to_s)
@@ -31,7 +31,7 @@ def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
 
 
 def sine(source: SineTrace, rng: np.random.Generator) -> Trace:
-    """A trace whose rate is a wave, from its low end on."""
+    """A trace whose rate is a wave, beginning at its lowest rate."""
     middle = (source.low_rps + source.high_rps) / 2
     swing = (source.high_rps - source.low_rps) / 2
 
@@ -49,7 +49,7 @@ def _trace(
     lengths: Lengths,
     rng: np.random.Generator,
 ) -> Trace:
-    """Thinning (Lewis and Shedler, 1979): arrivals at the highest rate, kept by their share."""
+    """A trace by thinning arrivals at the highest rate (Lewis and Shedler, 1979)."""
     count = rng.poisson(most_rps * duration_s)
     times = np.sort(rng.random(count)) * duration_s
     times = times[rng.random(count) * most_rps < rate(times)]

@@ -22,7 +22,7 @@ def load_trace(source: TraceSource, seed: int) -> Trace:
     """The source's trace; the same seed gives the same one. Raises DataError."""
     rng = np.random.default_rng([seed, 1])
     if isinstance(source, ServeGenTrace):
-        # It has used its slice and its rate: before them it has no requests.
+        # `servegen` has applied slice and rate itself, since it has no requests before them.
         return servegen(source, rng).scaled(1.0, source.spread_s, rng)
     whole = _whole(source, rng).part(source.start_s, source.duration_s)
     return whole.scaled(source.rate_factor, source.spread_s, rng)

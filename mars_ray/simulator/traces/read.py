@@ -1,8 +1,8 @@
 """Traces from files: our own schema, and two published ones.
 
-The schema (docs/simulator.md): `arrival_s`, `prompt_tokens`, `output_tokens`, and if wanted
-`priority`, `deadline_s`, `pinned_threshold`, as columns of a CSV or keys of JSON lines. A row that
-cannot be used is refused by file and line: a trace with holes would be another load.
+The schema (docs/simulator.md) has `arrival_s`, `prompt_tokens`, `output_tokens`, and optionally
+`priority`, `deadline_s`, `pinned_threshold`, as columns of a CSV or keys of JSON lines. An unusable
+row is an error that names file and line, because a trace with gaps would be a different load.
 """
 
 import csv
@@ -20,7 +20,7 @@ import numpy as np
 from mars_ray.errors import DataError
 from mars_ray.simulator.traces.trace import Trace
 
-# A row of the schema, in its order.
+# A row, in the order of the schema.
 Row = tuple[float, int, int, int, float, float]
 # No model's context is longer.
 _MOST_TOKENS = 10**9
@@ -29,7 +29,7 @@ _OPTIONAL = {"priority": 0, "deadline_s": math.inf, "pinned_threshold": 0.0}
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A CSV or JSONL file of our schema, also gzipped. Raises DataError."""
+    """A CSV or JSONL file in our schema, optionally gzipped. Raises DataError."""
     return _from_zero(_trace(path, "mars-ray's trace schema", _own_row))
 
 
@@ -46,7 +46,7 @@ def read_azure(path: str | Path) -> Trace:
 def read_mooncake(path: str | Path) -> Trace:
     """Mooncake's traces: timestamp in ms, input_length, output_length. Raises DataError.
 
-    Prefixes that its requests share (hash_ids) are not: every prompt counts in full.
+    Prefixes that requests share (hash_ids) are ignored: every prompt counts in full.
     """
 
     def row(table: dict[str, Any]) -> Row:
@@ -136,7 +136,7 @@ def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: a trace is a .csv or .jsonl file, also with .gz")
     try:
         with (
-            # Spreadsheets begin a file with a mark of its encoding.
+            # Spreadsheets begin a file with a byte order mark.
             gzip.open(path, "rt", encoding="utf-8-sig")
             if path.suffix == ".gz"
             else path.open(encoding="utf-8-sig")

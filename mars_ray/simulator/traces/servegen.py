@@ -1,8 +1,8 @@
 """Requests of ServeGen's clients, each with its own rate, burstiness and token counts.
 
-ServeGen (github.com/alibaba/ServeGen) publishes no requests but, by client and window of ten
-minutes, a rate and a fitted law of the gaps between arrivals. The laws do not keep the rate, so the
-gaps of a window are stretched to hold the number of requests that the rate says, as ServeGen does.
+ServeGen (github.com/alibaba/ServeGen) publishes no requests, but a rate and a fitted distribution
+(`law`) of the gaps between arrivals, by client and window of ten minutes. The laws do not keep the
+rate, so the gaps of a window are scaled to give the rate's number of requests, as in ServeGen.
 """
 
 import csv
@@ -30,13 +30,13 @@ class Window:
     client: int
     start_s: float
     rate_rps: float
-    law: str  # of the gaps: Gamma or Weibull
+    law: str  # distribution of the gaps: Gamma or Weibull
     shape: float
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Token counts with their cumulated probabilities."""
+    """Token counts with their cumulative probabilities."""
 
     tokens: Ints
     cumulated: Floats
@@ -47,14 +47,14 @@ class Counts:
         return self.tokens[np.minimum(place, len(self.tokens) - 1)]
 
 
-# By client: prompts and outputs.
+# Token counts of prompts and outputs, by client.
 Lengths = dict[int, tuple[Counts, Counts]]
 
 
 def servegen(source: ServeGenTrace, rng: np.random.Generator) -> Trace:
-    """All clients of a time, merged; the source's own slice and rate. Raises DataError.
+    """All clients merged, in the source's own slice and rate. Raises DataError.
 
-    A client without token counts of its own draws from those of the others, by their rates.
+    A client without its own token counts draws from those of the others, weighted by their rates.
     """
     windows = [
         window
@@ -93,9 +93,9 @@ def servegen(source: ServeGenTrace, rng: np.random.Generator) -> Trace:
 def window_arrivals(
     window: Window, window_s: float, rate_factor: float, rng: np.random.Generator
 ) -> Floats:
-    """Arrivals of one client in one window: as many as its rate says, with its law's gaps.
+    """Arrivals of one client in one window: the number given by its rate, with its law's gaps.
 
-    A fraction of a request arrives with that probability.
+    A fraction of a request becomes a request with that probability.
     """
     expected = window.rate_rps * rate_factor * window_s
     count = int(expected) + (rng.random() < expected - int(expected))
@@ -103,7 +103,7 @@ def window_arrivals(
         gaps = rng.weibull(window.shape, count + 1)
     else:
         gaps = rng.gamma(window.shape, size=count + 1)
-    # A very bursty law draws gaps that are all 0 in floating point.
+    # A very bursty law may draw only gaps that are 0 in floating point.
     ends = np.cumsum(gaps + 1e-12)
     return window.start_s + window_s * ends[:-1] / ends[-1]
 
@@ -164,7 +164,7 @@ def _rates(windows: list[Window], lengths: Lengths) -> dict[int, float]:
 def _owners(
     client: int, known: dict[int, float], count: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Whose token counts each of a client's requests takes."""
+    """The client whose token counts are used, for each of a client's requests."""
     if client in known:
         return np.full(count, client)
     rates = np.array(list(known.values()))

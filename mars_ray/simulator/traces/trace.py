@@ -1,4 +1,4 @@
-"""A trace: who asks when, for how much."""
+"""A trace: requests with their arrival times and sizes."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +15,8 @@ Ints = NDArray[np.int64]
 class Trace:
     """N requests by time of arrival; arrays of shape [N].
 
-    A pinned threshold is the lowest that may serve the request, 0 where any may; a deadline counts
-    from the arrival and is infinite where there is none. Lower priorities go first.
+    A pinned threshold is the lowest that may serve the request, 0 if any may. A deadline counts
+    from the arrival and is infinite if there is none. Lower priorities go first.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Trace:
         return self._taken(inside, self.arrival_s[inside] - start_s)
 
     def scaled(self, factor: float, spread_s: float, rng: np.random.Generator) -> "Trace":
-        """`factor` times as many requests: each is kept, left out or repeated at random.
+        """A trace of `factor` times as many requests: each is kept, dropped or repeated at random.
 
         Every copy moves later by up to `spread_s`, so that copies do not arrive together. Raises
-        DataError if none is left.
+        DataError if no request is left.
         """
         copies = np.full(len(self), int(factor))
         copies += rng.random(len(self)) < factor - int(factor)
