@@ -155,6 +155,14 @@ def test_one_prompt_that_is_refused_refuses_the_request(served):
     assert served.server._tally.finished == 1
 
 
+def test_a_prompt_that_is_refused_counts_as_no_answer_at_all(served):
+    """Guards answers of no tokens, by which the policy would take requests for short ones."""
+    (refused,) = heard(served, replace(CALL, prompts=("one " * 500,)))
+    assert isinstance(refused, ErrorInfo)
+    assert served.endings == ["refused"] * 3
+    assert served.server._tally.finished == 0
+
+
 def test_a_deadline_ends_all_answers(served):
     """With one error for the request."""
     messages = heard(served, replace(CALL, timeout_s=0.02))
