@@ -155,6 +155,46 @@ def test_one_prompt_that_is_refused_refuses_the_request(served):
     assert served.server._tally.finished == 1
 
 
+def test_an_answer_that_has_met_its_stop_string_cannot_fail_any_more(served, job, monkeypatch):
+    """Guards the others: the engine goes on with it for a while, as steps travel together."""
+    alone = heard(served, replace(CALL, delivery="whole"))
+    texts = {m.choice: m.text for m in alone if isinstance(m, OutputDelta)}
+    stop = next(
+        text
+        for place in range(10, 60)
+        if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
+    )
+    served.told.clear()
+    served.server._job = job.model_copy(update={"stream_interval_s": 60.0})
+    absorb = served.engine._absorb
+
+    def fails_for_one(sequence, *args):
+        if sequence.request.id == "several-0" and sequence.forwards == 90:
+            raise RuntimeError("behind the stop string")
+        return absorb(sequence, *args)
+
+    monkeypatch.setattr(served.engine, "_absorb", fails_for_one)
+    messages = heard(served, replace(CALL, stop=(stop,)))
+    assert all(isinstance(message, OutputDelta) for message in messages)
+    assert served.endings == ["length", "length", "stop"]
+
+
+def test_what_comes_behind_a_failure_is_not_told(served):
+    """Guards a status of 200 with a piece of an answer, where the request is refused."""
+
+    async def run() -> list[Message]:
+        call = replace(CALL, prompts=("one two", "one " * 500), n=1, delivery="steps")
+        async with aclosing(served.server.generate(call)) as messages:
+            begun = asyncio.ensure_future(anext(messages))
+            await asyncio.sleep(0)
+            time.sleep(0.2)  # the loop is busy, while the engine takes steps
+            return [await begun, *[message async for message in messages]]
+
+    (refused,) = asyncio.run(run())
+    assert isinstance(refused, ErrorInfo)
+    assert refused.code == "context_length_exceeded"
+
+
 def test_a_prompt_that_is_refused_counts_as_no_answer_at_all(served):
     """Guards answers of no tokens, by which the policy would take requests for short ones."""
     (refused,) = heard(served, replace(CALL, prompts=("one " * 500,)))

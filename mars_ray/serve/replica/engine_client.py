@@ -53,14 +53,14 @@ class EngineClient(Protocol):
         whose deadline has passed ends with a completion that says so. Closing the iterator cancels
         what is not over, and its pages are free then.
 
-        An event with a failure is passed on, and then that failure is raised: RequestError if the
-        engine refuses the request, PoisonError if it fails on this one and on no other, EngineError
-        if it has ended.
+        An event with a failure is passed on, and then that failure is raised, before what came
+        behind it: RequestError if the engine refuses the request, PoisonError if it fails on this
+        one and on no other, EngineError if it has ended.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request of a stream that goes on for the others."""
+        """End a request of a stream that goes on for the others, even if this one fails before."""
         ...
 
     async def set_threshold(self, threshold: float) -> None:

@@ -197,7 +197,7 @@ class LLMServer:
                         yield delta
                         if delta.finish:
                             unfinished -= 1
-                            if unfinished and not some[-1].is_last:  # a stop string
+                            if unfinished and not some[-1].completion:  # a stop string
                                 await self._engine.abort(some[0].request_id)
                     if not unfinished:
                         return
