@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
+from mars_ray.decode.request import TokenEvent
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.stats import AnswerStats
@@ -36,6 +37,16 @@ class Served:
     @property
     def endings(self) -> list[str]:
         return sorted(seen.ending for seen in self.told)
+
+    def slow_down(self) -> None:
+        """So that the engine is not done before a busy loop hears of its first steps."""
+        step = self.engine.step
+
+        def slowly(*args: Callable[[], None]) -> list[TokenEvent]:
+            time.sleep(0.02)
+            return step(*args)
+
+        self.engine.step = slowly
 
     async def idle(self) -> None:
         """Once nothing is left in the engine; within seconds, or the test fails."""
@@ -67,6 +78,7 @@ def heard(served: Served, call: GenerationRequest) -> list[Message]:
 
 def test_closing_ends_all_answers(served):
     """Guards two of three sequences that run on for nobody, and answers that no one counts."""
+    served.slow_down()
 
     async def leave() -> None:
         async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
@@ -104,6 +116,7 @@ def test_an_answer_that_meets_its_stop_string_leaves_the_engine_and_the_others_g
         if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
     )
     served.told.clear()
+    served.slow_down()
 
     async def run() -> tuple[int, list[OutputDelta]]:
         deltas, running = [], 3
@@ -213,6 +226,7 @@ def test_a_deadline_ends_all_answers(served):
 
 def test_an_engine_that_ends_ends_all_answers(served):
     """Each of them counts as an error of the service."""
+    served.slow_down()
 
     async def run() -> Message:
         async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
