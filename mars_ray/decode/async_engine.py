@@ -94,6 +94,7 @@ class AsyncEngine:
         self.can_draft = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Deliver] = {}
+        self._aborted: set[str] = set()  # requests whose streams continue for others
         self._undelivered: list[tuple[_Deliver, TokenEvent]] = []
         self._is_unchecked = True  # no integrity check since the last step
         self._failed_steps = 0  # since the last step that succeeded
@@ -146,9 +147,9 @@ class AsyncEngine:
 
         Events are yielded at most every `interval_s`, together with all that came in the meantime;
         only a request's first and last event do not wait. Closing the iterator cancels unfinished
-        requests. An event with a failure is yielded, and then its failure is raised: RequestError
-        if the engine refuses the request or cannot follow its grammar any further, EngineError if
-        the engine fails.
+        requests. An event with a failure is yielded, and then its failure is raised before any
+        later event: RequestError if the engine refuses the request or cannot follow its grammar any
+        further, EngineError if the engine fails.
         """
         mailbox = Mailbox()
         deliver = mailbox.put  # one object, by which `_cancel` recognises the request's stream
@@ -156,23 +157,30 @@ class AsyncEngine:
         try:
             unfinished = len(requests)
             while True:
-                events = await mailbox.take()
-                yield events
-                for event in events:
-                    if event.failure:
-                        raise event.failure
-                unfinished -= sum(event.is_last for event in events)
+                arrived = await mailbox.take()
+                while arrived:
+                    failures = (end for end, event in enumerate(arrived, start=1) if event.failure)
+                    end = next(failures, len(arrived))
+                    events, arrived = arrived[:end], arrived[end:]
+                    yield events
+                    last = events[-1]
+                    if last.failure and last.request_id not in self._aborted:
+                        raise last.failure
+                    unfinished -= sum(event.is_last for event in events)
                 if unfinished <= 0:
                     return
                 if interval_s:
                     await mailbox.pause(interval_s)
         finally:
+            self._aborted.difference_update(request.id for request in requests)
             with contextlib.suppress(EngineError):
                 self._command(lambda: self._cancel(requests, deliver))
 
     async def abort(self, request_id: str) -> None:
         """End a request of a stream that continues for the others. Only events that are already on
-        their way still come. Raises EngineError once the engine has ended."""
+        their way still come, and their failures are not raised. Raises EngineError once the engine
+        has ended."""
+        self._aborted.add(request_id)
         self._command(lambda: self._abort(request_id))
 
     async def set_threshold(self, threshold: float) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
+from mars_ray.decode.request import TokenEvent
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.stats import AnswerStats
@@ -36,6 +37,16 @@ class Served:
     @property
     def endings(self) -> list[str]:
         return sorted(seen.ending for seen in self.told)
+
+    def slow_down(self) -> None:
+        """So that the engine is not done before a busy loop hears of its first steps."""
+        step = self.engine.step
+
+        def slowly(*args: Callable[[], None]) -> list[TokenEvent]:
+            time.sleep(0.02)
+            return step(*args)
+
+        self.engine.step = slowly
 
     async def idle(self) -> None:
         """Once nothing is left in the engine; within seconds, or the test fails."""
@@ -67,6 +78,7 @@ def heard(served: Served, call: GenerationRequest) -> list[Message]:
 
 def test_closing_ends_all_answers(served):
     """Guards two of three sequences that run on for nobody, and answers that no one counts."""
+    served.slow_down()
 
     async def leave() -> None:
         async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
@@ -104,6 +116,7 @@ def test_an_answer_that_meets_its_stop_string_leaves_the_engine_and_the_others_g
         if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
     )
     served.told.clear()
+    served.slow_down()
 
     async def run() -> tuple[int, list[OutputDelta]]:
         deltas, running = [], 3
@@ -155,6 +168,54 @@ def test_one_prompt_that_is_refused_refuses_the_request(served):
     assert served.server._tally.finished == 1
 
 
+def test_an_answer_that_has_met_its_stop_string_cannot_fail_any_more(served, job, monkeypatch):
+    """Guards the others: the engine goes on with it for a while, as steps travel together."""
+    alone = heard(served, replace(CALL, delivery="whole"))
+    texts = {m.choice: m.text for m in alone if isinstance(m, OutputDelta)}
+    stop = next(
+        text
+        for place in range(10, 60)
+        if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
+    )
+    served.told.clear()
+    served.server._job = job.model_copy(update={"stream_interval_s": 60.0})
+    absorb = served.engine._absorb
+
+    def fails_for_one(sequence, *args):
+        if sequence.request.id == "several-0" and sequence.forwards == 90:
+            raise RuntimeError("behind the stop string")
+        return absorb(sequence, *args)
+
+    monkeypatch.setattr(served.engine, "_absorb", fails_for_one)
+    messages = heard(served, replace(CALL, stop=(stop,)))
+    assert all(isinstance(message, OutputDelta) for message in messages)
+    assert served.endings == ["length", "length", "stop"]
+
+
+def test_what_comes_behind_a_failure_is_not_told(served):
+    """Guards a status of 200 with a piece of an answer, where the request is refused."""
+
+    async def run() -> list[Message]:
+        call = replace(CALL, prompts=("one two", "one " * 500), n=1, delivery="steps")
+        async with aclosing(served.server.generate(call)) as messages:
+            begun = asyncio.ensure_future(anext(messages))
+            await asyncio.sleep(0)
+            time.sleep(0.2)  # the loop is busy, while the engine takes steps
+            return [await begun, *[message async for message in messages]]
+
+    (refused,) = asyncio.run(run())
+    assert isinstance(refused, ErrorInfo)
+    assert refused.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_is_refused_counts_as_no_answer_at_all(served):
+    """Guards answers of no tokens, by which the policy would take requests for short ones."""
+    (refused,) = heard(served, replace(CALL, prompts=("one " * 500,)))
+    assert isinstance(refused, ErrorInfo)
+    assert served.endings == ["refused"] * 3
+    assert served.server._tally.finished == 0
+
+
 def test_a_deadline_ends_all_answers(served):
     """With one error for the request."""
     messages = heard(served, replace(CALL, timeout_s=0.02))
@@ -165,6 +226,7 @@ def test_a_deadline_ends_all_answers(served):
 
 def test_an_engine_that_ends_ends_all_answers(served):
     """Each of them counts as an error of the service."""
+    served.slow_down()
 
     async def run() -> Message:
         async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:

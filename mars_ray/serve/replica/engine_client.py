@@ -54,14 +54,14 @@ class EngineClient(Protocol):
         has passed ends with a completion that says so. Closing the iterator cancels unfinished
         requests and frees their pages.
 
-        An event with a failure is delivered, and then the failure is raised: RequestError if the
-        engine refuses the request, PoisonError if it fails on this request and on no other,
-        EngineError if it has ended.
+        An event with a failure is delivered, and then the failure is raised before any later event:
+        RequestError if the engine refuses the request, PoisonError if it fails on this request and
+        on no other, EngineError if it has ended.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End one request of a stream; the others continue."""
+        """End one request of a stream; the others continue, even if this one still fails."""
         ...
 
     async def set_threshold(self, threshold: float) -> None:

@@ -197,14 +197,19 @@ class LLMServer:
                         yield delta
                         if delta.finish:
                             unfinished -= 1
-                            if unfinished and not some[-1].is_last:  # a stop string
+                            if unfinished and not some[-1].completion:  # a stop string
                                 await self._engine.abort(some[0].request_id)
                     if not unfinished:
                         return
         except Exception as error:  # noqa: BLE001 - the edge of a replica: errors go on as values
             is_engine_lost = isinstance(error, EngineError) and not isinstance(error, PoisonError)
+            ending: Ending = "error" if is_engine_lost else "abort"
+            is_refused = False
             for answer in answers.values():
-                self._ended(answer, "error" if is_engine_lost else "abort")
+                # Behind one that is refused the engine was asked for no other.
+                is_refused = is_refused or answer.stats.ending == "refused"
+                is_unbegun = answer.stats.first_token_s is None
+                self._ended(answer, "refused" if is_refused and is_unbegun else ending)
             yield _error_info(call, error)
         finally:
             self._admission.open -= call.choices
