@@ -21,7 +21,7 @@ PROMPTS = 6
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_from_a_plain_model_to_an_answer_twice(talker, tmp_path):
     """Everything once; then with an adapter that comes with it, which is measured and served while
     nothing is trained or measured again."""

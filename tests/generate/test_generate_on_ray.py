@@ -174,6 +174,7 @@ class NotInstalled(Worker):
         (NotInstalled, "an engine cannot be made: ModuleNotFoundError: No module named"),
     ],
 )
+@pytest.mark.long
 def test_engines_that_always_die_are_given_up(
     worker: type[Worker],
     reason: str,

@@ -76,7 +76,7 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_under_load_loses_no_accepted_reply(checkpoint, job, tmp_path):
     """Guards replies that a shutdown cuts, and services that do not end."""
     with command(with_room(job, TOKENS), tmp_path) as (process, url):
@@ -84,7 +84,7 @@ def test_sigterm_under_load_loses_no_accepted_reply(checkpoint, job, tmp_path):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_signal_does_not_wait(checkpoint, job, tmp_path):
     """Ctrl-C twice in a terminal, which sends it to the whole process group."""
     # More than the fastest machine decodes in the seconds until then.

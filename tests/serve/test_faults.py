@@ -286,7 +286,7 @@ def test_an_update_under_load_fails_no_request(url, job, checkpoint, second_chec
         update(changed.model_copy(update={"port": free_port()}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_node_of_a_replica_is_lost(checkpoint):
     """Half of the engines gone at once: requests go on at the other half, and none fails."""
     program = Path(__file__).with_name("lost_node.py")

@@ -20,7 +20,7 @@ from serve.raw import CASES, CHAT, connected, post, status_of
 
 from mars_ray.config.serve import Limits, ServeJob
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 # Of Ray's, where HAProxy finds the ingress.
 _INGRESS_PORTS = range(30000, 31001)

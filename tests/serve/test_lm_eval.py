@@ -54,7 +54,7 @@ def test_the_task_grades_as_our_own_evaluation():
     assert step["regex_pattern"] == FINAL_ANSWER.pattern
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not (DATA / "gsm8k").exists(), reason="needs GSM8K beside the checkout")
 def test_lm_eval_says_what_the_service_says(job, tmp_path):
     """The same answers as asked directly, and the same share of them right."""

@@ -245,7 +245,7 @@ def test_two_ranks_equal_one(model, one_rank, tmp_path):
     assert losses(resumed) == losses(plan)[10:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_zero_stages_equal_plain_torch(model, one_rank, tmp_path):
     """Guards an adapter whose parts ZeRO-3 brings together only while their module is called."""
     todo: list[tuple[StagePlan, Path | None]] = []

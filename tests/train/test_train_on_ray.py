@@ -112,6 +112,7 @@ def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path
     assert curve(job.output_dir) == curve(undisturbed[0].output_dir)
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_a_checkpoint_and_the_same_command_goes_on(model, undisturbed, tmp_path):
     """Guards Ctrl-C: neither an aborted run nor lost steps."""
     job = job_of(model, tmp_path / "run", "ar")

@@ -190,7 +190,7 @@ def test_under_zero_3_no_rank_ever_holds_a_whole_model(model, tmp_path):
         assert "unexpected keys model.layers.9.mlp.up_proj.weight" in unknown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_under_zero_3_equal_those_of_one_rank(model, tmp_path):
     """They come after the model was cut into parts, and go into its whole weights."""
     todo: list[tuple[StagePlan, Path | None]] = []
