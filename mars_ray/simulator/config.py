@@ -4,7 +4,7 @@ This module needs no numba, so a job can be checked where the simulator cannot r
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
@@ -154,20 +154,7 @@ PolicyName = Literal[
     "llm-d",
     "clairvoyant",
 ]
-ALL_POLICIES: tuple[PolicyName, ...] = (
-    "mars",
-    "lossless",
-    "fixed-threshold",
-    "threshold-only",
-    "static-peak",
-    "static-mean",
-    "ray",
-    "ray-verified",
-    "ray-ttft",
-    "knative",
-    "llm-d",
-    "clairvoyant",
-)
+ALL_POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 class Kill(Config):

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -48,6 +48,15 @@ class Served:
 
         self.engine.step = slowly
 
+    @asynccontextmanager
+    async def begun(self, deltas: int) -> AsyncIterator[AsyncIterator[Message]]:
+        """What follows the first deltas of the call, step by step, of an engine that is slow."""
+        self.slow_down()
+        async with aclosing(self.server.generate(replace(CALL, delivery="steps"))) as messages:
+            for _ in range(deltas):
+                await anext(messages)
+            yield messages
+
     async def idle(self) -> None:
         """Once nothing is left in the engine; within seconds, or the test fails."""
         async with asyncio.timeout(10):
@@ -78,12 +87,9 @@ def heard(served: Served, call: GenerationRequest) -> list[Message]:
 
 def test_closing_ends_all_answers(served):
     """Guards two of three sequences that run on for nobody, and answers that no one counts."""
-    served.slow_down()
 
     async def leave() -> None:
-        async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
-            for _ in range(6):
-                await anext(messages)
+        async with served.begun(6):
             assert served.engine.running == 3
         await served.idle()
 
@@ -226,12 +232,9 @@ def test_a_deadline_ends_all_answers(served):
 
 def test_an_engine_that_ends_ends_all_answers(served):
     """Each of them counts as an error of the service."""
-    served.slow_down()
 
     async def run() -> Message:
-        async with aclosing(served.server.generate(replace(CALL, delivery="steps"))) as messages:
-            for _ in range(3):
-                await anext(messages)
+        async with served.begun(3) as messages:
             await asyncio.to_thread(served.server.stop)
             return [message async for message in messages][-1]
 
