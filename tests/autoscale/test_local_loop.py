@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_ray.autoscale.operating_points import ladder
-from mars_ray.autoscale.threshold_control import LocalLoop
+from mars_ray.autoscale.valve import LocalLoop
 from mars_ray.autoscale.traffic import Traffic
 
 RUNGS = ladder(MEMORY_BOUND, CONFIG, Traffic(output_tokens=100))
