@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from mars_ray.simulator.engine.arrays import (
     make_tables,
     make_world,
 )
+from mars_ray.simulator.engine.context_limit import within_context
 from mars_ray.simulator.engine.core import advance, drain, kill, set_levels, set_slowness, start
 from mars_ray.simulator.engine.observe import Observer
 from mars_ray.simulator.engine.result import Outcome, Timeline
@@ -95,6 +96,7 @@ class _Run:
     thresholds: np.ndarray = field(init=False)
     target: int = field(init=False)
     threshold: float = field(init=False)
+    too_long: int = field(init=False)
     shed: float = 0.0
     ordered: int = 0  # replicas ordered after the beginning
     coming: list[tuple[float, float]] = field(default_factory=list)  # ready at; cold start
@@ -104,7 +106,9 @@ class _Run:
     reasons: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        given = self.fixture
+        trace = within_context(self.fixture.trace, self.fixture.model.max_model_len)
+        self.too_long = len(self.fixture.trace) - len(trace)
+        given = self.fixture = replace(self.fixture, trace=trace)
         cluster = given.cluster
         step_tokens = cluster.step_tokens or given.model.step_rows
         self.world = make_world(
@@ -244,6 +248,7 @@ class _Run:
             replica_s=spent,
             below_set_point_s=self.lowered_s,
             overhead_s=self.fixture.cluster.overhead_s,
+            too_long=self.too_long,
             reasons=tuple(self.reasons),
         )
 
