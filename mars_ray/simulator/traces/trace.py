@@ -46,9 +46,8 @@ class Trace:
             assert len(getattr(self, name)) == count
         assert len(self.prompt_tokens) == len(self.output_tokens) == count
         assert np.all(np.diff(self.arrival_s) >= 0)
-        assert np.all((self.parent >= -1) & (self.parent < np.arange(count)))
-        assert np.all((self.shared_tokens > 0) == (self.parent >= 0))
-        assert np.all(self.shared_tokens <= self.prompt_tokens)
+        assert np.all(self.parent < np.arange(count))
+        assert np.all(self.shared_tokens <= np.where(self.parent < 0, 0, self.prompt_tokens))
 
     def __len__(self) -> int:
         return len(self.arrival_s)
