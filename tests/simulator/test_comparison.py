@@ -63,7 +63,6 @@ def test_the_command_prints_a_table_and_one_json_line(folder):
         ("cluster.tick_s=20", "stale_after_s=15 has policies ignore"),
         ("cluster.metrics_lag_s=15.5", "metrics are 16 s old"),
         ("cold_starts_s=[100.00001]", "first six digits"),
-        ("traces={flash={type='flash', rate_factor=2}}", "set spread_s"),
     ],
 )
 def test_what_would_do_nothing_or_something_else_is_refused(setting, message):
