@@ -107,7 +107,7 @@ def test_the_policy_moves_the_thresholds_of_the_services_own_mode(job, tmp_path)
     levels = (Level(1.0, 0.0, ()), Level(0.5, 1.0, ()))
     ServiceModel("m", ((1, 0.01), (64, 0.02)), levels, 64, mode="confidence").save(path)
     given = job.model_copy(update={"service_model": str(path)})
-    with pytest.raises(ConfigError, match="'confidence'.*'verified'"):
+    with pytest.raises(ConfigError, match=r"'confidence'.*'verified'"):
         service_model(given)
     paper = {"default_mode": ConfidenceMode()}
     assert service_model(given.model_copy(update=paper)).levels == levels
