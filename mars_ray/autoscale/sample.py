@@ -68,7 +68,8 @@ class ReplicaCounts:
     decode_rows: float = 0.0
     prompt_steps: float | None = None  # steps with rows of prompts
     prompt_rows: float = 0.0
-    # Forwards in `verified`, and the tokens that each threshold would have given in them.
+    # Forwards in the service's mode, `verified` or `confidence`, that say something of other
+    # thresholds, and the tokens that each would have given in them.
     verified_forwards: float = 0.0
     tokens_at: Mapping[float, float] = field(default_factory=dict)
 

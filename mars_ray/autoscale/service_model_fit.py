@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from mars_ray.autoscale.service_model import PLAIN, Level, ServiceModel, Shape
 from mars_ray.core.frontier import Frontier, FrontierPoint
@@ -197,17 +197,25 @@ def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
     return tuple(kept)
 
 
-def prior_model(name: str, frontier: Frontier | None, depth: int, max_batch: int) -> ServiceModel:
+def prior_model(
+    name: str,
+    frontier: Frontier | None,
+    depth: int,
+    max_batch: int,
+    mode: Literal["verified", "confidence"] = "verified",
+) -> ServiceModel:
     """A model for the first replica, which will measure its own; `depth` masks were trained.
 
-    Without a frontier with `verified` points it offers only lossless decoding, because the cost of
+    Without a frontier with points of the mode it offers only lossless decoding, because the cost of
     a lower threshold is not known.
     """
-    lossless = verified_level(1.0, 0.0, [_RATE] * depth) if depth else Level(1.0, 0.0, ())
+    lossless = Level(1.0, 0.0, ())
+    if depth and mode == "verified":
+        lossless = verified_level(1.0, 0.0, [_RATE] * depth)
     levels: tuple[Level, ...] = (lossless,)
     if frontier and depth:
         try:
-            levels = levels_of(frontier, "verified", depth)
+            levels = levels_of(frontier, mode, depth)
         except ConfigError:
             levels = (lossless,)
-    return ServiceModel(name, _STEPS, levels, max_batch)
+    return ServiceModel(name, _STEPS, levels, max_batch, mode)

@@ -33,19 +33,26 @@ class BaseMode(Config):
     # A step commits tokens that the model might not choose itself, and never verifies them.
     commits_unseen: ClassVar[bool] = False
     needs_draft_model: ClassVar[bool] = False
+    # Drafts are accepted by a threshold.
+    verifies: ClassVar[bool] = False
     # False for modes that exist only for comparison with the paper.
     is_served: ClassVar[bool] = True
     least_window: ClassVar[int] = 1
 
     @property
-    def verified_at(self) -> float | None:
-        """The threshold by which drafts are accepted; None for modes that do not verify."""
+    def own_threshold(self) -> float | None:
+        """The mode's threshold; None for modes that have none."""
         return None
 
     @property
-    def verifies(self) -> bool:
-        """Whether drafts are accepted by a threshold, which the service may set for a request."""
-        return self.verified_at is not None
+    def is_elastic(self) -> bool:
+        """Whether the service may set the threshold of a request that pins none."""
+        return self.verifies
+
+    def is_plain_at(self, threshold: float) -> bool:
+        """Whether a step at this threshold is one of plain decoding: without masks, as no proposal
+        could pass."""
+        return False
 
     @property
     def asked_window(self) -> int:
@@ -84,18 +91,30 @@ class _Windowed:
         return depth if self.window is None else min(self.window, depth)
 
 
+class _WithThreshold:
+    """Base of modes with a `threshold` option. Not a Config either: see `_Windowed`."""
+
+    if TYPE_CHECKING:
+        threshold: float
+
+    @property
+    def own_threshold(self) -> float | None:
+        return self.threshold
+
+
 class ExactMode(BaseMode):
     """Plain autoregressive decoding: one token per forward."""
 
     type: Literal["exact"] = "exact"
 
 
-class VerifiedMode(_Windowed, BaseMode):
+class VerifiedMode(_Windowed, _WithThreshold, BaseMode):
     """Drafts are verified by the next forward; at threshold 1 the output is that of `exact`."""
 
     needs_masks: ClassVar[bool] = True
     has_masks: ClassVar[bool] = True
     has_drafts: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True
 
     type: Literal["verified"] = "verified"
     threshold: Threshold = 1.0
@@ -114,10 +133,6 @@ class VerifiedMode(_Windowed, BaseMode):
         "default: as many as pay, and one where the threshold is fixed below 1",
     )
 
-    @property
-    def verified_at(self) -> float | None:
-        return self.threshold
-
     def branches_of(self, window: int) -> int:
         return max(1, min(self.branches or 1, MOST_DRAFTS // window)) if window else 1
 
@@ -128,8 +143,11 @@ class VerifiedMode(_Windowed, BaseMode):
         return 1 + (self.branches_of(window) + self.groups_of(window)) * window
 
 
-class ConfidenceMode(_Windowed, BaseMode):
-    """The paper's rule: commit proposals left to right while their confidence passes."""
+class ConfidenceMode(_Windowed, _WithThreshold, BaseMode):
+    """The paper's rule: commit proposals left to right while their confidence passes.
+
+    By probability the service may set the threshold, and 1 is plain decoding.
+    """
 
     needs_masks: ClassVar[bool] = True
     has_masks: ClassVar[bool] = True
@@ -140,12 +158,20 @@ class ConfidenceMode(_Windowed, BaseMode):
     measure: Measure = "probability"
     window: Window = None
 
+    @property
+    def is_elastic(self) -> bool:
+        return self.measure == "probability"
+
+    def is_plain_at(self, threshold: float) -> bool:
+        # A probability or margin of 1 is one that was rounded to it; entropy is better below 1.
+        return threshold == 1 and self.measure != "entropy"
+
     def most_rows(self, window: int) -> int:
         """Rows for masks, and for the tokens of the last masks, which were committed unseen."""
         return 1 + 2 * window
 
 
-class BlockCachedMode(BaseMode):
+class BlockCachedMode(_WithThreshold, BaseMode):
     """The paper's block-level cache: rows wait at block boundaries."""
 
     needs_masks: ClassVar[bool] = True
@@ -178,7 +204,7 @@ class JacobiMode(BaseMode):
         return 1 + self.guesses
 
 
-class SpeculativeMode(_Windowed, BaseMode):
+class SpeculativeMode(_Windowed, _WithThreshold, BaseMode):
     """A draft model adds its tokens to those of the masks (paper, section 4.6).
 
     At threshold 1 the output is that of `exact`. With window 0 it is ordinary speculative decoding.
@@ -187,6 +213,7 @@ class SpeculativeMode(_Windowed, BaseMode):
     has_masks: ClassVar[bool] = True
     has_drafts: ClassVar[bool] = True
     needs_draft_model: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True
     least_window: ClassVar[int] = 0
 
     type: Literal["speculative"] = "speculative"
@@ -200,10 +227,6 @@ class SpeculativeMode(_Windowed, BaseMode):
     groups: int | None = Field(
         default=None, ge=1, le=129, description="outcomes that get masks; default: all"
     )
-
-    @property
-    def verified_at(self) -> float | None:
-        return self.threshold
 
     def groups_of(self, window: int) -> int:
         outcomes = window + self.draft_tokens + 1

@@ -17,7 +17,7 @@ class Slo(Config):
 
 
 class ThresholdBounds(Config):
-    """Bounds of the threshold of `verified`, where 1 is lossless.
+    """Bounds of the threshold, where 1 is lossless: in `confidence` plain decoding.
 
     At rest it is the set-point. Nothing goes above that but requests that say so, or below the
     floor.

@@ -65,8 +65,9 @@ class ServedModel(Config):
     default_mode: Mode | None = Field(
         default=None,
         description="mode of requests that name none; default: `verified` if the model drafts, "
-        "else `exact`. The threshold of `verified` and `speculative` is "
-        "then that of default_quality and of the set-point, and the one here for those who name it",
+        "else `exact`. The threshold of `verified`, `speculative` and `confidence` by probability "
+        "is then that of default_quality and of the set-point, and the one here for those who name "
+        "the mode",
     )
     qualities: dict[str, Threshold] = Field(
         default={"lossless": 1.0, "balanced": 0.3, "fast": 0.0},

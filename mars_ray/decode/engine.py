@@ -267,7 +267,7 @@ class Engine:
         begin_s = time.monotonic()
         if late := self._expire():
             return late
-        self._prepare(self._scheduler.running_sequences(), meanwhile)
+        self._prepare(meanwhile)
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
@@ -319,14 +319,16 @@ class Engine:
         moves.make(self._backend.cache)
         return events
 
-    def _prepare(self, running: list[Sequence], meanwhile: Callable[[], None]) -> None:
-        """Set threshold, masks and drafts of each running sequence for the next step."""
-        for sequence in running:
+    def _prepare(self, meanwhile: Callable[[], None]) -> None:
+        """Set threshold, masks and drafts of each sequence for the next step."""
+        # Also of those that wait: the step may admit them, and the first one may have masks.
+        for sequence in self._scheduler.all():
             if quality := sequence.request.quality:
                 sequence.threshold = self.thresholds.of(quality)
         if self.control:
             self.control.choose(self._scheduler.next_sequences())
         if self._drafter:
+            running = self._scheduler.running_sequences()
             wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
             self._drafter.extend(((s, count) for s, count in wanting if count), meanwhile)
             for sequence in running:
@@ -343,7 +345,7 @@ class Engine:
         kept = sequence.kept(tokens)
         self.measures.observe(sequence, plan, rows, outcome, proposals, kept)
         quality = sequence.request.quality
-        if quality and plan.drafts:
+        if quality and plan.is_judged:
             assert sequence.lowest_threshold is not None
             sequence.lowest_threshold = min(sequence.lowest_threshold, sequence.threshold)
             if isinstance(quality, Budget):
@@ -354,7 +356,7 @@ class Engine:
             sequence.adapter = self.adapter_name
         event = sequence.commit(kept)
         sequence.adapter = self.adapter_name  # its new drafts are this adapter's
-        if plan.measure:
+        if plan.measure in plan.wanted:
             first = rows.numbers[plan.measure][0]
             event = replace(event, confidences=(first, *proposals.confidences)[: len(kept)])
         if rows.log_p_NV is not None:

@@ -221,9 +221,10 @@ def _exact(run: _Run, mode: ExactMode) -> list[int]:
 def _confidence(run: _Run, mode: ConfidenceMode) -> list[int]:
     """The AR row's token, then proposals while their confidence passes (paper, section 3.3).
 
-    The confidence is that of the raw softmax; temperature only changes which token is drawn.
+    The confidence is that of the raw softmax; temperature only changes which token is drawn. At
+    threshold 1 there are no proposals.
     """
-    return _confident(run, mode, run.window)
+    return _confident(run, mode, 0 if mode.is_plain_at(mode.threshold) else run.window)
 
 
 def _block_cached(run: _Run, mode: BlockCachedMode) -> list[int]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
-from mars_ray.decode.thresholds import Quality
+from mars_ray.decode.thresholds import Budget, Quality
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window
@@ -120,12 +120,13 @@ class TokenEvent:
     forward: int
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
-    confidences: tuple[float, ...] = ()  # of each token, in modes that have a measure
+    # Of each token, in modes that have a measure, but for steps of plain decoding.
+    confidences: tuple[float, ...] = ()
     # Tokens so far that the next step showed to differ from AR decoding's choice. Tokens of a last
     # step of `confidence` are never checked.
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the request's first forward
-    threshold: float | None = None  # the lowest in force so far, in modes that verify
+    threshold: float | None = None  # the lowest in force so far, in modes that have one
     adapter: str | None = None  # the draft adapter whose drafts this forward has checked
     failure: Exception | None = None  # what ended the request in place of a completion
 
@@ -179,6 +180,22 @@ def check_sees_all(max_context: int, model_config: Any) -> None:
         )
 
 
+def _check_quality(request: Request) -> None:
+    quality, mode = request.quality, request.mode
+    if isinstance(quality, Budget) and not mode.verifies:
+        raise RequestError(
+            f"a quality budget has no effect in mode {mode.type!r}, which verifies no drafts; use "
+            "'verified'",
+            field="quality_budget",
+        )
+    if quality and not mode.is_elastic:
+        raise RequestError(
+            f"a quality has no effect in mode {mode.type!r} as it is set; use 'verified', or "
+            "'confidence' by probability",
+            field="quality",
+        )
+
+
 def check_request(
     request: Request, model: PreTrainedModel, card: ModelCard, max_context: int
 ) -> None:
@@ -204,11 +221,7 @@ def check_request(
             "a least length may contradict the format asked for; leave one of the two out",
             field="min_tokens",
         )
-    if request.quality and not request.mode.verifies:
-        raise RequestError(
-            f"a quality has no effect in mode {request.mode.type!r}; use 'verified'",
-            field="quality",
-        )
+    _check_quality(request)
     total = len(request.prompt) + request.max_new_tokens
     if total > max_context:
         raise PromptTooLongError(

@@ -36,7 +36,7 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)  # the drafts as a tree (`core.tree`)
-    threshold: float = field(init=False)  # in force in the next step, in modes that verify
+    threshold: float = field(init=False)  # in force in the next step, in modes that have one
     lowest_threshold: float | None = field(init=False)  # lowest of all steps so far
     grammar: GrammarState | None = field(init=False)
     adapters: list[str] = field(
@@ -56,10 +56,10 @@ class Sequence:
     def __post_init__(self) -> None:
         mode = self.request.mode
         self._set_size()
-        own = mode.verified_at
+        own = mode.own_threshold
         # With a quality the mode's own threshold never applies; the engine sets another one.
         self.threshold = 1.0 if own is None or self.request.quality else own
-        self.lowest_threshold = self.threshold if mode.verifies else None
+        self.lowest_threshold = None if own is None else self.threshold
         self.grammar = self.request.grammar.start() if self.request.grammar else None
 
     def _set_size(self) -> None:
@@ -93,13 +93,22 @@ class Sequence:
         return self.tokens[self.cached :]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the next step is one of plain decoding, by the threshold in force."""
+        return self.request.mode.is_plain_at(self.threshold)
+
+    @property
     def window(self) -> int:
         """Masks of the next step's largest group."""
+        if self.is_plain:
+            return 0
         return self.widest if self.choice is None else max(self.choice.masks, default=0)
 
     @property
     def masks(self) -> int:
         """Masks of all groups of the next step, at most."""
+        if self.is_plain:
+            return 0
         return self.widest * self.groups if self.choice is None else sum(self.choice.masks)
 
     def check(self) -> None:

@@ -5,6 +5,10 @@
 Every step rates each of its proposals, so it knows how many tokens *each* threshold would have
 committed. A committed token that is not the model's own choice is forwarded later as a real token,
 and the row before it then shows what that choice was. So these statistics need no extra forward.
+
+Steps of `confidence` at threshold 1 have no masks, so they say nothing of other thresholds and are
+left out. While all steps are like that, what a lower threshold would give is known from the service
+model alone (`autoscale/service_model.py`).
 """
 
 from collections import Counter
@@ -59,7 +63,7 @@ class StepTotals:
 class ModeMeasures:
     """Sums over the steps of one mode; they add up over engines."""
 
-    forwards: int = 0
+    forwards: int = 0  # those that say something of other thresholds
     # Tokens that may differ from the model's own choice, and how many did.
     checked: int = 0
     disagreed: int = 0
@@ -155,10 +159,13 @@ class LiveMeasures:
             committed = sequence.tokens[-len(own) :] if own else ()
         else:
             return
+        if not (plan.wanted or committed):
+            return
         measures = self.by_mode.get(mode.type)
         if measures is None:
             measures = self.by_mode[mode.type] = ModeMeasures()
-        measures.add_step(values)
+        if plan.wanted:
+            measures.add_step(values)
         if committed:
             disagreed = sum(map(ne, own, committed))
             measures.checked += len(committed)

@@ -112,7 +112,14 @@ def service_model(job: ServeJob) -> ServiceModel:
 def _given(job: ServeJob) -> ServiceModel:
     """The operator's service model, or one from the frontier beside the checkpoint."""
     if job.service_model:
-        return load_service_model(job.service_model)
+        given = load_service_model(job.service_model)
+        if job.mode.is_elastic and (given.mode == "confidence") != _follows_confidence(job):
+            raise ConfigError(
+                f"service_model {job.service_model} tells what thresholds of {given.mode!r} are "
+                f"worth, and this service moves those of {job.mode.type!r}: name another "
+                "service_model or default_mode"
+            )
+        return given
     source, card = pinned(Place(job.checkpoint, job.revision))
     place, depth = source.name, card.block_size
     if job.engine.draft_adapter:
@@ -123,7 +130,13 @@ def _given(job: ServeJob) -> ServiceModel:
     except CheckpointError as error:
         logger.info("only lossless levels for autoscaling: %s", error)
         frontier = None
-    return prior_model(job.name, frontier, depth, job.engine.max_batch)
+    mode = "confidence" if _follows_confidence(job) else "verified"
+    return prior_model(job.name, frontier, depth, job.engine.max_batch, mode)
+
+
+def _follows_confidence(job: ServeJob) -> bool:
+    """Whether the set-point moves requests that name no mode by the rule of `confidence`."""
+    return job.mode.is_elastic and job.mode.commits_unseen
 
 
 def _places(job: ServeJob) -> int:

@@ -30,10 +30,18 @@ def run(model, mode, sampling=None):
     return engine.measures, generate_all(engine, requests)
 
 
-@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("kind", [VerifiedMode, ConfidenceMode, BlockCachedMode])
+@pytest.mark.parametrize(
+    ("kind", "threshold"),
+    [
+        (kind, threshold)
+        for kind in (VerifiedMode, ConfidenceMode, BlockCachedMode)
+        for threshold in (0.1, 0.5, 0.9, 1.0)
+        if not kind(threshold=threshold).is_plain_at(threshold)
+    ],
+)
 def test_the_curve_at_the_threshold_in_use_is_what_happened(model, kind, threshold):
-    """Guards the whole counterfactual: at one point of its grid it is a fact."""
+    """Guards the whole counterfactual: at one point of its grid it is a fact. (`confidence` at 1
+    has no masks that it could be read from.)"""
     measured, done = run(model, kind(threshold=threshold))
     (measures,) = measured.by_mode.values()
     assert measures.forwards == sum(completion.forwards for completion in done)

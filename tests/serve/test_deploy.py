@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.modes import BlockCachedMode, ExactMode, VerifiedMode
+from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, ModelError
@@ -99,6 +99,22 @@ def test_the_policy_counts_on_the_places_that_the_engine_has(job, tmp_path):
     assert (given.max_batch, given.step_rows, given.seconds_at[-1]) == (4, 96, (64, 0.02))
     beside = service_model(job.model_copy(update={"engine": engine}))
     assert (beside.max_batch, beside.step_rows) == (4, 96)
+
+
+def test_the_policy_moves_the_thresholds_of_the_services_own_mode(job, tmp_path):
+    """Guards points and capacity of another mode: a threshold means another thing in each."""
+    path = tmp_path / "model.json"
+    levels = (Level(1.0, 0.0, ()), Level(0.5, 1.0, ()))
+    ServiceModel("m", ((1, 0.01), (64, 0.02)), levels, 64, mode="confidence").save(path)
+    given = job.model_copy(update={"service_model": str(path)})
+    with pytest.raises(ConfigError, match=r"'confidence'.*'verified'"):
+        service_model(given)
+    paper = {"default_mode": ConfidenceMode()}
+    assert service_model(given.model_copy(update=paper)).levels == levels
+    beside = service_model(job.model_copy(update=paper))
+    assert (beside.mode, beside.levels) == ("confidence", levels[:1])
+    # Nothing moves the threshold of these, so only the costs of plain steps count.
+    assert service_model(given.model_copy(update={"default_mode": ExactMode()})).levels == levels
 
 
 @pytest.mark.parametrize(

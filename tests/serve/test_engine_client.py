@@ -13,7 +13,7 @@ import pytest
 from serve import bigram
 
 from mars_ray.config.decode import EngineConfig, Sampling
-from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
@@ -162,6 +162,7 @@ def test_the_set_point_is_in_force_within_a_second(client, folder):
         requests = [
             asked("any", VerifiedMode(), 2500, quality=Elastic(0.0)),
             asked("half", VerifiedMode(), 2500, quality=Elastic(0.5)),
+            asked("eager", ConfidenceMode(), 2500, quality=Elastic(0.0)),
         ]
         lowest = {request.id: 1.0 for request in requests}
         changed_s = None
@@ -174,10 +175,10 @@ def test_the_set_point_is_in_force_within_a_second(client, folder):
                     assert set(lowest.values()) == {1.0}
                     changed_s = time.monotonic()
                     await client.set_threshold(0.25)
-                if lowest == {"any": 0.25, "half": 0.5}:
+                if lowest == {"any": 0.25, "half": 0.5, "eager": 0.25}:
                     break
                 assert time.monotonic() < changed_s + 1
-        assert lowest == {"any": 0.25, "half": 0.5}
+        assert lowest == {"any": 0.25, "half": 0.5, "eager": 0.25}
         assert (await client.snapshot()).set_point == 0.25
         await client.set_threshold(1.0)
         async for events in client.stream(asked("new", VerifiedMode(), quality=Elastic(0.0))):

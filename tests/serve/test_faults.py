@@ -204,10 +204,10 @@ def test_the_service_shows_its_own_metrics(url):
 
 
 def thresholds(url: str) -> set[float]:
-    """In force for a request of the `fast` quality, at both replicas."""
+    """In force for requests of the `fast` quality, in two modes and at both replicas."""
     seen = set()
-    for _ in range(6):
-        body = ASKED | {"max_tokens": 12, "mode": "verified", "quality": "fast"}
+    for mode in ("verified", "confidence") * 4:
+        body = ASKED | {"max_tokens": 12, "mode": mode, "quality": "fast"}
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         seen.add(reply.raise_for_status().json()["usage"]["mars"]["threshold"])
     return seen

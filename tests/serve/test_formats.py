@@ -284,6 +284,24 @@ def test_quality_is_reported(client):
     assert open_to_all.json()["usage"]["mars"]["threshold"] == 1.0
     refused = ask(client, mode="exact", quality="fast")
     assert error_of(refused, 400)["param"] == "quality"
+    refused = ask(client, mode="confidence", quality_budget=0.1)
+    assert error_of(refused, 400)["param"] == "quality_budget"
+
+
+def test_a_class_in_confidence_is_plain_decoding_at_rest(client):
+    """Though the mode alone says other things: the set-point is 1."""
+    plain, elastic, pinned = (
+        ask(client, **fields)
+        for fields in (
+            {"mode": "exact"},
+            {"mode": "confidence", "quality": "fast"},
+            {"mode": "confidence", "threshold": 0.0},
+        )
+    )
+    told = elastic.json()["usage"]["mars"]
+    assert (told["mode"], told["threshold"], told["tokens_per_forward"]) == ("confidence", 1.0, 1.0)
+    assert text_of(elastic) == text_of(plain) != text_of(pinned)
+    assert pinned.json()["usage"]["mars"]["threshold"] == 0.0
 
 
 def test_the_openai_client_knows_these_shapes():

@@ -66,14 +66,16 @@ def test_shares_are_of_the_last_minute():
         ({"default_quality": "balanced"}, 1.0, 1.0),
         ({"default_quality": "balanced"}, 0.5, 0.5),
         ({"default_quality": "balanced"}, 0.1, 0.3),
-        ({"default_mode": ConfidenceMode(threshold=0.9), "default_quality": "fast"}, 0.1, 0.9),
+        ({"default_mode": ConfidenceMode(threshold=0.9), "default_quality": "fast"}, 0.1, 0.1),
+        ({"default_mode": ConfidenceMode(threshold=0.9)}, 0.1, 1.0),
+        ({"default_mode": ConfidenceMode(threshold=0.9, measure="margin")}, 0.1, 0.9),
         ({"default_mode": ExactMode()}, 0.1, None),
         ({"default_mode": VerifiedMode(threshold=0.3)}, 0.1, 1.0),
     ],
 )
 def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set_point, threshold):
     """The set-point, but never below the default quality's floor, whatever the default mode names;
-    modes that do not verify keep their own."""
+    modes whose threshold the service does not set keep their own."""
     status = Live().status(JOB.model_copy(update=changes), seen(set_point), 0.0)
     assert status.threshold == threshold
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.decode.thresholds import Elastic
 from mars_ray.serve.openai.request_models import (
     ApiError,
     ChatBody,
@@ -289,6 +290,26 @@ def test_a_request_changes_only_what_it_names_of_the_default_mode():
     assert call(job, mode="confidence").mode == ConfidenceMode(threshold=0.8, measure="margin")
     assert call(job, mode="verified").mode == VerifiedMode()
     assert call(job, mode="exact").mode == ExactMode()
+
+
+@pytest.mark.parametrize(
+    ("mode", "quality"),
+    [
+        (VerifiedMode(threshold=0.5), Elastic(0.3)),
+        (ConfidenceMode(threshold=0.5), Elastic(0.3)),
+        (ConfidenceMode(threshold=0.5, measure="entropy"), None),
+        (ExactMode(), None),
+    ],
+)
+def test_who_pins_nothing_follows_the_set_point(mode, quality):
+    """In the modes whose threshold the service sets; who names mode or threshold keeps both."""
+    job = JOB.model_copy(update={"default_mode": mode, "default_quality": "balanced"})
+    assert call(job).quality == quality
+    assert call(job, mode=mode.type).quality is None
+    assert call(job, mode=mode.type).mode == mode
+    assert call(job, mode="confidence", quality="fast").quality == Elastic(0.0)
+    if mode.own_threshold:
+        assert call(job, threshold=0.9).quality is None
 
 
 def test_a_threshold_without_effect_is_refused_under_an_exact_default():

@@ -9,7 +9,7 @@ from serve.asking import load_server
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.sample import ReplicaCounts
 from mars_ray.config.decode import Sampling
-from mars_ray.config.modes import VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.replica.stats import AnswerStats
@@ -39,24 +39,28 @@ def engine(job, kept):
 
 
 @pytest.mark.parametrize(
-    ("quality", "point", "degraded"),
+    ("mode", "quality", "point", "degraded"),
     [
-        (Elastic(0.1), 1.0, False),
-        (Elastic(0.1), 0.3, True),
-        (Elastic(1.0), 0.3, False),  # has pinned the best
-        (Budget(0.1), 0.3, False),  # gets what it asked for, whatever the set-point
-        (None, 0.3, False),
+        (VerifiedMode(), Elastic(0.1), 1.0, False),
+        (VerifiedMode(), Elastic(0.1), 0.3, True),
+        (VerifiedMode(), Elastic(1.0), 0.3, False),  # has pinned the best
+        (VerifiedMode(), Budget(0.1), 0.3, False),  # as it asked for, whatever the set-point
+        (VerifiedMode(), None, 0.3, False),
+        (ConfidenceMode(), Elastic(0.1), 1.0, False),
+        (ConfidenceMode(), Elastic(0.1), 0.3, True),
+        (ConfidenceMode(), Elastic(1.0), 0.3, False),
+        (ConfidenceMode(), None, 0.3, False),
     ],
 )
 def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
-    engine, kept, quality, point, degraded
+    engine, kept, mode, quality, point, degraded
 ):
     """Operators are alerted by it, so neither pinned requests nor quiet times may count."""
 
     async def ask() -> None:
         await engine.follow(point, 0.0)
         prompt = ("one two three",)
-        call = GenerationRequest("a", prompt, VerifiedMode(), Sampling(), 12, 100, quality=quality)
+        call = GenerationRequest("a", prompt, mode, Sampling(), 12, 100, quality=quality)
         async for _ in engine.generate(call):
             pass
 
@@ -128,6 +132,30 @@ def test_the_policy_hears_what_happened(engine):
     assert grown.tokens_at[0.0] >= grown.tokens_at[1.0] >= grown.verified_forwards
     assert (after.running, after.waiting) == (0, 0)
     assert after.step_cost.keys() == before.step_cost.keys()
+
+
+@pytest.mark.parametrize("point", [1.0, 0.3])
+def test_the_policy_hears_of_thresholds_in_the_mode_of_the_service(job, kept, point):
+    """In `confidence` only below 1: plain decoding has no masks that could tell anything."""
+    engine = load_server(job.model_copy(update={"default_mode": ConfidenceMode()}), kept)
+    engine.start()
+
+    async def counts_of(mode: Mode) -> ReplicaCounts:
+        prompt = ("one two three",)
+        call = GenerationRequest("d", prompt, mode, Sampling(), 12, 100, quality=Elastic(0.0))
+        async for _ in engine.generate(call):
+            pass
+        return ReplicaCounts.from_metrics(await engine.sums())
+
+    async def ask() -> tuple[ReplicaCounts, ReplicaCounts]:
+        await engine.follow(point, 0.0)
+        return await counts_of(VerifiedMode()), await counts_of(ConfidenceMode())
+
+    other, own = asyncio.run(ask())
+    engine.stop()
+    assert other.tokens_at == {}
+    assert bool(own.tokens_at) == (point < 1)
+    assert own.verified_forwards == (kept.answers[-1].forwards if point < 1 else 0)
 
 
 def test_what_the_engine_refuses_is_no_failure(engine, kept):

@@ -73,6 +73,11 @@ class Plan:
         return slice(0, 0)
 
     @property
+    def is_judged(self) -> bool:
+        """Whether a threshold decides what the step commits: drafts, or masks by a measure."""
+        return bool(self.drafts or (self.measure and self.masks))
+
+    @property
     def is_causal(self) -> bool:
         """Whether every row sees all rows before it."""
         at_end = all(group.after == len(self.drafts) for group in self.groups)

@@ -2,6 +2,9 @@
 
 Masks stand behind the last token, whatever was committed before, and leave nothing in the cache.
 The confidence is that of the raw softmax; temperature only changes which token is taken.
+
+At threshold 1 a step is one of plain decoding. Where the service sets the threshold, it may change
+between two steps, to 1 and back.
 """
 
 from itertools import takewhile
@@ -12,7 +15,7 @@ from mars_ray.decode.strategies.base import MaskGroup, Plan, Proposals, Rows, St
 
 
 class Confidence(Strategy):
-    """Up to window + 1 tokens per forward."""
+    """Up to window + 1 tokens per forward; at threshold 1 one, without masks."""
 
     def plan(self, sequence: Sequence) -> Plan:
         return self._plan(sequence, sequence.window)
@@ -29,12 +32,13 @@ class Confidence(Strategy):
         review = min(sequence.last_commit, len(sequence.pending)) - 1
         groups = (MaskGroup(0, masks),) if masks else ()
         measure = _mode(sequence).measure
-        return Plan([], groups, (measure,), measure, max(0, review))
+        # A step of plain decoding costs what one of `exact` does, so it measures nothing.
+        wanted = () if sequence.is_plain else (measure,)
+        return Plan([], groups, wanted, measure, max(0, review))
 
     def _committed(self, sequence: Sequence, rows: Rows, proposals: Proposals) -> list[int]:
         """The row's own token, and the proposals before the first that does not pass."""
-        mode = _mode(sequence)
-        passed = takewhile(lambda number: _passes(number, mode), proposals.confidences)
+        passed = takewhile(lambda number: _passes(number, sequence), proposals.confidences)
         return [rows.best[0], *proposals.tokens[: sum(1 for _ in passed)]]
 
 
@@ -43,5 +47,6 @@ def _mode(sequence: Sequence) -> ConfidenceMode | BlockCachedMode:
     return sequence.request.mode
 
 
-def _passes(number: float, mode: ConfidenceMode | BlockCachedMode) -> bool:
-    return number <= mode.threshold if mode.measure == "entropy" else number >= mode.threshold
+def _passes(number: float, sequence: Sequence) -> bool:
+    threshold = sequence.threshold
+    return number <= threshold if _mode(sequence).measure == "entropy" else number >= threshold

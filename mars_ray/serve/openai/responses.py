@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any
 
-from mars_ray.config.modes import Mode
 from mars_ray.serve.openai.response_models import (
     AdapterUsage,
     ChatAddition,
@@ -39,11 +38,6 @@ from mars_ray.serve.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-
-
-def threshold_of(mode: Mode) -> float | None:
-    """The threshold of the mode; None if it has none."""
-    return getattr(mode, "threshold", None)
 
 
 def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
@@ -85,7 +79,7 @@ def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
 def _threshold(call: GenerationRequest, finishes: Sequence[Finish]) -> float | None:
     """The lowest threshold that was in force."""
     told = [finish.threshold for finish in finishes if finish.threshold is not None]
-    return min(told, default=None if finishes[-1].mode else threshold_of(call.mode))
+    return min(told, default=None if finishes[-1].mode else call.mode.own_threshold)
 
 
 @dataclass(slots=True)

@@ -202,7 +202,7 @@ def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
             refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
         return Elastic(job.qualities[body.quality])
     is_open = _quality_class(body, job) is not None
-    if is_open and job.mode.verifies:
+    if is_open and job.mode.is_elastic:
         return Elastic(job.qualities[job.default_quality])
     return None
 

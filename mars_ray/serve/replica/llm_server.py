@@ -144,7 +144,7 @@ class LLMServer:
 
     async def sums(self) -> dict[str, float]:
         """The sums for the autoscaling policy. Raises EngineError if the engine is dead."""
-        return to_metrics(await self.seen(), self._tally)
+        return to_metrics(await self.seen(), self._tally, self._job.mode)
 
     async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
         """Sets the threshold of requests that pin nothing, and the share of new ones to refuse.

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mars_ray.autoscale.sample import PINNED, ReplicaCounts
-from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.stats import THRESHOLDS, Snapshot
-from mars_ray.serve.openai.responses import threshold_of
 from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.status import ReplicaStatus
 
@@ -24,7 +23,6 @@ _BUCKET_S = 0.5
 _RATE_S = 5.0
 # Window of shares: over a few seconds they would jump with every answer.
 _SHARE_S = 60.0
-_VERIFIED = VerifiedMode().type
 
 
 @dataclass(slots=True)
@@ -111,9 +109,9 @@ class Live:
 
 
 def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
-    if mode.verifies:
+    if mode.is_elastic:
         return max(job.qualities[job.default_quality], set_point)
-    return threshold_of(mode)
+    return mode.own_threshold
 
 
 @dataclass(slots=True)
@@ -139,13 +137,14 @@ class Tally:
         self.output_tokens += seen.completion_tokens
 
 
-def to_metrics(seen: Snapshot, tally: Tally) -> dict[str, float]:
-    """The numbers that Ray Serve carries to the autoscaling policy."""
-    totals, verified = seen.totals, seen.by_mode.get(_VERIFIED)
+def to_metrics(seen: Snapshot, tally: Tally, mode: Mode) -> dict[str, float]:
+    """The numbers that Ray Serve carries to the autoscaling policy; thresholds are those of `mode`,
+    in which requests that name none are decoded."""
+    totals, measured = seen.totals, seen.by_mode.get(mode.type)
     of_mode: dict[str, Any] = {}
-    if verified and verified.forwards:
-        tokens_at = dict(zip(THRESHOLDS, verified.tokens_at, strict=True))
-        of_mode = {"verified_forwards": verified.forwards, "tokens_at": tokens_at}
+    if measured and measured.forwards:
+        tokens_at = dict(zip(THRESHOLDS, measured.tokens_at, strict=True))
+        of_mode = {"verified_forwards": measured.forwards, "tokens_at": tokens_at}
     return ReplicaCounts(
         running=seen.running,
         waiting=seen.waiting,
