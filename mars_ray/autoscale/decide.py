@@ -144,14 +144,13 @@ def _cold_start_s(sample: Sample, fleet: Fleet, config: ScalingConfig) -> float:
 
 def _need(sample: Sample, state: State, config: ScalingConfig, best: Rung, cold_s: float) -> Need:
     demand, attainment = state.demand, config.slo.attainment
-    caution = state.feedback.caution(attainment)
     floor = floors.replicas(state.floor, demand, cold_s, sample.wall_s or 0.0, attainment)
     present = demands.present(demand, best.requests_per_s)
     waiting = max(0.0, _in_system(sample) - sample.running * best.sequences)
     starting_s = sum(min(age, cold_s) for age in sample.starting_ages_s)
     return Need(
-        floor=caution * floor,
-        present=caution * present,
+        floor=floor,
+        present=present,
         backlog=backlog(waiting, present, best.requests_per_s, starting_s, sample.running, cold_s),
         utilisation=state.feedback.utilisation,
     )

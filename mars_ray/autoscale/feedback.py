@@ -6,12 +6,10 @@ window, with the largest demand per replica of the last ones as the load that wa
 
 - more late than the objective allows, at a load that was believed to be carried: less is believed,
   by up to 15%, in proportion to how many were late;
-- in time: more is believed, faster the fewer requests came near their limits, but never much more
-  than has been tried.
+- in time: more is believed, faster the fewer requests came near their limits.
 
 The objective is a share over time. Of the requests of the last hour, those that were late spend an
-error budget (Google's Site Reliability Workbook, chapter 2). Above half of it, belief rises slowly,
-and replicas are ordered for up to a quarter more demand.
+error budget (Google's Site Reliability Workbook, chapter 2). Above half of it, belief rises slowly.
 """
 
 import math
@@ -25,13 +23,11 @@ _LESS, _MANY_LATE = 0.15, 0.1
 # The share by which more is believed after a window: always, and if no request came near a limit.
 _MORE, _MUCH_MORE = 0.002, 0.012
 _NEAR = 0.05  # a share of requests near their limits that leaves no room
-_TRIED = 1.5  # times what has been tried is the most that is believed
-_FORGET = 0.995  # of what has been tried, by window
 # A load above the belief explains lateness; by this factor it does not count as above.
 _ABOVE = 1.1
 _LOADS = 6  # windows over which lateness may come from an earlier load
 _BUDGET_S = 3600.0
-_HALF, _EXTRA = 0.5, 0.25
+_HALF = 0.5  # of the error budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,6 @@ class Feedback:
     """Memory of what was tried, and of who was late."""
 
     utilisation: float = _FIRST
-    tried: float = 0.0  # the largest utilisation at which requests were in time
     loads: tuple[float, ...] = ()  # demand per ready replica of the last windows
     open_s: float = 0.0
     replica_s: float = 0.0  # of ready replicas, in the window being filled
@@ -71,11 +66,6 @@ class Feedback:
     def spent(self, attainment: float) -> float:
         """Share of the error budget that the late requests of the last hour have spent."""
         return self.hour.share(self.hour.late) / (1 - attainment)
-
-    def caution(self, attainment: float) -> float:
-        """Factor on the demand to provide for: above 1 from half of the error budget on."""
-        over = min(1.0, max(0.0, self.spent(attainment) - _HALF))
-        return 1 + _EXTRA * over
 
 
 def observe(feedback: Feedback, counts: Mapping[str, Counts], ready: int, dt: float) -> Feedback:
@@ -115,8 +105,6 @@ def _less(feedback: Feedback, late: float) -> Feedback:
 
 
 def _more(feedback: Feedback, near: float) -> Feedback:
-    tried = max(_FORGET * feedback.tried, *feedback.loads[-2:])
     room = max(0.0, 1 - near / _NEAR)
     believed = feedback.utilisation * (1 + _MORE + _MUCH_MORE * room)
-    believed = max(feedback.utilisation, min(_MOST, believed, _TRIED * tried))
-    return replace(feedback, utilisation=believed, tried=tried)
+    return replace(feedback, utilisation=min(_MOST, believed))

@@ -95,16 +95,12 @@ def test_lateness_at_a_load_that_was_believed_lowers_the_belief():
     assert window(before, 0.6, late=0.009).utilisation >= 0.8
 
 
-def test_belief_rises_slowly_where_requests_are_near_their_limits_and_not_beyond_what_was_tried():
-    """Guards trying the cliff at full speed, and trusting what nobody has tried."""
+def test_belief_rises_slowly_where_requests_are_near_their_limits():
+    """Guards trying the cliff at full speed."""
     before = Feedback(utilisation=0.6)
     free, near = window(before, 0.6, 0.0), window(before, 0.6, 0.0, slow=0.5)
     assert free.utilisation == pytest.approx(0.6 * 1.014)
     assert near.utilisation == pytest.approx(0.6 * 1.002)
-    assert window(before, 0.1, 0.0).utilisation == 0.6
-    for _ in range(200):
-        before = window(before, 0.5, 0.0)
-    assert before.utilisation == pytest.approx(0.75)
 
 
 def test_the_class_that_is_late_counts():
@@ -121,18 +117,13 @@ def test_belief_stays_within_its_bounds(windows):
     for load, late, slow in windows:
         feedback = window(feedback, load, late, slow)
         assert 0.2 <= feedback.utilisation <= 1.0
-        assert 1.0 <= feedback.caution(0.99) <= 1.25
 
 
-def test_a_spent_error_budget_buys_replicas():
-    """Late requests of the last hour: up to a quarter more demand is provided for."""
-    spent = replace(WATCHED.feedback, hour=Counts(1e6, 2e4, 2e4))
-    fleets = [
-        Fleet(CONFIG, running=4, state=replace(WATCHED, feedback=feedback))
-        for feedback in (WATCHED.feedback, spent)
-    ]
-    few, more = (fleet.run(400, lambda _: 38.0)[-1].replicas for fleet in fleets)
-    assert (few, more) == (4, 5)
+def test_a_spent_error_budget_slows_trying():
+    """Guards a mean share of late requests that is above the objective for hours."""
+    spent = Feedback(utilisation=0.6, hour=Counts(1e6, 2e4, 2e4))
+    assert spent.spent(0.99) == pytest.approx(2.0)
+    assert window(spent, 0.6, 0.0).utilisation == pytest.approx(0.6 * 1.002)
 
 
 def test_what_was_learnt_outlives_the_controller():
