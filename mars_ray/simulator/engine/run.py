@@ -116,7 +116,7 @@ class _Run:
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
             slowness=cluster.slowness,
-            step_tokens=cluster.step_tokens,
+            step_tokens=cluster.step_tokens or given.model.step_rows,
             queue_limit=cluster.waiting_requests,
             max_retries=cluster.retries,
             two_choices=cluster.routing == "two-choices",
