@@ -19,6 +19,7 @@ and the step has to be short when there are many.
 import math
 
 from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.config.decode import PROMPTS_SHARE
 
 # Of the time per token. The rest is for what a step takes beyond its rows: reading the context.
 _SHARE = 0.9
@@ -26,8 +27,6 @@ _SHARE = 0.9
 _FREE = 1.05
 # Most rows of a step: beyond, memory for activations grows and throughput does not.
 _MOST_ROWS = 8192
-# The engine keeps one row in this many for prompts (`decode/scheduler.py`).
-_PROMPTS_SHARE = 8
 
 
 def step_rows(model: ServiceModel, time_per_token_s: float, context_tokens: float = 0.0) -> int:
@@ -48,7 +47,7 @@ def least_rows(model: ServiceModel) -> int:
     """The fewest rows of a step in which one sequence has room for all of its drafts and masks."""
     shapes = [shape for level in model.levels for shape in level.all_shapes]
     rows = math.ceil(max((shape.positions for shape in shapes), default=1.0))
-    return max(8, math.ceil(rows * _PROMPTS_SHARE / (_PROMPTS_SHARE - 1)))
+    return max(8, math.ceil(rows * PROMPTS_SHARE / (PROMPTS_SHARE - 1)))
 
 
 def contradiction(model: ServiceModel, rows: int, time_per_token_s: float) -> str | None:

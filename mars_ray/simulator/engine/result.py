@@ -36,6 +36,7 @@ class Outcome:
     replica_s: float
     below_set_point_s: float
     overhead_s: float
+    too_long: int  # requests left out, because the model's context has no room for their prompts
     reasons: tuple[tuple[float, str], ...]  # times and reasons of decisions that changed something
 
     @property
@@ -66,6 +67,7 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
     pace = token_times(requests, np.flatnonzero(done))
     return {
         "requests": len(done),
+        "too_long": outcome.too_long,
         "done": int(done.sum()),
         "shed": int((requests["outcome"] == SHED).sum()),
         "failed": int((requests["outcome"] == FAILED).sum()),
@@ -83,6 +85,7 @@ def summarise(outcome: Outcome, slo: Slo, accuracy: float) -> dict[str, Any]:
         "mean_replicas": outcome.replica_s / max(1e-9, outcome.end_s),
         "peak_replicas": int(outcome.timeline.ready.max()),
         "below_set_point_s": outcome.below_set_point_s,
+        "found_share": float(requests["found"].sum() / max(1, requests["prompt"].sum())),
         "floor_breaches": int((requests["lowest"] > requests["pinned"]).sum()),
         "end_s": outcome.end_s,
     }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,15 +18,19 @@ from mars_ray.simulator.engine.arrays import (
     ENDS,
     FAILED,
     FREE,
+    LEAST_OUTSTANDING,
     NEXT,
     OPEN,
+    PREFIX,
     READY,
     STARTING,
+    TWO_CHOICES,
     Tables,
     World,
     make_tables,
     make_world,
 )
+from mars_ray.simulator.engine.context_limit import within_context
 from mars_ray.simulator.engine.core import advance, drain, kill, set_levels, set_slowness, start
 from mars_ray.simulator.engine.observe import Observer
 from mars_ray.simulator.engine.result import Outcome, Timeline
@@ -36,6 +40,7 @@ from mars_ray.simulator.traces.trace import Trace
 EXACT = (Level(1.0, 0.0, (PLAIN,)),)
 # A run whose queues never empty ends this long after the last arrival; open requests have failed.
 _PATIENCE_S = 7200.0
+_ROUTINGS = {"two-choices": TWO_CHOICES, "least-outstanding": LEAST_OUTSTANDING, "prefix": PREFIX}
 Progress = Callable[[int, int], None]  # requests ended, of all
 
 
@@ -91,6 +96,7 @@ class _Run:
     thresholds: np.ndarray = field(init=False)
     target: int = field(init=False)
     threshold: float = field(init=False)
+    too_long: int = field(init=False)
     shed: float = 0.0
     ordered: int = 0  # replicas ordered after the beginning
     coming: list[tuple[float, float]] = field(default_factory=list)  # ready at; cold start
@@ -100,8 +106,11 @@ class _Run:
     reasons: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        given = self.fixture
+        trace = within_context(self.fixture.trace, self.fixture.model.max_model_len)
+        self.too_long = len(self.fixture.trace) - len(trace)
+        given = self.fixture = replace(self.fixture, trace=trace)
         cluster = given.cluster
+        step_tokens = cluster.step_tokens or given.model.step_rows
         self.world = make_world(
             given.trace,
             [level.threshold for level in given.levels],
@@ -110,16 +119,17 @@ class _Run:
             batch=given.model.max_batch,
             retries=cluster.retries,
             seed=given.seed,
+            spread=given.model.spread,
         )
         self.tables = make_tables(
             given.model,
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
             slowness=cluster.slowness,
-            step_tokens=cluster.step_tokens or given.model.step_rows,
+            step_tokens=step_tokens,
             queue_limit=cluster.waiting_requests,
             max_retries=cluster.retries,
-            two_choices=cluster.routing == "two-choices",
+            routing=_ROUTINGS[cluster.routing],
         )
         self.observer = Observer(self.world, cluster.metrics_lag_s, cluster.latency_window_s)
         self.thresholds = np.array([level.threshold for level in given.levels])
@@ -238,6 +248,7 @@ class _Run:
             replica_s=spent,
             below_set_point_s=self.lowered_s,
             overhead_s=self.fixture.cluster.overhead_s,
+            too_long=self.too_long,
             reasons=tuple(self.reasons),
         )
 
