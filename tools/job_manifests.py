@@ -167,13 +167,16 @@ SUBMISSIONS = (
         "traces.mooncake.path=/shared/data/conversation_trace.jsonl.gz "
         + " ".join(
             f"traces.{trace}.{kind}_path=/shared/data/{source}_clients_{file}.gz"
-            for trace, source in (
-                ("reasoning", "deepseek-r1"),
-                ("reasoning-evening", "deepseek-r1"),
-                ("chat", "m-small"),
-                ("days", "m-small"),
+            for trace, rates, lengths in (
+                ("reasoning", "deepseek-r1", "deepseek-r1"),
+                ("chat", "m-small", "m-small"),
+                ("chat-bursty", "m-mid", "m-small"),
+                ("days", "m-small", "m-small"),
             )
-            for kind, file in (("rates", "trace.csv"), ("lengths", "lengths.jsonl"))
+            for kind, source, file in (
+                ("rates", rates, "trace.csv"),
+                ("lengths", lengths, "lengths.jsonl"),
+            )
         ),
         cpus=2,
     ),

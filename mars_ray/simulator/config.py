@@ -18,47 +18,42 @@ class _Source(Config):
     rate_factor: float = Field(
         default=1.0,
         gt=0,
-        description="times as many requests: repeated within spread_s, or left out",
+        description="times as many requests: a rate that is known is multiplied; of a record "
+        "sessions, or requests of its bursts, are drawn or left out",
     )
     spread_s: float = Field(
         default=0.0, ge=0, description="each arrival moves later by up to this, at random"
     )
     start_s: float = Field(default=0.0, ge=0, description="what comes before is left out")
 
-    @model_validator(mode="after")
-    def _copies_are_spread(self) -> Self:
-        if self.repeats and self.rate_factor > 1 and not self.spread_s:
-            raise ValueError(
-                f"rate_factor={self.rate_factor:g} repeats requests, and without spread_s all "
-                "copies of one arrive at its moment: set spread_s, such as the mean gap"
-            )
-        return self
-
-    @property
-    def repeats(self) -> bool:
-        """Whether additional requests are copies of existing ones, not new draws."""
-        return True
-
 
 class _Whole(_Source):
     duration_s: float | None = Field(default=None, gt=0, description="default: to the end")
 
 
-class FileTrace(_Whole):
+class _Recorded(_Whole):
+    resample: bool = Field(
+        default=True,
+        description="seeds other than 0 draw sessions, or bursts, from the record; without it "
+        "every seed has the recorded ones",
+    )
+
+
+class FileTrace(_Recorded):
     """A CSV or JSONL file in the schema of docs/simulator.md, optionally gzipped."""
 
     type: Literal["file"] = "file"
     path: str
 
 
-class AzureTrace(_Whole):
+class AzureTrace(_Recorded):
     """AzureLLMInferenceTrace_*.csv of github.com/Azure/AzurePublicDataset."""
 
     type: Literal["azure"] = "azure"
     path: str
 
 
-class MooncakeTrace(_Whole):
+class MooncakeTrace(_Recorded):
     """conversation_trace.jsonl of github.com/kvcache-ai/Mooncake (FAST25-release)."""
 
     type: Literal["mooncake"] = "mooncake"
@@ -76,11 +71,10 @@ class ServeGenTrace(_Source):
     lengths_path: str = Field(description="JSONL: client_id, window_s, input_ and output_tokens")
     duration_s: float = Field(default=3600, gt=0)
     window_s: float = Field(default=600, gt=0, description="over which a client's rate holds")
-
-    @property
-    def repeats(self) -> bool:
-        """False, because rates are multiplied instead."""
-        return False
+    resample: bool = Field(
+        default=True,
+        description="seeds other than 0 draw clients; without it every seed has all of them",
+    )
 
 
 class Lengths(Config):

@@ -11,8 +11,13 @@ _GSM8K = "openai/grade-school-math/master/grade_school_math/data"
 _AZURE = "Azure/AzurePublicDataset/master/data/AzureLLMInferenceTrace_code.csv"
 _MOONCAKE = "kvcache-ai/Mooncake/main/FAST25-release/traces/conversation_trace.jsonl"
 _SERVEGEN = "alibaba/ServeGen"
-# The jobs begin there; requests of the others are for two minutes.
-_BEGIN_S = {"reason/deepseek-r1": (36_000, 72_000), "language/m-small": (50_000,)}
+# Where the jobs begin, by ServeGen's directory.
+_BEGINS_S = {
+    "reason/deepseek-r1": (36_000,),
+    "language/m-small": (172_800, 252_000),
+    "language/m-mid": (198_000,),
+}
+# Requests of the other traces are for two minutes.
 _LENGTH_S = 120
 
 
@@ -42,12 +47,11 @@ def publish(directory: Path) -> dict[str, str]:
 
 def _commit_servegen(repository: Path) -> None:
     counts = {"input_tokens": "{900: 1.0}", "output_tokens": "{30: 1.0}", "reason_ratio": "{}"}
-    for name, begins in _BEGIN_S.items():
-        windows = [600 * (begin // 600) for begin in begins]
-        lengths = {str(window): counts for window in windows}
-        rates = [f"{window},1.0,1.0,Gamma,1,1" for window in windows]
-        _write(repository / "data" / name / "chunk-0-dataset.json", [json.dumps(lengths)])
-        _write(repository / "data" / name / "chunk-0-trace.csv", ["0,0,0,,0,0", *rates])
+    for name, begins_s in _BEGINS_S.items():
+        data = repository / "data" / name
+        _write(data / "chunk-0-dataset.json", [json.dumps({str(begins_s[0]): counts})])
+        rates = [f"{begin_s},1.0,1.0,Gamma,1,1" for begin_s in begins_s]
+        _write(data / "chunk-0-trace.csv", ["0,0,0,,0,0", *rates])
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "data"]):
         subprocess.run(["git", "-C", str(repository), *who, *words], check=True)

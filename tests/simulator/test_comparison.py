@@ -134,7 +134,6 @@ def test_hindsight_is_the_smallest_fleet_that_attains(result):
         ("per_trace={other={tick_s=2}}", "traces has no other"),
         ("cluster.metrics_lag_s=15.5", "are 16 s old"),
         ("cold_starts_s=[100.00001, 100]", "first six digits"),
-        ("traces={flash={type='flash', rate_factor=2}}", "set spread_s"),
     ],
 )
 def test_what_would_do_nothing_or_something_else_is_refused(setting, message):

@@ -159,19 +159,22 @@ def test_a_missing_file_and_an_empty_part(tmp_path):
         load(tmp_path, "a.csv", f"{HEAD}\n1,1,1\n", start_s=5)
 
 
-def test_rate_and_part(tmp_path):
-    """A slice begins at 0; a factor of 2.5 repeats requests, moved apart by at most the spread."""
+def test_a_part_begins_at_zero(tmp_path):
+    """What comes before and after is left out."""
     text = f"{HEAD}\n" + "".join(f"{i},{i + 1},1\n" for i in range(1000))
     part = load(tmp_path, "a.csv", text, start_s=100, duration_s=50)
     assert len(part) == 50
     assert part.arrival_s[0] == 0
     assert part.prompt_tokens[0] == 101
-    more = load(tmp_path, "a.csv", text, rate_factor=2.5, spread_s=3)
-    assert len(more) == pytest.approx(2500, rel=0.05)
-    moved = more.arrival_s - (more.prompt_tokens - 1)
-    assert 0 <= moved.min() < moved.max() < 3
-    fewer = load(tmp_path, "a.csv", text, rate_factor=0.3)
-    assert len(fewer) == pytest.approx(300, rel=0.2)
+
+
+def test_a_spread_moves_later_by_at_most_that(tmp_path):
+    """And leaves nothing out."""
+    text = f"{HEAD}\n" + "".join(f"{i},{i + 1},1\n" for i in range(1000))
+    moved = load(tmp_path, "a.csv", text, spread_s=3)
+    assert sorted(moved.prompt_tokens) == list(range(1, 1001))
+    later = moved.arrival_s - (moved.prompt_tokens - 1)
+    assert 0 <= later.min() < 0.1 < 2.9 < later.max() < 3
 
 
 @pytest.mark.parametrize("source", [RampTrace(), FlashTrace(), SineTrace()])
@@ -182,6 +185,17 @@ def test_made_up_traces_keep_their_rates(source):
     assert abs(len(trace) - expected) < 5 * expected**0.5
     np.testing.assert_array_equal(trace.arrival_s, load_trace(source, seed=1).arrival_s)
     assert len(trace) != len(load_trace(source, seed=2))
+
+
+@pytest.mark.parametrize("source", [RampTrace(), FlashTrace(), SineTrace()])
+def test_a_factor_multiplies_the_rate_of_a_made_up_trace(source):
+    """Guards copies, which no Poisson process has: gaps are as long as they are wide."""
+    one = load_trace(source, seed=0)
+    more = load_trace(source.model_copy(update={"rate_factor": 4.0}), seed=0)
+    assert abs(len(more) - 4 * len(one)) < 5 * (20 * len(one)) ** 0.5
+    assert len(np.unique(more.arrival_s)) == len(more)
+    busiest = np.histogram(more.arrival_s, 100)[0].argmax()
+    assert busiest == pytest.approx(np.histogram(one.arrival_s, 100)[0].argmax(), abs=15)
 
 
 def test_a_flash_crowd_comes_and_goes():

@@ -16,7 +16,7 @@ def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
     def rate(times: Floats) -> Floats:
         return stages[np.minimum(times / source.stage_s, len(stages) - 1).astype(int)]
 
-    return _trace("ramp", rate, stages.max(), len(stages) * source.stage_s, source.lengths, rng)
+    return _trace(source, rate, stages.max(), len(stages) * source.stage_s, rng)
 
 
 def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
@@ -27,7 +27,7 @@ def flash(source: FlashTrace, rng: np.random.Generator) -> Trace:
         return np.where(inside, source.peak_rps, source.base_rps)
 
     most = max(source.base_rps, source.peak_rps)
-    return _trace("flash", rate, most, source.duration_s, source.lengths, rng)
+    return _trace(source, rate, most, source.duration_s, rng)
 
 
 def sine(source: SineTrace, rng: np.random.Generator) -> Trace:
@@ -38,24 +38,24 @@ def sine(source: SineTrace, rng: np.random.Generator) -> Trace:
     def rate(times: Floats) -> Floats:
         return middle - swing * np.cos(2 * math.pi * times / source.period_s)
 
-    return _trace("sine", rate, middle + abs(swing), source.duration_s, source.lengths, rng)
+    return _trace(source, rate, middle + abs(swing), source.duration_s, rng)
 
 
 def _trace(
-    name: str,
+    source: RampTrace | FlashTrace | SineTrace,
     rate: Callable[[Floats], Floats],
     most_rps: float,
     duration_s: float,
-    lengths: Lengths,
     rng: np.random.Generator,
 ) -> Trace:
     """A trace by thinning arrivals at the highest rate (Lewis and Shedler, 1979)."""
-    count = rng.poisson(most_rps * duration_s)
+    lengths = source.lengths
+    count = rng.poisson(most_rps * source.rate_factor * duration_s)
     times = np.sort(rng.random(count)) * duration_s
     times = times[rng.random(count) * most_rps < rate(times)]
     prompts = token_counts(lengths.prompt_mean, lengths, len(times), rng)
     outputs = token_counts(lengths.output_mean, lengths, len(times), rng)
-    return Trace(name, times, prompts, outputs)
+    return Trace(source.type, times, prompts, outputs)
 
 
 def token_counts(mean: float, lengths: Lengths, count: int, rng: np.random.Generator) -> Ints:

@@ -1,8 +1,9 @@
 """Traces from files: our own schema, and two published ones.
 
 The schema (docs/simulator.md) has `arrival_s`, `prompt_tokens`, `output_tokens`, and optionally
-`priority`, `deadline_s`, `pinned_threshold`, as columns of a CSV or keys of JSON lines. An unusable
-row is an error that names file and line, because a trace with gaps would be a different load.
+`priority`, `deadline_s`, `pinned_threshold`, `session`, as columns of a CSV or keys of JSON lines.
+An unusable row is an error that names file and line, because a trace with gaps would be a different
+load.
 """
 
 import csv
@@ -11,6 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from mars_ray.errors import DataError
+from mars_ray.simulator.traces.prefixes import from_blocks, from_sessions
 from mars_ray.simulator.traces.trace import Trace
 
 # A row, in the order of the schema.
@@ -25,12 +28,23 @@ Row = tuple[float, int, int, int, float, float]
 # No model's context is longer.
 _MOST_TOKENS = 10**9
 _REQUIRED = {"arrival_s", "prompt_tokens", "output_tokens"}
-_OPTIONAL = {"priority": 0, "deadline_s": math.inf, "pinned_threshold": 0.0}
+_OPTIONAL = {"priority": 0, "deadline_s": math.inf, "pinned_threshold": 0.0, "session": ""}
+# Of Mooncake's prompts (its README, "hash_ids").
+_BLOCK_TOKENS = 512
 
 
 def read_trace(path: str | Path) -> Trace:
     """A CSV or JSONL file in our schema, optionally gzipped. Raises DataError."""
-    return _from_zero(_trace(path, "mars-ray's trace schema", _own_row))
+    sessions: list[str] = []
+
+    def row(table: dict[str, Any]) -> Row:
+        values, session = _own_row(table)
+        sessions.append(session)
+        return values
+
+    trace = _trace(path, "mars-ray's trace schema", row)
+    parent, shared = from_sessions(sessions, trace.prompt_tokens, trace.output_tokens)
+    return _from_zero(replace(trace, parent=parent, shared_tokens=shared))
 
 
 def read_azure(path: str | Path) -> Trace:
@@ -44,15 +58,16 @@ def read_azure(path: str | Path) -> Trace:
 
 
 def read_mooncake(path: str | Path) -> Trace:
-    """Mooncake's traces: timestamp in ms, input_length, output_length. Raises DataError.
-
-    Prefixes that requests share (hash_ids) are ignored: every prompt counts in full.
-    """
+    """Mooncake's traces: timestamp, input_length, output_length, hash_ids. Raises DataError."""
+    blocks: list[list[int]] = []
 
     def row(table: dict[str, Any]) -> Row:
+        blocks.append([_whole(block) for block in table["hash_ids"]])
         return _row(table["timestamp"] / 1000, table["input_length"], table["output_length"])
 
-    return _from_zero(_trace(path, "Mooncake's trace", row))
+    trace = _trace(path, "Mooncake's trace", row)
+    parent, shared = from_blocks(blocks, trace.prompt_tokens, _BLOCK_TOKENS)
+    return _from_zero(replace(trace, parent=parent, shared_tokens=shared))
 
 
 def _trace(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) -> Trace:
@@ -71,13 +86,14 @@ def _trace(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) ->
     return Trace(Path(path).name.split(".")[0], *columns)
 
 
-def _own_row(table: dict[str, Any]) -> Row:
+def _own_row(table: dict[str, Any]) -> tuple[Row, str]:
+    """The values of a row, and its session."""
     unknown = table.keys() - _REQUIRED - _OPTIONAL.keys()
     if unknown:
         raise ValueError(f"unknown column {min(map(str, unknown))!r}")
     given = {key: value for key, value in table.items() if value not in ("", None)}
     more = _OPTIONAL | {key: given[key] for key in _OPTIONAL.keys() & given.keys()}
-    return _row(
+    values = _row(
         given["arrival_s"],
         given["prompt_tokens"],
         given["output_tokens"],
@@ -85,6 +101,9 @@ def _own_row(table: dict[str, Any]) -> Row:
         more["deadline_s"],
         more["pinned_threshold"],
     )
+    if not isinstance(more["session"], str | int):
+        raise ValueError(f"session {more['session']!r} is neither a text nor a whole number")
+    return values, str(more["session"])
 
 
 def _row(

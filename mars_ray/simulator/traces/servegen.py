@@ -10,12 +10,10 @@ import gzip
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mars_ray.errors import DataError
 from mars_ray.simulator.config import ServeGenTrace
@@ -49,12 +47,15 @@ class Counts:
 
 # Token counts of prompts and outputs, by client.
 Lengths = dict[int, tuple[Counts, Counts]]
+# Token counts and their shares, window by window, by client.
+_Shares = dict[int, list[tuple[Ints, Floats]]]
 
 
-def servegen(source: ServeGenTrace, rng: np.random.Generator) -> Trace:
-    """All clients merged, in the source's own slice and rate. Raises DataError.
+def servegen(source: ServeGenTrace, resample: bool, rng: np.random.Generator) -> Trace:
+    """The clients' requests in the source's own slice and rate. Raises DataError.
 
-    A client without its own token counts draws from those of the others, weighted by their rates.
+    With `resample` the clients are drawn. A client without its own token counts draws from those
+    of the others, weighted by their rates.
     """
     windows = [
         window
@@ -64,30 +65,37 @@ def servegen(source: ServeGenTrace, rng: np.random.Generator) -> Trace:
     ]
     if not windows:
         raise DataError(f"{source.rates_path}: no client between the chosen seconds")
-    lengths = read_lengths(source.lengths_path)
-    known = _rates(windows, lengths)
-    if not known:
-        raise DataError(f"{source.lengths_path}: no token counts of the clients of these windows")
-    times, prompts, outputs = [], [], []
+    if resample:
+        windows = drawn_clients(windows, rng)
+    times, clients = [], []
     for window in windows:
         arrivals = window_arrivals(window, source.window_s, source.rate_factor, rng)
-        owners = _owners(window.client, known, len(arrivals), rng)
-        for client in sorted(set(owners.tolist())):
-            mine = arrivals[owners == client] - source.start_s
-            times.append(mine)
-            prompts.append(lengths[client][0].draw(len(mine), rng))
-            outputs.append(lengths[client][1].draw(len(mine), rng))
-    if not any(map(len, times)):
-        raise DataError(f"{source.rates_path}: no request at rate_factor {source.rate_factor:g}")
+        times.append(arrivals - source.start_s)
+        clients.append(np.full(len(arrivals), window.client))
     merged = np.concatenate(times)
+    if not len(merged):
+        raise DataError(f"{source.rates_path}: no request at rate_factor {source.rate_factor:g}")
     order = np.argsort(merged, kind="stable")
-    trace = Trace(
-        Path(source.rates_path).name.split("_")[0],
-        merged[order],
-        np.concatenate(prompts)[order],
-        np.concatenate(outputs)[order],
-    )
-    return trace.part(0, source.duration_s)
+    prompts, outputs = _token_counts(source, windows, np.concatenate(clients)[order], rng)
+    name = Path(source.rates_path).name.split("_")[0]
+    return Trace(name, merged[order], prompts, outputs).part(0, source.duration_s)
+
+
+def drawn_clients(windows: list[Window], rng: np.random.Generator) -> list[Window]:
+    """As many draws of clients as there are clients, by their mean rates, with replacement.
+
+    Every draw brings an equal share of the total rate, so the total stays while its parts change:
+    a client's rate is multiplied by how often it was drawn over how often that was to be expected.
+    """
+    rates = _rates(windows)
+    share = np.array(list(rates.values())) / sum(rates.values())
+    weight = rng.multinomial(len(rates), share) / (len(rates) * share)
+    weights = dict(zip(rates, weight.tolist(), strict=True))
+    return [
+        replace(window, rate_rps=window.rate_rps * weights[window.client])
+        for window in windows
+        if weights[window.client]
+    ]
 
 
 def window_arrivals(
@@ -131,44 +139,56 @@ def read_windows(path: str | Path) -> list[Window]:
 
 def read_lengths(path: str | Path) -> Lengths:
     """The merged token counts, all windows of a client together. Raises DataError."""
-    prompts: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    outputs: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    columns = ("input_tokens", "output_tokens")
+    found: tuple[_Shares, _Shares] = (defaultdict(list), defaultdict(list))
     for line, text in enumerate(_lines(path), start=1):
         if not text.strip():
             continue
         try:
             row = json.loads(text)
-            for key, sums in (("input_tokens", prompts), ("output_tokens", outputs)):
-                for tokens, share in row[key].items():
-                    sums[row["client_id"]][int(tokens)] += float(share)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            for key, shares in zip(columns, found, strict=True):
+                tokens = np.array(list(map(int, row[key])), np.int64)
+                shares[row["client_id"]].append((tokens, np.array([*row[key].values()], float)))
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(f"{path}:{line}: no token counts of ServeGen: {error!r}") from None
-    both = sorted(prompts.keys() & outputs.keys())
-    return {client: (_counts(prompts[client]), _counts(outputs[client])) for client in both}
+    prompts, outputs = ({who: _counts(parts) for who, parts in own.items()} for own in found)
+    usable = [who for who in sorted(prompts) if len(prompts[who].tokens) * len(outputs[who].tokens)]
+    return {client: (prompts[client], outputs[client]) for client in usable}
 
 
-def _counts(shares: Mapping[int, float]) -> Counts:
-    tokens = np.array(sorted(shares))
-    return Counts(np.maximum(tokens, 1), np.cumsum([shares[t] for t in tokens.tolist()]))
+def _counts(parts: list[tuple[Ints, Floats]]) -> Counts:
+    """The sum of a client's windows."""
+    tokens, place = np.unique(np.concatenate([part[0] for part in parts]), return_inverse=True)
+    shares = np.bincount(place, np.concatenate([part[1] for part in parts]), len(tokens))
+    return Counts(np.maximum(tokens, 1), np.cumsum(shares, dtype=np.float64))
 
 
-def _rates(windows: list[Window], lengths: Lengths) -> dict[int, float]:
-    """Rates of the clients with token counts."""
+def _token_counts(
+    source: ServeGenTrace, windows: list[Window], clients: Ints, rng: np.random.Generator
+) -> tuple[Ints, Ints]:
+    """Prompt and output tokens of requests of these clients [N]."""
+    lengths = read_lengths(source.lengths_path)
+    known = {client: rate for client, rate in _rates(windows).items() if client in lengths}
+    if not known:
+        raise DataError(f"{source.lengths_path}: no token counts of the clients of these windows")
+    rates = np.array(list(known.values()))
+    strange = ~np.isin(clients, list(known))
+    owners = clients.copy()
+    owners[strange] = rng.choice(list(known), int(strange.sum()), p=rates / rates.sum())
+    prompts, outputs = np.empty_like(clients), np.empty_like(clients)
+    for client in np.unique(owners).tolist():
+        own = owners == client
+        for tokens, counts in zip((prompts, outputs), lengths[client], strict=True):
+            tokens[own] = counts.draw(int(own.sum()), rng)
+    return prompts, outputs
+
+
+def _rates(windows: list[Window]) -> dict[int, float]:
+    """The rate of each client, added up over its windows."""
     rates: dict[int, float] = defaultdict(float)
     for window in windows:
-        if window.client in lengths:
-            rates[window.client] += window.rate_rps
+        rates[window.client] += window.rate_rps
     return dict(rates)
-
-
-def _owners(
-    client: int, known: dict[int, float], count: int, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """The client whose token counts are used, for each of a client's requests."""
-    if client in known:
-        return np.full(count, client)
-    rates = np.array(list(known.values()))
-    return rng.choice(np.array(list(known)), count, p=rates / rates.sum())
 
 
 def _lines(path: str | Path) -> list[str]:

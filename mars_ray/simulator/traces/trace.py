@@ -1,6 +1,6 @@
 """A trace: requests with their arrival times and sizes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ class Trace:
 
     A pinned threshold is the lowest that may serve the request, 0 if any may. A deadline counts
     from the arrival and is infinite if there is none. Lower priorities go first. `parent` is the
-    index of an earlier request whose first `shared_tokens` tokens, of prompt and answer, this
-    one's prompt begins with; -1 without one.
+    index of an earlier request whose context begins as this prompt does for `shared_tokens`
+    tokens, more than any other's; -1 and 0 where nothing is shared.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Trace:
         assert len(self.prompt_tokens) == len(self.output_tokens) == count
         assert np.all(np.diff(self.arrival_s) >= 0)
         assert np.all(self.parent < np.arange(count))
+        assert np.all(self.shared_tokens <= np.where(self.parent < 0, 0, self.prompt_tokens))
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -56,33 +57,50 @@ class Trace:
         """Seconds until the last arrival."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
+    @property
+    def common_tokens(self) -> int:
+        """Tokens with which all prompts begin, such as a system prompt."""
+        # Who shares this much with some earlier request shares it with the first one.
+        return int(self.shared_tokens[1:].min()) if len(self) > 1 else 0
+
+    def sessions(self) -> Ints:
+        """The session of each request [N]: the index of its first one.
+
+        A request belongs to its parent's if they share more than what all prompts begin with.
+        """
+        first = np.arange(len(self))
+        for index in np.flatnonzero(self.shared_tokens > self.common_tokens).tolist():
+            first[index] = first[self.parent[index]]
+        return first
+
     def part(self, start_s: float, duration_s: float | None) -> "Trace":
         """Arrivals in [start, start + duration), counted from its start. Raises DataError."""
         end_s = np.inf if duration_s is None else start_s + duration_s
         inside = np.flatnonzero((self.arrival_s >= start_s) & (self.arrival_s < end_s))
         if not len(inside):
             raise DataError(f"{self.name}: no request between {start_s:g} s and {end_s:g} s")
-        return self._taken(inside, self.arrival_s[inside] - start_s)
+        return self.drawn(inside, self.arrival_s[inside] - start_s)
 
-    def scaled(self, factor: float, spread_s: float, rng: np.random.Generator) -> "Trace":
-        """A trace of `factor` times as many requests: each is kept, dropped or repeated at random.
+    def spread(self, spread_s: float, rng: np.random.Generator) -> "Trace":
+        """Every arrival later by up to `spread_s`; requests of a session keep their order."""
+        if not spread_s:
+            return self
+        moved = self.arrival_s + rng.random(len(self)) * spread_s
+        sessions = self.sessions()
+        in_order = np.empty_like(moved)
+        in_order[np.argsort(sessions, kind="stable")] = moved[np.lexsort((moved, sessions))]
+        return self.drawn(np.arange(len(self)), in_order)
 
-        Every copy moves later by up to `spread_s`, so that copies do not arrive together. Raises
-        DataError if no request is left.
+    def drawn(self, index: Ints, arrival_s: Floats, draw: Ints | None = None) -> "Trace":
+        """The trace of these requests [M] at these times.
+
+        Requests of one `draw` stay parents of each other (default: all are of one). Whose parent
+        is not among them shares what all prompts begin with, with the request before it.
         """
-        copies = np.full(len(self), int(factor))
-        copies += rng.random(len(self)) < factor - int(factor)
-        if not copies.any():
-            raise DataError(
-                f"{self.name}: of {len(self)} requests, {factor:g} times as many is none"
-            )
-        index = np.repeat(np.arange(len(self)), copies)
-        moved = self.arrival_s[index] + rng.random(len(index)) * spread_s
-        order = np.argsort(moved, kind="stable")
-        return self._taken(index[order], moved[order])
-
-    def _taken(self, index: NDArray[np.intp], arrival_s: Floats) -> "Trace":
-        return Trace(
+        order = np.argsort(arrival_s, kind="stable")
+        index, arrival_s = index[order], arrival_s[order]
+        draw = np.zeros_like(index) if draw is None else draw[order]
+        drawn = Trace(
             self.name,
             arrival_s,
             self.prompt_tokens[index],
@@ -90,13 +108,21 @@ class Trace:
             self.priority[index],
             self.deadline_s[index],
             self.pinned_threshold[index],
-            *self._families(index),
         )
+        if not self.shared_tokens.any():
+            return drawn
+        parent, shared = self._parents(index, draw)
+        return replace(drawn, parent=parent, shared_tokens=shared)
 
-    def _families(self, index: NDArray[np.intp]) -> tuple[Ints, Ints]:
-        """Parents and shared tokens of the requests taken; who loses the parent shares nothing."""
-        place = np.full(len(self) + 1, -1, np.int64)  # the last entry is that of no parent
-        place[index[::-1]] = np.arange(len(index))[::-1]  # of copies the first
-        parent = place[self.parent[index]]
-        parent[parent >= np.arange(len(index))] = -1
-        return parent, np.where(parent >= 0, self.shared_tokens[index], 0)
+    def _parents(self, index: Ints, draw: Ints) -> tuple[Ints, Ints]:
+        """`parent` and `shared_tokens` [M] of requests drawn from this trace."""
+        place = np.arange(len(index))
+        own = draw * len(self) + index
+        wanted = np.where(self.parent[index] < 0, -1, draw * len(self) + self.parent[index])
+        by_own = np.argsort(own, kind="stable")
+        found = by_own[np.minimum(np.searchsorted(own, wanted, sorter=by_own), len(own) - 1)]
+        is_parent = (own[found] == wanted) & (found < place)
+        common = self.common_tokens if len(index) else 0
+        parent = np.where(is_parent, found, place - 1 if common else -1)
+        shared = np.where(is_parent, self.shared_tokens[index], common)
+        return parent, np.where(parent < 0, 0, shared)
