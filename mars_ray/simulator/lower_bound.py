@@ -66,7 +66,7 @@ def request_costs(case: Case, levels: tuple[Level, ...]) -> np.ndarray:
 
 
 def _gains(case: Case, trace: Trace) -> np.ndarray:
-    """What masks bring to each request in the case's run, as a multiple of the mean, of shape [N]."""
+    """What masks bring to each request of the case, as a multiple of the mean, of shape [N]."""
     world = make_world(trace, [1.0], 1, 1, 0, case.seed, case.model.spread)
     return world.requests["gain"]
 
