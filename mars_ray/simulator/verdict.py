@@ -48,6 +48,7 @@ def claims(cells: list[Row], job: SimulateJob) -> dict[str, Any]:
             for group in ("default", "tuned")
             if any(view.row(policy, group) for view in views)
         },
+        "valve": _valve([cell["valve"] for cell in cells if "valve" in cell]),
     }
 
 
@@ -61,6 +62,7 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
         *_fixed_verdicts(found["over_best_fixed"]),
         *[_dominated_verdict(policy, by) for policy, by in found["dominated"].items()],
         *[_ray_verdict(name, over) for name, over in found["over_ray"].items()],
+        *_valve_verdicts(found["valve"]),
     ]
 
 
@@ -131,10 +133,13 @@ class _View:
 def _attained(views: list[_View]) -> dict[str, Any]:
     by = {view.name: view.attained_by() for view in views}
     ours = {view.name for view in views if view.attains(view.ours)}
+    many = sum(bool(others) for others in by.values())
+    both = sum(bool(others) and name in ours for name, others in by.items())
     return {
         "cells": len(views),
-        "by_others": sum(1 for others in by.values() if others),
-        "by_both": sum(1 for name, others in by.items() if others and name in ours),
+        "by_others": many,
+        "by_both": both,
+        "share": both / many if many else None,
         "by_ours_alone": [name for name in ours if not by[name]],
         "missed": {name: others for name, others in by.items() if others and name not in ours},
         "others": dict(Counter(one for others in by.values() for one in others).most_common()),
@@ -171,6 +176,18 @@ def _over(views: list[_View], policy: str, group: str) -> dict[str, Any]:
         "least": min(ratios, default=None),
         "most": max(ratios, default=None),
         **{name: counts[name] for name in ("both", "ours", "theirs", "none")},
+    }
+
+
+def _valve(rows: list[Row]) -> dict[str, float] | None:
+    """Requests kept in time by lower thresholds over all cells, of which most may have none."""
+    if not rows:
+        return None
+    return {
+        "cells": len(rows),
+        "requests_kept": sum(row["mean"]["kept"] for row in rows),
+        "points_lost": statistics.fmean(row["mean"]["points_lost"] for row in rows),
+        "below_set_point_s": statistics.fmean(row["mean"]["below_set_point_s"] for row in rows),
     }
 
 
@@ -228,3 +245,13 @@ def _ray_verdict(name: str, over: dict[str, Any]) -> Verdict:
         f"neither in {over['none']}",
         None,
     )
+
+
+def _valve_verdicts(valve: dict[str, float] | None) -> list[Verdict]:
+    if valve is None:
+        return []
+    measured = (
+        f"{valve['requests_kept']:,.0f} in {valve['cells']} cells, for {valve['points_lost']:.2f} "
+        f"points and {valve['below_set_point_s']:.0f} s of lower thresholds a cell"
+    )
+    return [Verdict("requests kept in time by lower thresholds, on equal replicas", measured, None)]

@@ -75,6 +75,7 @@ def test_claims_by_hand():
     )
     attained = found["attained"]
     assert (attained["cells"], attained["by_others"], attained["by_both"]) == (4, 2, 1)
+    assert attained["share"] == 0.5
     assert attained["by_ours_alone"] == ["ours, slow, 30 s"]
     assert attained["missed"] == {"theirs, slow, 30 s": ["ray, default"]}
     assert attained["others"]["ray, default"] == 2
@@ -123,3 +124,13 @@ def test_verdicts_tell_what_holds():
     assert [one.holds for one in said] == [False, True, True, True, True, None]
     assert said[0].measured.startswith("1 of 2, of 2 in all")
     assert verdicts({"claims": claims(cells, JOB.model_copy(update={"policies": ("ray",)}))}) == []
+
+
+def test_a_valve_is_summed_over_cells():
+    """Requests are added, points are a mean; without such cells nothing is said."""
+    valve = {"kept": 10.0, "points_lost": 0.5, "below_set_point_s": 60.0}
+    kept = [cell(name, mars={"default": row(50)}) | {"valve": {"mean": valve}} for name in "ab"]
+    found = claims(kept, JOB)["valve"]
+    assert (found["requests_kept"], found["points_lost"]) == (20, 0.5)
+    assert any("20 in 2 cells" in one.measured for one in verdicts({"claims": claims(kept, JOB)}))
+    assert claims([cell("a", mars={"default": row(50)})], JOB)["valve"] is None
