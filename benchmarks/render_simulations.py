@@ -107,8 +107,8 @@ def comparison(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "Replicas over what lossless decoding needs on average, in the cells that a policy attains. "
-        + _cells_facts(result),
+        "Replicas over what lossless decoding needs on average, in the cells that a policy "
+        f"attains. {_cells_facts(result)}",
     ]
 
 
@@ -147,7 +147,8 @@ def cells(result: dict[str, Any]) -> list[str]:
 def overloads(result: dict[str, Any]) -> list[str]:
     """What lower thresholds kept in time, on equal replicas."""
     lines = [
-        "| trace | regime | cold start | in time | without | kept in time | points lost | lowered |",
+        "| trace | regime | cold start | in time | without | kept in time | points lost "
+        "| lowered |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell in result["cells"]:
