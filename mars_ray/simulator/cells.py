@@ -95,6 +95,7 @@ class Case:
             replicas=replicas,
             most=max(self.config.max_replicas, replicas),
             seed=self.seed,
+            slo=self.slo,
         )
 
     def _mix(self, here: slice) -> Mix:

@@ -65,6 +65,7 @@ class LlmD:
         return Decision(target, 1.0, 0.0, f"saturation {self._smooth:.2f}", State())
 
     def _saturation(self, sample: Sample) -> float:
+        assert isinstance(sample, Observed)
         first = (sample.ttft_p90_s or 0.0) / self.slo.ttft_s
         each = (sample.time_per_token_p90_s or 0.0) / self.slo.time_per_token_s
         return max(first, each) / self.tightness
@@ -121,4 +122,5 @@ class LlmDTokens:
 
 def _backlog(sample: Sample) -> float:
     """Prompt tokens of requests without a first token."""
-    return float(sample.backlog_tokens or 0) if isinstance(sample, Observed) else 0.0
+    assert isinstance(sample, Observed)
+    return float(sample.backlog_tokens or 0)
