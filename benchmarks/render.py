@@ -17,6 +17,7 @@ from typing import Any
 from headline import headlines, speed_ratio
 from render_simulations import cold_starts, fleets, live, simulation, simulator_speed
 from render_sweeps import machine, schedules, sweep
+from traces import table as traces
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -323,6 +324,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "live_lossless": live,
     "live_kill": live,
     "simulator_speed": simulator_speed,
+    "traces": traces,
     "steps_0_5b": steps,
     "steps_0_5b_xeon": steps,
     "capacity": capacity,
