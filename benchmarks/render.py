@@ -26,6 +26,7 @@ from render_simulations import (
     simulator_speed,
 )
 from render_sweeps import machine, schedules, sweep
+from traces import table as traces
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -335,6 +336,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "live_lossless": live,
     "live_kill": live,
     "simulator_speed": simulator_speed,
+    "traces": traces,
     "steps_0_5b": steps,
     "steps_0_5b_xeon": steps,
     "capacity": capacity,

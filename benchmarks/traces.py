@@ -72,5 +72,33 @@ def _tokens(name: str, counts: Ints) -> dict[str, float]:
     return {f"{name}_mean": float(counts.mean()), f"{name}_p99": float(np.percentile(counts, 99))}
 
 
+def table(result: dict[str, Any]) -> list[str]:
+    """The lines for render.py: one trace a row, and how far other seeds are from seed 0."""
+    lines = [
+        "| trace | requests | hours | requests/s | busiest 30 s | prompt tokens (P99) "
+        "| answer tokens (P99) | shared | other seeds: requests, prompt tokens, answer tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in result["traces"].items():
+        seeds = [
+            f"{min(row['seeds'][key]) - 1:+.0%} to {max(row['seeds'][key]) - 1:+.0%}"
+            for key in ("requests", "prompt_mean", "output_mean")
+        ]
+        lines.append(
+            f"| `{name}` | {row['requests']:,} | {row['duration_s'] / 3600:.1f} | "
+            f"{row['rate_rps']:.1f} | {row['peak_over_mean']:.1f}x | "
+            f"{row['prompt_mean']:,.0f} ({row['prompt_p99']:,.0f}) | "
+            f"{row['output_mean']:,.0f} ({row['output_p99']:,.0f}) | "
+            f"{row['shared_share']:.0%} | {', '.join(seeds)} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Seed 0; busiest {result['window_s']:g} s: its rate over the mean one; shared: of all "
+        f"prompt tokens, with an earlier request; {len(result['seeds'])} other seeds against it. "
+        f"Commit {result['provenance']['commit']}.",
+    ]
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

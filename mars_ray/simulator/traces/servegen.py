@@ -55,7 +55,7 @@ def servegen(source: ServeGenTrace, resample: bool, rng: np.random.Generator) ->
     """The clients' requests in the source's own slice and rate. Raises DataError.
 
     With `resample` the clients are drawn. A client without its own token counts draws from those
-    of the others, weighted by their rates.
+    of the others, weighted by their rates (as published, whoever was drawn).
     """
     windows = [
         window
@@ -65,10 +65,8 @@ def servegen(source: ServeGenTrace, resample: bool, rng: np.random.Generator) ->
     ]
     if not windows:
         raise DataError(f"{source.rates_path}: no client between the chosen seconds")
-    if resample:
-        windows = drawn_clients(windows, rng)
     times, clients = [], []
-    for window in windows:
+    for window in drawn_clients(windows, rng) if resample else windows:
         arrivals = window_arrivals(window, source.window_s, source.rate_factor, rng)
         times.append(arrivals - source.start_s)
         clients.append(np.full(len(arrivals), window.client))
