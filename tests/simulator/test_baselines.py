@@ -93,7 +93,8 @@ def test_knative_panics_and_does_not_scale_down_in_panic():
 
 
 @pytest.mark.parametrize(
-    ("value", "replicas", "wish"), [(19, 4, 4), (22, 4, 4), (23, 4, 5), (17, 4, 4), (10, 4, 2)]
+    ("value", "replicas", "wish"),
+    [(19, 4, 4), (21.9, 4, 4), (22.1, 4, 5), (18.1, 4, 4), (10, 4, 2)],
 )
 def test_a_pod_autoscaler_tolerates_a_tenth(value, replicas, wish):
     """5 a replica: 18 to 22 are what four replicas should have, whatever the quotient rounds to."""
@@ -112,7 +113,7 @@ def test_a_pod_autoscaler_grows_at_once_and_shrinks_after_five_minutes():
         target = autoscaler.scaled(2, target, now)
         targets.append(target)
     # The last wish for 40 was 45 s after the beginning.
-    assert targets[4:].index(2) == (360 - 60) // 15
+    assert targets[4:].index(2) == (345 - 60) // 15
     assert set(targets[4:]) == {40, 2}
 
 
@@ -160,8 +161,8 @@ def test_llm_d_counts_full_caches():
     model = replace(MODEL, cache_tokens=10_000)
     policy = LlmDTokens(model, 1.5, 1, 20)
     seen = sample(4, 80, backlog_tokens=0, prompt_tokens=900.0, output_tokens=200.0)
-    assert policy(seen, 0.0).replicas == 5
-    assert ticks(policy, seen, 1, 1000)[-1] == 9
+    grown = ticks(policy, seen, 0, 1000)
+    assert (grown[0], grown[-1]) == (5, 10)
 
 
 def test_the_clairvoyant_one_orders_ahead():

@@ -64,14 +64,20 @@ class PodAutoscaler:
         for past in (self._wishes, self._targets):
             while past[0][0] < now - oldest:
                 past.popleft()
-        least = min(w for at, w in self._wishes if at >= now - rules.up_stable_s)
-        most = max(w for at, w in self._wishes if at >= now - rules.down_stable_s)
+        newest = self._wishes[-1][1]
+        least = min([newest, *_since(self._wishes, now - rules.up_stable_s)])
+        most = max([newest, *_since(self._wishes, now - rules.down_stable_s)])
         if least > target:
-            before = min(t for at, t in self._targets if at >= now - rules.up_period_s)
+            before = min(_since(self._targets, now - rules.up_period_s))
             more = max(rules.up_pods, math.ceil(before * rules.up_share))
             return min(least, max(target, before + more))
         if most < target:
-            before = max(t for at, t in self._targets if at >= now - rules.down_period_s)
+            before = max(_since(self._targets, now - rules.down_period_s))
             fewer = 0 if rules.down_pods is None else before - rules.down_pods
             return max(most, min(target, fewer))
         return min(max(target, self.low), self.high)
+
+
+def _since(past: deque[tuple[float, int]], start_s: float) -> list[int]:
+    """The values after a moment."""
+    return [value for at, value in past if at > start_s]
