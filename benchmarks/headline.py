@@ -116,6 +116,16 @@ HEADLINES = {
     "code.lines_before": Headline("code_size", _at("parts", "mars_ray", "lines_before")),
     "code.deleted": Headline("code_size", _at("parts", "mars_ray", "deleted")),
     "code.chunk_functions": Headline("house_walks", _chunk_functions),
+    "policy.cells": Headline("simulate", _at("claims", "attained", "cells")),
+    "policy.shipped_attained_share": Headline("simulate", _at("claims", "attained", "share")),
+    "policy.shipped_replicas_over_best_fixed": Headline(
+        "simulate", _at("claims", "over_best_fixed", "mean")
+    ),
+    "policy.over_ray_default": Headline(
+        "simulate", _at("claims", "over_ray", "ray, default", "ratio")
+    ),
+    "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
+    "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
 }
 

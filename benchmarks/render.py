@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from headline import headlines, speed_ratio
-from render_simulations import cold_starts, fleets, live, simulation, simulator_speed
+from render_simulations import (
+    cells,
+    cold_starts,
+    comparison,
+    fleets,
+    live,
+    overloads,
+    simulation,
+    simulator_speed,
+)
 from render_sweeps import machine, schedules, sweep
+from traces import table as traces
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -314,6 +324,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode_0_5b_xeon": decode,
     "serve_load": serve_load,
     "serve_load_0_5b": serve_load,
+    "simulate": comparison,
+    "cells_simulate": cells,
+    "simulate_overloads": overloads,
     "simulate_fast": simulation,
     "simulate_usual": simulation,
     "simulate_usual_2048": fleets,
@@ -323,6 +336,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "live_lossless": live,
     "live_kill": live,
     "simulator_speed": simulator_speed,
+    "traces": traces,
     "steps_0_5b": steps,
     "steps_0_5b_xeon": steps,
     "capacity": capacity,
@@ -336,7 +350,7 @@ def render(page: str) -> str:
     result does not exist."""
 
     def table(match: re.Match[str]) -> str:
-        name = match[2].removeprefix("summary_").replace("steps", "decode")
+        name = match[2].removeprefix("summary_").removeprefix("cells_").replace("steps", "decode")
         path = RESULTS / f"{name}.json"
         lines = TABLES[match[2]](json.loads(path.read_text()))
         return match[1] + "\n".join(lines) + "\n" + match[3]

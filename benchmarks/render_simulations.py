@@ -5,7 +5,9 @@ from typing import Any
 
 from render_sweeps import machine
 
-from mars_ray.simulator.verdict import margin, percent
+from mars_ray.simulator.plots import best_fixed
+from mars_ray.simulator.printed import policy_rows
+from mars_ray.simulator.verdict import margin, percent, verdicts
 
 
 def _knob(knob: dict[str, Any]) -> str:
@@ -86,6 +88,93 @@ def _fleets_facts(result: dict[str, Any]) -> str:
         f"Mean replicas (in time), {len(job['seeds'])} seeds; "
         f"* misses {percent(job['scaling']['slo']['attainment'])}. "
         f"{result['model']['name']}. Commit {result['provenance']['commit']}."
+    )
+
+
+def comparison(result: dict[str, Any]) -> list[str]:
+    """What is said of our policy as it ships, and how all fare over all cells."""
+    holds = {True: "yes", False: "**no**", None: ""}
+    lines = ["| of `mars` as it ships | measured | holds |", "|---|---|---|"]
+    lines += [f"| {one.claim} | {one.measured} | {holds[one.holds]} |" for one in verdicts(result)]
+    lines += [
+        "",
+        "| policy | settings | cells attained | replicas over the mean need | points lost |",
+        "|---|---|---|---|---|",
+    ]
+    for policy, group, cells, attained, over, points in policy_rows(result):
+        shown = f"{over:.2f} | {points:.2f}" if attained else "- | -"
+        lines.append(f"| `{policy}` | {group} | {attained} of {cells} | {shown} |")
+    return [
+        *lines,
+        "",
+        "Replicas over what lossless decoding needs on average, in the cells that a policy "
+        f"attains. {_cells_facts(result)}",
+    ]
+
+
+def cells(result: dict[str, Any]) -> list[str]:
+    """Cell by cell: the best fixed fleet, the bound, and a few policies beside it."""
+    columns = (
+        ("mars", "default"),
+        ("ray", "default"),
+        ("ray", "tuned"),
+        ("ray-verified", "tuned"),
+        ("keda", "default"),
+        ("fixed-verified", "default"),
+    )
+    heads = " | ".join(f"`{policy}`, {group}" for policy, group in columns)
+    lines = [
+        f"| trace | regime | cold start | bound | best fixed | {heads} |",
+        "|---|---|---|---|---|" + "---|" * len(columns),
+    ]
+    wanted = {name: slo["attainment"] for name, slo in result["job"]["slos"].items()}
+    for cell in result["cells"]:
+        best = best_fixed(cell)
+        fixed = "-" if best is None else f"{best / cell['duration_s']:.2f}"
+        shown = [
+            _fleet(row["mean"], wanted[cell["regime"]])
+            if (row := cell["policies"].get(policy, {}).get(group))
+            else ""
+            for policy, group in columns
+        ]
+        lines.append(
+            f"| {cell['trace']} | {cell['regime']} | {cell['cold_start_s']:g} s | "
+            f"{cell['bound']['lossless']:.2f} | {fixed} | {' | '.join(shown)} |"
+        )
+    return [*lines, "", f"Mean replicas (in time), * misses. {_cells_facts(result)}"]
+
+
+def overloads(result: dict[str, Any]) -> list[str]:
+    """What lower thresholds kept in time, on equal replicas."""
+    lines = [
+        "| trace | regime | cold start | in time | without | kept in time | points lost "
+        "| lowered |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in result["cells"]:
+        mean, half = cell["valve"]["mean"], cell["valve"]["half_width"]
+        both = [cell["policies"][name]["default"]["mean"] for name in ("mars", "mars-lossless")]
+        shares = " | ".join(f"{one['attainment']:.2%}" for one in both)
+        lines.append(
+            f"| {cell['trace']} | {cell['regime']} | {cell['cold_start_s']:g} s | {shares} | "
+            f"{mean['kept']:,.0f}{margin(half['kept'])} | "
+            f"{mean['points_lost']:.2f}{margin(half['points_lost'])} | "
+            f"{mean['below_set_point_s']:.0f} s |"
+        )
+    return [*lines, "", f"Equal replicas and requests. {_cells_facts(result)}"]
+
+
+def _cells_facts(result: dict[str, Any]) -> str:
+    job, cost = result["job"], result["cost"]
+    fewer = [
+        f"{len(special['seeds'])} of {trace}"
+        for trace, special in job["per_trace"].items()
+        if special["seeds"]
+    ]
+    seeds = f"{len(job['seeds'])} seeds" + (f" ({', '.join(fewer)})" if fewer else "")
+    return (
+        f"{result['model']['name']}, {seeds}, 95% intervals; {cost['runs']:,} runs. Commit "
+        f"{result['provenance']['commit']}."
     )
 
 

@@ -149,7 +149,7 @@ for path in sorted(root.rglob("*.py")):
     if not name.endswith("__") and not name.startswith("mars_ray.simulator."):
         importlib.import_module(name)
 assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
-sys.argv = ["mars-ray", "simulate", "jobs/simulate-fast.toml"]
+sys.argv = ["mars-ray", "simulate", "jobs/simulate-demo.toml"]
 cli.main()
 """
 

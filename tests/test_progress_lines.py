@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,8 +13,9 @@ from rich.console import Console
 from mars_ray import progress
 from mars_ray.config.load import load_job
 from mars_ray.progress import Bars, Lines
-from mars_ray.simulator import comparison
+from mars_ray.simulator import comparison, matrix
 from mars_ray.simulator.config import KINDS, SimulateJob
+from mars_ray.simulator.runs import figures
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.progress import StageProgress
 from mars_ray.tune.ledger import Ledger, ended
@@ -76,18 +78,19 @@ def test_a_terminal_has_its_bar_only(monkeypatch):
 
 def test_simulating_says_which_part_it_is_at(log, monkeypatch):
     """Each takes minutes where it is tuned."""
-    small = ["policies=['lossless']", "seeds=[0]", "traces.flash.duration_s=60"]
-    small += ["traces.flash.from_s=20", "traces.flash.to_s=40"]
-    job = load_job("jobs/simulate-kills.toml", small, KINDS)
+    small = ["policies=['fixed']", "seeds=[0]", "tune=false"]
+    small += ["traces={flash={type='flash', duration_s=60, from_s=20, to_s=40}}"]
+    job = load_job("jobs/simulate-demo.toml", small, KINDS)
     assert isinstance(job, SimulateJob)
 
-    def compared(*_: object) -> dict:
+    def waited(*given: Any) -> dict[str, Any]:
         wait_for(lambda: said(log))
-        return {"requests": []}
+        return figures(*given)
 
-    monkeypatch.setattr(comparison, "_compared", compared)
-    comparison.run_simulations(job, log)
-    assert said(log)[0].startswith("flash, cold start 100 s, lossless: 0 of 1, ")
+    monkeypatch.setattr(matrix, "figures", waited)
+    comparison.run_simulations(job, log, workers=1)
+    expected = "flash, 6 ms, cold start 100 s, fixed (as shipped, 2 replicas), seed 0: 0 of 1, "
+    assert said(log)[0].startswith(expected)
 
 
 def test_a_stage_that_waits_for_its_first_step_says_so(tmp_path, monkeypatch, capsys):

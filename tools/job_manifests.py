@@ -159,37 +159,39 @@ SUBMISSIONS = (
         gpus=1,
     ),
     Submission(
-        "simulate-usual",
         "simulate",
-        "scaling policies on published traces",
-        options="--output /shared/runs/simulate-usual "
+        "simulate",
+        "scaling policies on ten traces, in three regimes, at two cold starts",
+        options="--output /shared/runs/simulate "
         "traces.azure-code.path=/shared/data/AzureLLMInferenceTrace_code.csv "
         "traces.mooncake.path=/shared/data/conversation_trace.jsonl.gz "
-        "traces.servegen.rates_path=/shared/data/deepseek-r1_clients_trace.csv.gz "
-        "traces.servegen.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
+        + " ".join(
+            f"traces.{trace}.{kind}_path=/shared/data/{source}_clients_{file}.gz"
+            for trace, rates, lengths in (
+                ("reasoning", "deepseek-r1", "deepseek-r1"),
+                ("chat", "m-small", "m-small"),
+                ("chat-bursty", "m-mid", "m-small"),
+                ("days", "m-small", "m-small"),
+            )
+            for kind, source, file in (
+                ("rates", rates, "trace.csv"),
+                ("lengths", lengths, "lengths.jsonl"),
+            )
+        ),
         cpus=2,
     ),
     Submission(
-        "simulate-fast",
+        "simulate-overloads",
         "simulate",
-        "the same, where answers have to be fast",
-        options="--output /shared/runs/simulate-fast "
-        "traces.servegen.rates_path=/shared/data/deepseek-r1_clients_trace.csv.gz "
-        "traces.servegen.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
+        "what lower thresholds keep in time while replicas are on their way",
+        options="--output /shared/runs/simulate-overloads",
         cpus=2,
     ),
     Submission(
-        "simulate-cold-starts",
+        "simulate-demo",
         "simulate",
-        "what the time that a replica takes to start is worth",
-        options="--output /shared/runs/simulate-cold-starts",
-        cpus=2,
-    ),
-    Submission(
-        "simulate-kills",
-        "simulate",
-        "replicas that die in a burst",
-        options="--output /shared/runs/simulate-kills",
+        "a first look at the same, in a minute",
+        options="--output /shared/runs/simulate-demo",
         cpus=2,
     ),
     Submission(

@@ -1,220 +1,228 @@
-"""Runs of every policy on every trace with every seed, and their comparison."""
+"""All policies in all cells with all seeds, as shipped and tuned on other traces.
+
+One matrix of runs has every setting of every policy in every cell with the first seed. From it each
+policy gets, for each cell, the setting that did best on the other traces; then these settings, and
+those that policies ship with, are run with the other seeds. No run is made twice.
+"""
 
 import hashlib
 import json
+import os
 import secrets
-import statistics
-from dataclasses import asdict, dataclass, fields, replace
+from collections import Counter
+from dataclasses import asdict, fields
 from functools import partial
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.autoscale.step_size import step_rows
-from mars_ray.errors import ConfigError
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
-from mars_ray.simulator.baselines.contenders import Setting, contender, run
-from mars_ray.simulator.baselines.tuning import tuned
-from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
-from mars_ray.simulator.engine.result import Outcome, Timeline, summarise
+from mars_ray.simulator.baselines.contenders import (
+    FIXED,
+    OURS,
+    UNLOWERED,
+    Knob,
+    Setting,
+    grid,
+    shipped,
+)
+from mars_ray.simulator.cells import Cell, Needs, loaded, make_case, needs_of
+from mars_ray.simulator.config import PolicyName, SimulateJob
+from mars_ray.simulator.matrix import Matrix
 from mars_ray.simulator.parts import run_parts
-from mars_ray.simulator.traces.load import load_trace
-from mars_ray.simulator.traces.trace import Trace
-from mars_ray.simulator.verdict import margin, percent
+from mars_ray.simulator.rows import made_row, valve_row
+from mars_ray.simulator.runs import Run, bounds, hindsight, timeline
+from mars_ray.simulator.verdict import claims
 
-# 97.5% quantiles of Student's t by degrees of freedom; beyond the table, from the normal quantile.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-_NORMAL = 1.959964
 _KEPT = "parts.jsonl"
-# Points of a timeline in the result, few enough to keep its file small.
-_TICKS = 150
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One policy on one trace at one cold start."""
-
-    trace: str
-    cold_start_s: float
-    policy: PolicyName
-
-    def __str__(self) -> str:
-        return f"{self.trace}, cold start {self.cold_start_s:g} s, {self.policy}"
+# Policies that are drawn over time, with the groups of their settings.
+_DRAWN: tuple[tuple[PolicyName, str], ...] = (
+    (OURS, "default"),
+    ("ray", "default"),
+    ("ray-verified", "tuned"),
+    ("fixed-verified", "hindsight"),
+)
+# About how many runs it takes to find a fleet with hindsight.
+_SEARCH = 6
 
 
 def run_simulations(
     job: SimulateJob, console: Console, directory: Path | None = None, workers: int | None = None
 ) -> dict[str, Any]:
-    """Figures, means and intervals of all runs, by cold start, trace and policy, as JSON values.
+    """The comparison as JSON values: cells with their policies, and what follows from them.
 
     Finished parts are kept in the directory, and not simulated again for the same job and code.
     Workers are processes, by default one per core. Raises ConfigError or DataError.
     """
     model = load_service_model(job.service_model)
-    chosen = step_rows(model, job.scaling.slo.time_per_token_s)
-    model = replace(model, step_rows=job.cluster.step_tokens or chosen)
-    _check_fixed_threshold(job, model)
     # Loading all traces now shows at once if one is missing.
-    traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
-    colds = dict.fromkeys((job.cluster.cold_start_s, *job.cold_starts_s))
-    parts = [_Part(t, cold, p) for cold in colds for t in job.traces for p in job.policies]
+    needs = _needs(job, model)
     where = provenance()
-    kept = Kept(directory / _KEPT if directory else None, _work(job, model, traces, where))
-    calls = {str(part): partial(_compared, part, job, model) for part in parts}
-    made = run_parts(calls, kept, workers, console)
-    results: dict[str, Any] = {}
-    for part in parts:
-        by_trace = results.setdefault(f"{part.cold_start_s:g}", {})
-        by_policy = by_trace.setdefault(part.trace, {"policies": {}})
-        row = dict(made[str(part)])
-        by_policy["requests"] = row.pop("requests")
-        by_policy["policies"][part.policy] = row
+    kept = Kept(directory / _KEPT if directory else None, _work(job, model, where))
+    parts = partial(run_parts, kept=kept, workers=workers, console=console)
+    matrix = Matrix(job, model, needs, parts)
+    _estimate(matrix, workers, console)
+    matrix.make(matrix.first())
+    matrix.make(matrix.others())
+    bound = _bounds(matrix)
+    found = _hindsights(matrix)
+    cells = [_row(matrix, cell, bound, found) for cell in matrix.cells]
     return {
         "job": job.model_dump(mode="json"),
-        "model": {
-            "name": model.name,
-            "step_rows": model.step_rows,
-            "provenance": model.provenance,
-        },
-        "cold_starts": results,
+        "model": {"name": model.name, "provenance": model.provenance},
+        "cells": cells,
+        "claims": claims(cells, job),
+        "timelines": _timelines(matrix, cells),
+        "cost": _cost(matrix, found),
         "provenance": where,
     }
 
 
-def _check_fixed_threshold(job: SimulateJob, model: ServiceModel) -> None:
-    """Check that the model has the threshold of the policy fixed-threshold. Raises ConfigError."""
-    wanted = job.fixed_threshold
-    if "fixed-threshold" in job.policies and model.level(wanted).threshold != wanted:
-        known = ", ".join(f"{level.threshold:g}" for level in model.levels)
-        raise ConfigError(
-            f"{model.name} has no level {wanted:g} for the policy fixed-threshold: set "
-            f"fixed_threshold to one of {known}, or leave the policy out of policies"
+def _needs(job: SimulateJob, model: ServiceModel) -> dict[tuple[str, str], Needs]:
+    """What each trace needs in each regime."""
+    return {
+        (trace, regime): needs_of(
+            make_case(job, model, Cell(trace, regime, job.colds_s[0]), job.seeds_of(trace)[0])
         )
+        for trace in job.traces
+        for regime in job.slos
+    }
 
 
-def _work(job: SimulateJob, model: ServiceModel, traces: list[Trace], where: dict[str, Any]) -> str:
+def _work(job: SimulateJob, model: ServiceModel, where: dict[str, Any]) -> str:
     """A digest of all that a part's result depends on besides the part. Code with uncommitted
     changes has no name, so each run of it gets a different digest."""
-    facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s"})
+    facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s", "tune"})
     code = [where["mars_ray"], where["commit"]]
     if str(where["commit"]).endswith("+"):
         code.append(secrets.token_hex())
     work = hashlib.sha256(json.dumps([facts, asdict(model), code], sort_keys=True).encode())
-    for trace in traces:  # their files may change
+    for name, source in job.traces.items():  # their files may change
+        trace = loaded(source, job.seeds_of(name)[0])
         for column in fields(trace)[1:]:
             work.update(np.ascontiguousarray(getattr(trace, column.name)).tobytes())
     return work.hexdigest()[:16]
 
 
-def _settings(job: SimulateJob, model: ServiceModel, part: _Part) -> list[Setting]:
-    cluster = Cluster.model_validate(job.cluster.model_dump() | {"cold_start_s": part.cold_start_s})
-    source = job.traces[part.trace]
-    return [Setting(job, model, load_trace(source, seed), cluster) for seed in job.seeds]
-
-
-def _compared(part: _Part, job: SimulateJob, model: ServiceModel) -> dict[str, Any]:
-    settings = _settings(job, model, part)
-    knob = tuned(settings[: job.tuning_seeds], part.policy)
-    runs, first = [], None
-    for seed, setting in zip(job.seeds, settings, strict=True):
-        outcome = run(setting, contender(part.policy, setting), knob, seed)
-        runs.append(summarise(outcome, job.scaling.slo, job.accuracy))
-        first = first or outcome
-    assert first is not None
-    return {
-        "requests": [len(setting.trace) for setting in settings],
-        "knob": asdict(knob),
-        "runs": runs,
-        "mean": {key: statistics.fmean(r[key] for r in runs) for key in runs[0]},
-        "half_width": {key: _half_width([r[key] for r in runs]) for key in runs[0]},
-        "timeline": _thinned(first.timeline),
-        "reasons": _reasons(first),
+def _estimate(matrix: Matrix, workers: int | None, console: Console) -> None:
+    """Say how long it will take, from one run of each trace."""
+    job = matrix.job
+    policy = job.policies[0]
+    ones = {
+        cell.trace: matrix.run(
+            cell, policy, next(iter(shipped(policy).values())), job.seeds_of(cell.trace)[0]
+        )
+        for cell in reversed(matrix.cells)
     }
+    matrix.make(ones.values())
+    counts = Counter(run.cell.trace for run in {str(r): r for r in matrix.first()}.values())
+    for cell in matrix.cells:
+        tuned = job.tune and len(job.traces) > 1
+        groups = sum(len(shipped(p)) + (tuned and len(grid(p)) > 1) for p in job.policies)
+        searches = sum(policy in FIXED for policy in job.policies)
+        seeds = len(job.seeds_of(cell.trace))
+        counts[cell.trace] += (seeds - 1) * groups + searches * (seeds + _SEARCH)
+    seconds = sum(matrix.made[str(one)]["cpu_s"] * counts[trace] for trace, one in ones.items())
+    seconds /= workers or os.cpu_count() or 1
+    console.print(
+        f"up to {counts.total():,} runs, about {seconds / 60:.1f} minutes", highlight=False
+    )
 
 
-def _half_width(values: list[float]) -> float | None:
-    """Half the width of the mean's 95% interval over seeds; None if it is not known."""
-    if len(values) < 2 or not all(map(np.isfinite, values)):
-        return None
-    return _quantile(len(values) - 1) * statistics.stdev(values) / sqrt(len(values))
+def _bounds(matrix: Matrix) -> dict[Cell, dict[str, float]]:
+    """The replicas that no schedule can do without, by cell."""
+    named = {cell: f"bound: {matrix.same(cell)}" for cell in matrix.cells}
+    calls = {name: partial(bounds, cell, matrix.job, matrix.model) for cell, name in named.items()}
+    made = matrix.parts(calls)
+    return {cell: made[name] for cell, name in named.items()}
 
 
-def _quantile(degrees: int) -> float:
-    """Student's 97.5% quantile, by Cornish and Fisher's expansion beyond the table (to 0.2%)."""
-    if degrees <= len(_T):
-        return _T[degrees - 1]
-    z = _NORMAL
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / degrees + second / degrees**2
+def _hindsights(matrix: Matrix) -> dict[tuple[Cell, PolicyName], dict[str, Any] | None]:
+    """The smallest fixed fleets that attain, by cell and policy; None where none does."""
+    named, calls = {}, {}
+    for cell in matrix.cells:
+        for policy in matrix.job.policies:
+            if policy in FIXED:
+                name = f"hindsight: {matrix.same(cell)}, {policy}"
+                between = _bracket(matrix, cell, policy)
+                named[cell, policy] = name
+                calls[name] = partial(
+                    hindsight, matrix.same(cell), policy, between, matrix.job, matrix.model
+                )
+    made = matrix.parts(calls)
+    return {key: made[name] for key, name in named.items()}
 
 
-def _thinned(timeline: Timeline) -> dict[str, list[float]]:
-    """The timeline as means over equal spans; for the threshold, the lowest value."""
-    spans = np.array_split(np.arange(len(timeline.at_s)), min(_TICKS, len(timeline.at_s)))
-    columns = {
-        "at_s": [timeline.at_s[i[0]] for i in spans],
-        "arrivals_per_s": [timeline.arrivals_per_s[i].mean() for i in spans],
-        "ready": [timeline.ready[i].mean() for i in spans],
-        "starting": [timeline.starting[i].mean() for i in spans],
-        "threshold": [timeline.threshold[i].min() for i in spans],
-        "outstanding": [timeline.outstanding[i].mean() for i in spans],
-    }
-    return {name: [round(float(v), 3) for v in values] for name, values in columns.items()}
+def _bracket(matrix: Matrix, cell: Cell, policy: PolicyName) -> tuple[int, int]:
+    """The largest fleet of the matrix that misses with the first seed, and the next larger one that
+    attains; the bounds of all fleets where there is none."""
+    seed = matrix.job.seeds_of(cell.trace)[0]
+    wanted = matrix.job.slos[cell.regime].attainment
+    settings = [*shipped(policy).values(), *(grid(policy) if matrix.job.tune else ())]
+    runs = [matrix.run(cell, policy, setting, seed) for setting in settings]
+    attained = {r.knob.replicas: matrix.made[str(r)]["attainment"] >= wanted for r in runs}
+    scaling = matrix.job.scaling
+    high = min([size for size, ok in attained.items() if ok], default=scaling.max_replicas)
+    missed = [size for size, ok in attained.items() if not ok and size < high]
+    return max(missed, default=scaling.min_replicas - 1), high
 
 
-def _reasons(outcome: Outcome) -> list[tuple[float, str]]:
-    """The first decisions that changed something, with their reasons."""
-    return [(round(at, 1), reason) for at, reason in outcome.reasons[:20]]
-
-
-def print_comparison(result: dict[str, Any], console: Console) -> None:
-    """Print a table for each trace, at the job's own cold start."""
-    cold = f"{result['job']['cluster']['cold_start_s']:g}"
-    wanted = result["job"]["scaling"]["slo"]["attainment"]
-    for trace, part in result["cold_starts"][cold].items():
-        title = f"{trace}: {part['requests'][0]} requests, cold start {cold} s"
-        table = Table(title=title, title_justify="left")
-        table.add_column("policy")
-        for name in (
-            "replicas",
-            "attained",
-            "effective accuracy",
-            "points lost",
-            "below set-point",
-        ):
-            table.add_column(name, justify="right")
-        for policy, row in part["policies"].items():
-            mean, half = row["mean"], row["half_width"]
-            mark = "" if mean["attainment"] >= wanted else " *"
-            table.add_row(
-                policy,
-                f"{mean['mean_replicas']:.2f}{margin(half['mean_replicas'])}",
-                f"{mean['attainment']:.2%}{mark}",
-                f"{mean['effective_accuracy']:.2f}{margin(half['effective_accuracy'])}",
-                f"{mean['points_lost']:.2f}",
-                f"{mean['below_set_point_s']:.0f} s",
+def _row(
+    matrix: Matrix,
+    cell: Cell,
+    bound: dict[Cell, dict[str, float]],
+    found: dict[tuple[Cell, PolicyName], dict[str, Any] | None],
+) -> dict[str, Any]:
+    """A cell, with its policies by group."""
+    policies: dict[str, dict[str, Any]] = {}
+    for policy in matrix.job.policies:
+        policies[policy] = {
+            group: made_row(
+                setting, matrix.knob(cell, policy, setting), matrix.of(cell, policy, setting)
             )
-        console.print(table)
-    console.print(f"* below {percent(wanted)}; means over seeds, 95% intervals", style="dim")
-
-
-def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The result without timelines, runs and reasons."""
-
-    def short(row: dict[str, Any]) -> dict[str, Any]:
-        return {key: row[key] for key in ("knob", "mean", "half_width")}
-
-    colds = {
-        cold: {
-            trace: {name: short(row) for name, row in part["policies"].items()}
-            for trace, part in traces.items()
+            for group, setting in matrix.settings(cell, policy).items()
         }
-        for cold, traces in result["cold_starts"].items()
-    }
-    return {key: result[key] for key in ("job", "model", "provenance")} | {"cold_starts": colds}
+        if known := found.get((cell, policy)):
+            knob = Knob(None, known["replicas"])
+            policies[policy]["hindsight"] = made_row(None, knob, known["runs"])
+    row = asdict(cell) | asdict(matrix.needs[cell.trace, cell.regime])
+    row |= {"bound": bound[cell], "policies": policies}
+    if OURS in policies and UNLOWERED in policies:
+        row["valve"] = valve_row(
+            matrix.of(cell, OURS, Setting()), matrix.of(cell, UNLOWERED, Setting())
+        )
+    return row
+
+
+def _timelines(matrix: Matrix, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """One cell of each trace over time: the first regime at the last cold start."""
+    job = matrix.job
+    named: dict[str, tuple[str, str]] = {}
+    calls = {}
+    result: dict[str, Any] = {}
+    for row in cells:
+        cell = Cell(row["trace"], row["regime"], row["cold_start_s"])
+        if (cell.regime, cell.cold_start_s) != (next(iter(job.slos)), job.colds_s[-1]):
+            continue
+        result[cell.trace] = {"regime": cell.regime, "cold_start_s": cell.cold_start_s, "lines": {}}
+        for policy, group in _DRAWN:
+            if made := row["policies"].get(policy, {}).get(group):
+                knob = Knob(made["target"], made["replicas"])
+                run = Run(cell, policy, knob, job.seeds_of(cell.trace)[0])
+                named[f"timeline: {run}"] = cell.trace, f"{policy}, {group}"
+                calls[f"timeline: {run}"] = partial(timeline, run, job, matrix.model)
+    made = matrix.parts(calls)
+    for name, (trace, label) in named.items():
+        result[trace]["lines"][label] = made[name]
+    return result
+
+
+def _cost(matrix: Matrix, found: dict[Any, dict[str, Any] | None]) -> dict[str, int]:
+    """What all runs took."""
+    searched = [run for one in found.values() if one for run in one["runs"]]
+    seconds = sum(run["cpu_s"] for run in (*matrix.made.values(), *searched))
+    return {"runs": len(matrix.made) + len(searched), "cpu_s": round(seconds)}

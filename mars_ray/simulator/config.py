@@ -4,12 +4,12 @@ This module needs no numba, so a job can be checked where the simulator cannot r
 """
 
 import math
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from mars_ray.config.base import DISTINCT, Config
-from mars_ray.config.scaling import ScalingConfig
+from mars_ray.config.scaling import ScalingConfig, Slo
 
 
 class _Source(Config):
@@ -136,16 +136,19 @@ TraceSource = Annotated[
 
 PolicyName = Literal[
     "mars",
-    "lossless",
-    "fixed-threshold",
-    "threshold-only",
-    "static-peak",
-    "static-mean",
+    "mars-lossless",
+    "fixed",
+    "fixed-verified",
     "ray",
     "ray-verified",
-    "ray-ttft",
+    "keda",
+    "keda-verified",
     "knative",
+    "knative-verified",
     "llm-d",
+    "llm-d-verified",
+    "llm-d-tokens",
+    "llm-d-tokens-verified",
     "clairvoyant",
 ]
 ALL_POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -201,31 +204,67 @@ class Cluster(Config):
     slowdowns: tuple[Slowdown, ...] = ()
 
 
+class PerTrace(Config):
+    """What is different in the cells of one trace."""
+
+    kills: tuple[Kill, ...] = ()
+    tick_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="default: cluster.tick_s; a long trace may tick less often"
+    )
+    seeds: Annotated[tuple[NonNegativeInt, ...], DISTINCT] = Field(
+        default=(), description="default: the job's seeds; fewer where a run takes long"
+    )
+
+
 class SimulateJob(Config):
-    """A simulation of every policy on every trace with every seed."""
+    """A simulation of every policy in every cell with every seed.
+
+    A cell is a trace, a regime (what is owed to a request) and a cold start.
+    """
 
     kind: Literal["simulate"] = "simulate"
     name: str
     service_model: str = Field(description="JSON file (docs/simulator.md)")
     accuracy: float = Field(default=100.0, gt=0, le=100, description="of lossless answers, percent")
     traces: dict[str, TraceSource] = Field(min_length=1)
+    slos: dict[str, Slo] = Field(min_length=1, description="regimes by name")
+    cold_starts_s: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = Field(
+        default=(), description="default: cluster.cold_start_s alone"
+    )
     policies: Annotated[tuple[PolicyName, ...], DISTINCT] = Field(
         default=ALL_POLICIES, min_length=1
     )
-    scaling: ScalingConfig = ScalingConfig()
-    cluster: Cluster = Cluster()
-    fixed_threshold: float = Field(
-        default=0.9, ge=0, le=1, description="of the policy fixed-threshold"
+    tune: bool = Field(
+        default=True,
+        description="beside the settings that policies ship with, those that did best on the other "
+        "traces",
     )
+    scaling: ScalingConfig = Field(
+        default=ScalingConfig(), description="slo and cold_start_s are those of the cell"
+    )
+    cluster: Cluster = Cluster()
+    per_trace: dict[str, PerTrace] = Field(default={}, description="by the trace's name")
     seeds: Annotated[tuple[NonNegativeInt, ...], DISTINCT] = Field(
         default=(0, 1, 2, 3, 4), min_length=1
     )
-    tuning_seeds: int = Field(
-        default=2, ge=1, description="policies are tuned on so many of the seeds, the first ones"
-    )
-    cold_starts_s: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = Field(
-        default=(), description="other cold starts, for the sensitivity; all policies again"
-    )
+
+    @property
+    def colds_s(self) -> tuple[float, ...]:
+        """The cold starts of the cells."""
+        return self.cold_starts_s or (self.cluster.cold_start_s,)
+
+    def seeds_of(self, trace: str) -> tuple[int, ...]:
+        """The seeds of a trace; policies are tuned with the first one."""
+        special = self.per_trace.get(trace)
+        return (special.seeds if special else ()) or self.seeds
+
+    def cluster_of(self, trace: str, cold_start_s: float) -> Cluster:
+        """The cluster of a cell."""
+        changes: dict[str, Any] = {"cold_start_s": cold_start_s}
+        if special := self.per_trace.get(trace):
+            changes["kills"] = (*self.cluster.kills, *special.kills)
+            changes["tick_s"] = special.tick_s or self.cluster.tick_s
+        return self.cluster.model_copy(update=changes)
 
     @model_validator(mode="after")
     def _classes_are_a_services(self) -> Self:
@@ -237,21 +276,35 @@ class SimulateJob(Config):
         return self
 
     @model_validator(mode="after")
-    def _metrics_are_fresh(self) -> Self:
-        tick_s = self.cluster.tick_s
-        age_s = max(1, math.ceil(self.cluster.metrics_lag_s / tick_s)) * tick_s
-        if age_s > self.scaling.stale_after_s:
-            raise ValueError(
-                f"with cluster.tick_s and metrics_lag_s metrics are {age_s:g} s old, and "
-                f"scaling.stale_after_s={self.scaling.stale_after_s:g} has policies ignore them: "
-                "raise it, or lower those"
-            )
+    def _regimes_are_slos(self) -> Self:
+        if self.scaling.slo != Slo():
+            raise ValueError("leave scaling.slo out, and name the regimes in slos")
         return self
 
     @model_validator(mode="after")
-    def _cold_starts_have_names(self) -> Self:
-        colds = {self.cluster.cold_start_s, *self.cold_starts_s}
-        if len({f"{cold:g}" for cold in colds}) < len(colds):
+    def _special_traces_exist(self) -> Self:
+        for name in self.per_trace:
+            if name not in self.traces:
+                raise ValueError(f"per_trace.{name}: traces has no {name}")
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_are_fresh(self) -> Self:
+        for trace in self.traces:
+            cluster = self.cluster_of(trace, 0)
+            tick_s = cluster.tick_s
+            age_s = max(1, math.ceil(cluster.metrics_lag_s / tick_s)) * tick_s
+            if age_s > self.scaling.stale_after_s:
+                raise ValueError(
+                    f"with cluster.tick_s and metrics_lag_s metrics of {trace} are {age_s:g} s "
+                    f"old, and scaling.stale_after_s={self.scaling.stale_after_s:g} has policies "
+                    "ignore them: raise it, or lower those"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _cells_have_names(self) -> Self:
+        if len({f"{cold:g}" for cold in self.colds_s}) < len(self.colds_s):
             raise ValueError("cold starts must differ in their first six digits")
         return self
 

@@ -1,130 +1,116 @@
-"""The report's plots, as SVG for embedding in a page."""
+"""The report's pictures: a map of all cells, and load and replicas over time."""
 
 import io
+from collections.abc import Iterator, Mapping
+from html import escape
+from itertools import groupby
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours for the policies drawn over time; the rest are grey.
-COLOURS = {
-    "mars": "#D55E00",
-    "lossless": "#0072B2",
-    "ray": "#009E73",
-    "ray-verified": "#56B4E9",
-    "clairvoyant": "#000000",
-    "static-peak": "#CC79A7",
-    "llm-d": "#E69F00",
-}
+from mars_ray.simulator.baselines.contenders import FIXED
+
+# Okabe and Ito's colours.
+_COLOURS = ("#D55E00", "#009E73", "#56B4E9", "#000000", "#CC79A7", "#E69F00")
 _GREY = "#888888"
-_OVER_TIME = ("mars", "lossless", "ray", "clairvoyant")
-Part = dict[str, Any]
+# Replicas over those of the best fixed fleet: half of them, as many, and three times as many.
+_SHADES = LinearSegmentedColormap.from_list("cost", ["#1b7f5c", "#b7e0c8", "#fbe6b5", "#f0a35c"])
+_CHEAP, _DEAR = 0.5, 3.0
 
 
-def pareto(policies: dict[str, Part], attainment: float) -> str:
-    """Replica-seconds against effective accuracy; hollow marks miss the attainment."""
-    figure = Figure(figsize=(8.5, 4.6), layout="constrained")
-    axes = figure.add_subplot()
-    placed: list[tuple[float, float]] = []
-    for name, row in policies.items():
-        mean, half = row["mean"], row["half_width"]
-        colour = COLOURS.get(name, _GREY)
-        x, y = mean["replica_s"] / 3600, mean["effective_accuracy"]
-        axes.errorbar(
-            x,
-            y,
-            xerr=None if half["replica_s"] is None else half["replica_s"] / 3600,
-            yerr=half["effective_accuracy"],
-            marker="o",
-            ms=8,
-            color=colour,
-            mfc=colour if mean["attainment"] >= attainment else "white",
-            capsize=2,
-            lw=1,
+def cell_map(cells: list[dict[str, Any]], wanted: Mapping[str, float]) -> str:
+    """An HTML table with a row for each policy and group, and a column for each cell."""
+    rows = list(dict.fromkeys(_names(cells)))
+    body = "".join(
+        f"<tr class='{_kind(policy)}'><th>{escape(policy)}<td class=group>{escape(group)}"
+        + "".join(_square(cell, policy, group, wanted[cell["regime"]]) for cell in cells)
+        for policy, group in rows
+    )
+    return f"<table class=map>{_heads(cells)}{body}</table>"
+
+
+def _names(cells: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for cell in cells:
+        for policy, groups in cell["policies"].items():
+            yield from ((policy, group) for group in groups)
+
+
+def _kind(policy: str) -> str:
+    return "mars" if policy == "mars" else ""
+
+
+def _heads(cells: list[dict[str, Any]]) -> str:
+    """Traces, their regimes, and cold starts in seconds, each over its columns."""
+    keys = ("trace", "regime", "cold_start_s")
+    lines = []
+    for depth in range(1, len(keys) + 1):
+        columns = groupby([cell[name] for name in keys[:depth]] for cell in cells)
+        heads = "".join(
+            f"<th colspan={len(list(same))} class='{keys[depth - 1]}'>{_head(names[-1])}"
+            for names, same in columns
         )
-        placed.append((x, y))
-        axes.annotate(name, (x, y), xytext=_offset(placed), textcoords="offset points", fontsize=9)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    shown = [row for row in policies.values() if _near(row)] or policies.values()
-    accuracies = [row["mean"]["effective_accuracy"] for row in shown]
-    low, high = min(accuracies), max(accuracies)
-    axes.set_ylim(low - 0.15 * (high - low + 0.1), high + 0.15 * (high - low + 0.1))
-    axes.set_xlabel("replica-hours (log scale)")
-    axes.set_ylabel("effective accuracy, %")
-    _plain(axes)
-    return _svg(figure)
+        lines.append(f"<tr><th><th>{heads}")
+    return "".join(lines)
 
 
-def _near(row: Part) -> bool:
-    """Whether a policy is good enough to be worth its room in the plot."""
-    return row["mean"]["attainment"] >= 0.9
+def _head(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else escape(value)
 
 
-def _offset(placed: list[tuple[float, float]]) -> tuple[float, float]:
-    """Offset of a label: above its mark, or below if another mark is close by."""
-    x, y = placed[-1]
-    close = [p for p in placed[:-1] if 0.8 < p[0] / x < 1.25 and abs(p[1] - y) < 0.15]
-    return (6, 6 - 16 * (len(close) % 3))
+def _square(cell: dict[str, Any], policy: str, group: str, wanted: float) -> str:
+    row = cell["policies"].get(policy, {}).get(group)
+    if row is None:
+        return "<td>"
+    mean = row["mean"]
+    title = f"{mean['attainment']:.2%} in time, {mean['mean_replicas']:.2f} replicas"
+    if mean["points_lost"] >= 0.005:
+        title += f", {mean['points_lost']:.2f} points lost"
+    if mean["attainment"] < wanted:
+        # Rounded down: 98.9 is not yet 99.
+        return f"<td class=missed title='{title}'>{int(100 * mean['attainment'])}%"
+    best = best_fixed(cell)
+    if best is None:
+        return f"<td class=alone title='{title}'>&#10003;"
+    over = mean["replica_s"] / best
+    shade = to_hex(_SHADES((over - _CHEAP) / (_DEAR - _CHEAP)))
+    return f"<td style='background:{shade}' title='{title}'>{over:.{2 if over < 9.95 else 1}f}"
 
 
-def timelines(policies: dict[str, Part]) -> str:
-    """Load, replicas and threshold over time, for the first seed."""
-    shown = [name for name in _OVER_TIME if name in policies] or list(policies)[:4]
-    figure = Figure(figsize=(8.5, 6.2), layout="constrained")
-    load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2, 1))
-    first = policies[shown[0]]["timeline"]
-    minutes = [at / 60 for at in first["at_s"]]
-    load.fill_between(minutes, first["arrivals_per_s"], color=_GREY, alpha=0.4, lw=0)
+def best_fixed(cell: dict[str, Any]) -> float | None:
+    """Replica-seconds of the cheapest fixed fleet known in hindsight; None if none attains."""
+    known = [cell["policies"].get(policy, {}).get("hindsight") for policy in FIXED]
+    return min((row["mean"]["replica_s"] for row in known if row), default=None)
+
+
+def timelines(lines: dict[str, dict[str, list[float]]]) -> str:
+    """Load, replicas and threshold over time, for the first seed, as SVG."""
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.4, 0.8))
+    first = next(iter(lines.values()))
+    # Who takes longer to answer has the longer line.
+    last_min = max(line["at_s"][-1] for line in lines.values()) / 60
+    load.fill_between(
+        [at / 60 for at in first["at_s"]], first["arrivals_per_s"], color=_GREY, alpha=0.4, lw=0
+    )
     load.set_ylabel("requests/s")
-    for name in shown:
-        line = policies[name]["timeline"]
+    for (name, line), colour in zip(lines.items(), _COLOURS, strict=False):
         at = [second / 60 for second in line["at_s"]]
-        style: dict[str, Any] = {"color": COLOURS.get(name, _GREY), "lw": 1.4, "label": name}
+        style: dict[str, Any] = {"color": colour, "lw": 1.4, "label": name}
         replicas.plot(at, line["ready"], drawstyle="steps-post", **style)
-        if name == "mars":
+        if min(line["threshold"]) < 1:
             threshold.plot(at, line["threshold"], drawstyle="steps-post", **style)
     replicas.set_ylabel("replicas ready")
-    replicas.legend(frameon=False, ncols=4, loc="upper left", fontsize=9)
     replicas.set_ylim(0, 1.25 * replicas.get_ylim()[1])
+    replicas.legend(frameon=False, ncols=4, loc="upper left", fontsize=9)
     threshold.set_ylabel("threshold")
+    threshold.set_ylim(0, 1.08)
     threshold.set_xlabel("minutes")
     for axes in (load, replicas, threshold):
-        axes.set_xlim(0, minutes[-1])
-        _plain(axes)
-    return _svg(figure)
-
-
-def sensitivity(cold_starts: dict[str, Any], trace: str) -> str:
-    """Mean replicas and attainment of each policy by cold start."""
-    figure = Figure(figsize=(8.5, 3.8), layout="constrained")
-    replicas, attained = figure.subplots(1, 2)
-    colds = sorted(cold_starts, key=float)
-    names = list(cold_starts[colds[0]][trace]["policies"])
-    for name in names:
-        rows = [cold_starts[cold][trace]["policies"][name] for cold in colds]
-        style: dict[str, Any] = {
-            "color": COLOURS.get(name, _GREY),
-            "marker": "o",
-            "ms": 4,
-            "lw": 1.4 if name in COLOURS else 0.8,
-            "label": name,
-        }
-        seconds = [float(cold) for cold in colds]
-        replicas.plot(seconds, [row["mean"]["mean_replicas"] for row in rows], **style)
-        attained.plot(seconds, [100 * row["mean"]["attainment"] for row in rows], **style)
-    replicas.set_ylabel("mean replicas")
-    replicas.set_yscale("log")
-    attained.set_ylabel("requests in time, %")
-    attained.legend(frameon=False, fontsize=8, bbox_to_anchor=(1, 1), loc="upper left")
-    for axes in (replicas, attained):
-        axes.set_xscale("log")
-        axes.set_xticks([float(cold) for cold in colds], colds)
-        axes.set_xlabel("cold start, s")
-        axes.minorticks_off()
+        axes.set_xlim(0, last_min)
         _plain(axes)
     return _svg(figure)
 

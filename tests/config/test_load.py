@@ -169,9 +169,9 @@ def test_other_errors_name_the_key():
 @pytest.mark.parametrize(
     ("path", "override"),
     [
-        ("simulate-fast", "cold_starts_s=[-5]"),
-        ("simulate-fast", "seeds=[-1]"),
-        ("simulate-fast", "traces.ramp.rates_rps=[2, -4]"),
+        ("simulate-demo", "cold_starts_s=[-5]"),
+        ("simulate-demo", "seeds=[-1]"),
+        ("simulate-demo", "traces={ramp={type='ramp', rates_rps=[2, -4]}}"),
         ("bench-decode-demo", "batch_sizes=[0]"),
         ("bench-decode-demo", "step_positions=[0]"),
     ],

@@ -13,7 +13,7 @@ _MOONCAKE = "kvcache-ai/Mooncake/main/FAST25-release/traces/conversation_trace.j
 _SERVEGEN = "alibaba/ServeGen"
 # Where the jobs begin, by ServeGen's directory.
 _BEGINS_S = {
-    "reason/deepseek-r1": (36_000,),
+    "reason/deepseek-r1": (36_000, 75_600),
     "language/m-small": (172_800, 252_000),
     "language/m-mid": (198_000,),
 }

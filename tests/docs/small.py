@@ -4,10 +4,9 @@ import re
 import shlex
 
 _MODEL = ("model={type='preset', preset='tiny', vocab_size=400}", "log_every_steps=1")
-_FLASH = ("traces.flash.from_s=20", "traces.flash.to_s=40", "traces.flash.duration_s=60")
-_SINE = ("traces.sine.duration_s=60",)
-_SERVEGEN = ("traces.servegen.duration_s=60",)
-_SIMULATE = ("policies=['lossless']", "seeds=[0]", "tuning_seeds=1", "scaling.max_replicas=4")
+_SIMULATE = ("policies=['mars', 'fixed']", "seeds=[0]", "scaling.max_replicas=4")
+_ONE_CELL = ("slos={short={ttft_s=2, time_per_token_s=0.015}}", "cold_starts_s=[5]")
+_STEADY = ("azure-code", "mooncake", "reasoning", "chat", "chat-bursty", "days", "sine")
 _BENCH = ("peers=[]", "modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "repeats=1")
 _BENCH += ("max_new_tokens=4",)
 _STAGE = {"epochs": 1, "global_batch_size": 4, "micro_batch_size": 2}
@@ -18,6 +17,12 @@ def _for_gpus(*stages: str) -> tuple[str, ...]:
     data = "data.train={type='corpus', count=20}"
     short = [f"stages.{stage}.{key}={value}" for stage in stages for key, value in _STAGE.items()]
     return (*_MODEL, data, "precision=float32", "cluster={workers=1}", *short)
+
+
+def _crowds(*traces: str) -> tuple[str, ...]:
+    """A minute, with a crowd in its middle."""
+    short = {"from_s": 20, "to_s": 40, "duration_s": 60}
+    return tuple(f"traces.{name}.{key}={value}" for name in traces for key, value in short.items())
 
 
 SMALL: dict[str, tuple[str, ...]] = {
@@ -54,10 +59,12 @@ SMALL: dict[str, tuple[str, ...]] = {
     "evaluate-gsm8k": ("task.count=4", "modes=[{type='verified'}]", "max_new_tokens=8"),
     "bench-decode-demo": (*_BENCH, "lockstep=[]"),
     "bench-decode-0.5b": (*_BENCH, "random_weights=tiny", "step_positions=[1]"),
-    "simulate-usual": (*_SIMULATE, *_SERVEGEN),
-    "simulate-fast": (*_SIMULATE, "traces.ramp.stage_s=10", *_FLASH, *_SINE, *_SERVEGEN),
-    "simulate-cold-starts": (*_SIMULATE, *_FLASH, *_SINE),
-    "simulate-kills": (*_SIMULATE, *_FLASH, "cluster.kills=[{at_s=30}]"),
+    "simulate": (
+        *(*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
+        *(f"traces.{name}.duration_s=60" for name in _STEADY),
+    ),
+    "simulate-overloads": (*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
+    "simulate-demo": (*_SIMULATE, *_crowds("flash"), "traces.sine.duration_s=60"),
     "export-demo": (),
 }
 

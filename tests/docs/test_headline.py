@@ -54,6 +54,8 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "smollm2_frontier_bf16.json",
         "code_size.json",
         "house_walks.json",
+        "simulate.json",
+        "simulate_overloads.json",
         "test_minutes.json",
     }
 

@@ -48,7 +48,7 @@ def test_the_environment_brings_both_programs(tmp_path: Path):
 def test_traces_of_others_are_read(data: Checkout, monkeypatch: pytest.MonkeyPatch):
     """Guards a file that is fetched to a place where no job looks; clocks, not shapes, differ."""
     monkeypatch.chdir(data.directory)
-    job = load_job("jobs/simulate-usual.toml", kinds=KINDS)
+    job = load_job("jobs/simulate.toml", kinds=KINDS)
     assert isinstance(job, SimulateJob)
     assert all(len(load_trace(source, 0)) for source in job.traces.values())
 

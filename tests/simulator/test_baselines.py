@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ray.serve._private.constants import (
@@ -10,20 +11,30 @@ from ray.serve._private.constants import (
 )
 from ray.serve.autoscaling_policy import _apply_delay_logic
 from ray.serve.config import AutoscalingConfig
-from simulator.simulated import MODEL, poisson
+from simulator.simulated import MODEL, poisson, trace
 
 from mars_ray.autoscale.sample import ReplicaLoad
-from mars_ray.config.scaling import Prices, Slo
-from mars_ray.simulator.baselines import tuning
-from mars_ray.simulator.baselines.contenders import Knob, Setting, contender, run
+from mars_ray.config.scaling import ScalingConfig, Slo
+from mars_ray.simulator.baselines.clairvoyant import clairvoyant
+from mars_ray.simulator.baselines.contenders import (
+    FIXED,
+    KNOWING,
+    Knob,
+    Setting,
+    grid,
+    knob_of,
+    run,
+    shipped,
+)
 from mars_ray.simulator.baselines.fixed import Clairvoyant
+from mars_ray.simulator.baselines.keda import Keda
 from mars_ray.simulator.baselines.knative import Knative
-from mars_ray.simulator.baselines.llm_d import LlmD
-from mars_ray.simulator.baselines.ray_serve import Delays, RayDefault, RayTtft
-from mars_ray.simulator.baselines.tuning import tuned
-from mars_ray.simulator.config import ALL_POLICIES, PolicyName, SimulateJob
+from mars_ray.simulator.baselines.llm_d import LlmD, LlmDTokens
+from mars_ray.simulator.baselines.pod_autoscaler import Behaviour, PodAutoscaler, average_value
+from mars_ray.simulator.baselines.ray_serve import TARGET_ONGOING, Delays, RayDefault
+from mars_ray.simulator.cells import Case, needs_of
+from mars_ray.simulator.config import ALL_POLICIES, Cluster
 from mars_ray.simulator.engine.observe import Observed
-from mars_ray.simulator.engine.result import summarise
 from mars_ray.simulator.engine.run import Policy
 
 
@@ -31,7 +42,8 @@ def sample(running: int, busy: int = 0, target: int | None = None, **more) -> Ob
     """`busy` requests run, spread as they may be."""
     loads = (ReplicaLoad(running=busy), *[ReplicaLoad()] * (running - 1)) if running else ()
     wanted = running if target is None else target
-    return Observed(running=running, target=wanted, loads=loads, waiting=0, **more)
+    given: dict[str, Any] = {"waiting": 0} | more
+    return Observed(running=running, target=wanted, loads=loads, **given)
 
 
 def ticks(policy: Policy, seen: Observed, start: int, end: int) -> list[int]:
@@ -55,8 +67,9 @@ def test_ray_scales_up_after_its_delay():
 
 
 def test_delays_are_those_of_the_installed_ray():
-    """Side by side on wishes that go up and down, to the second."""
+    """Side by side on wishes that go up and down, to the second; and the target that it ships."""
     config = AutoscalingConfig(min_replicas=1, max_replicas=50)
+    assert config.get_target_ongoing_requests() == TARGET_ONGOING
     ours, state, target = Delays(1, 50), {}, 5
     theirs = target
     for now in range(2000):
@@ -66,16 +79,6 @@ def test_delays_are_those_of_the_installed_ray():
         assert target == theirs, now
     assert SERVE_AUTOSCALING_DECISION_COUNTERS_KEY in state
     assert SERVE_AUTOSCALING_DECISION_TIMESTAMP_KEY in state
-
-
-def test_rays_ttft_policy_steps_by_one():
-    """Above the target one more; below it one fewer only if nearly idle; no metric, no change."""
-    slow = sample(3, 30, ttft_p99_s=5.0)
-    assert ticks(RayTtft(2.0, 1, 9), slow, 0, 31)[-1] == 4
-    quiet, busy = sample(3, 1, ttft_p99_s=0.1), sample(3, 30, ttft_p99_s=0.1)
-    assert ticks(RayTtft(2.0, 1, 9), quiet, 0, 601)[-1] == 2
-    assert ticks(RayTtft(2.0, 1, 9), busy, 0, 601)[-1] == 3
-    assert ticks(RayTtft(2.0, 1, 9), sample(3), 0, 601)[-1] == 3
 
 
 def test_knative_panics_and_does_not_scale_down_in_panic():
@@ -89,21 +92,77 @@ def test_knative_panics_and_does_not_scale_down_in_panic():
     assert calm[-1] == 4
 
 
+@pytest.mark.parametrize(
+    ("value", "replicas", "wish"),
+    [(19, 4, 4), (21.9, 4, 4), (22.1, 4, 5), (18.1, 4, 4), (10, 4, 2)],
+)
+def test_a_pod_autoscaler_tolerates_a_tenth(value, replicas, wish):
+    """5 a replica: 18 to 22 are what four replicas should have, whatever the quotient rounds to."""
+    assert average_value(value, 5, replicas) == wish
+
+
+def test_a_pod_autoscaler_grows_at_once_and_shrinks_after_five_minutes():
+    """Kubernetes' defaults: doubled, or four more, in 15 s; down to the highest wish of 300 s."""
+    autoscaler = PodAutoscaler(Behaviour(), 1, 100)
+    target, targets = 1, []
+    for now in range(0, 60, 15):
+        target = autoscaler.scaled(40, target, now)
+        targets.append(target)
+    assert targets == [5, 10, 20, 40]
+    for now in range(60, 390, 15):
+        target = autoscaler.scaled(2, target, now)
+        targets.append(target)
+    # The last wish for 40 was 45 s after the beginning.
+    assert targets[4:].index(2) == (345 - 60) // 15
+    assert set(targets[4:]) == {40, 2}
+
+
+def test_keda_by_hand():
+    """20 waiting requests at 5 a replica want four, at the next look; an empty queue one, later."""
+    policy = Keda(5, 1, 100)
+    assert ticks(policy, sample(1, 3, waiting=20), 0, 16)[-1] == 4
+    quiet = ticks(policy, sample(4, 3), 16, 400)
+    assert quiet[250] == 4
+    assert quiet[-1] == 1
+
+
 def test_llm_d_by_hand():
-    """A p90 at the objective saturates: 0.6 after one cycle, so 4 + ceil(4 (0.6 / 0.55 - 1))."""
+    """A p90 at the objective saturates, at once: 4 + ceil(4 (1 / 0.55 - 1)), after 30 s."""
     slo = Slo(ttft_s=3, time_per_token_s=0.1)
     policy = LlmD(slo, 1.0, 1, 20)
     hot = sample(4, 10, ttft_p90_s=3.0, time_per_token_p90_s=0.01)
-    grown = ticks(policy, hot, 0, 50)
-    # Its pod autoscaler waits for 30 s and looks every 15 s.
-    assert grown[30] == 4
-    assert grown[-1] == 5
-    assert "0.60" in policy(hot, 50.0).reason
-    idle = LlmD(slo, 1.0, 1, 20)
-    downs = ticks(idle, sample(4), 0, 300)
+    grown = ticks(policy, hot, 0, 46)
+    assert grown[29] == 4
+    # Ready ones alone count while others start: 8 + ceil(8 (1 * 4 / 8 / 0.55 - 1)) is not more.
+    assert grown[45] == 8
+    assert "1.00" in policy(hot, 46.0).reason
+    # At a tightness of 2 the same is half of the objective, in the band where nothing changes.
+    assert set(ticks(LlmD(slo, 2.0, 1, 20), hot, 0, 200)) == {4}
+    downs = ticks(LlmD(slo, 1.0, 1, 20), sample(4), 0, 400)
     # Only what has been wanted for three minutes, and one pod in two minutes.
-    assert downs[180] == 4
-    assert downs[-1] == 3
+    assert downs[179] == 4
+    assert (downs[200], downs[310]) == (3, 2)
+
+
+def test_llm_d_counts_tokens_that_wait():
+    """Full steps forward 100 rows in 10 ms: 60,000 tokens are 6 s of prompts, at 1.5 s four times.
+
+    One pod in three minutes more, one in five fewer.
+    """
+    model = replace(MODEL, step_rows=100)
+    policy = LlmDTokens(model, 1.5, 1, 20)
+    grown = ticks(policy, sample(1, 2, backlog_tokens=60_000), 0, 400)
+    assert (grown[20], grown[200], grown[399]) == (2, 3, 4)
+    assert ticks(policy, sample(4, 2, backlog_tokens=0), 400, 760)[-1] == 3
+
+
+def test_llm_d_counts_full_caches():
+    """80 sequences of 1,000 tokens fill a cache of 10,000 eight times: ten replicas of 0.8."""
+    model = replace(MODEL, cache_tokens=10_000)
+    policy = LlmDTokens(model, 1.5, 1, 20)
+    seen = sample(4, 80, backlog_tokens=0, prompt_tokens=900.0, output_tokens=200.0)
+    grown = ticks(policy, seen, 0, 1000)
+    assert (grown[0], grown[-1]) == (5, 10)
 
 
 def test_the_clairvoyant_one_orders_ahead():
@@ -113,101 +172,91 @@ def test_the_clairvoyant_one_orders_ahead():
     assert wanted == {0: 1, 29: 1, 30: 5, 149: 5, 150: 1}
 
 
-def setting(**changes) -> Setting:
-    table = {
-        "name": "t",
-        "service_model": "unused",
-        "traces": {"x": {"type": "ramp"}},
-        "fixed_threshold": 0.5,
-        "scaling": {"max_replicas": 6, "slo": {"ttft_s": 1.0, "time_per_token_s": 0.02}},
-        "cluster": {"cold_start_s": 5, "step_tokens": 100, **changes},
-    }
-    job = SimulateJob.model_validate(table)
-    return Setting(job, MODEL, poisson(40, 3000, 30, 20), job.cluster)
+def case(**changes) -> Case:
+    return Case(
+        config=ScalingConfig(
+            max_replicas=6, slo=Slo(ttft_s=1.0, time_per_token_s=0.02), cold_start_s=5
+        ),
+        model=replace(MODEL, step_rows=100),
+        cluster=Cluster.model_validate({"cold_start_s": 5, "step_tokens": 100} | changes),
+        trace=poisson(40, 3000, 30, 20),
+        accuracy=90,
+        seed=0,
+    )
 
 
-@pytest.mark.parametrize("end", [0, -1])
-@pytest.mark.parametrize("name", ALL_POLICIES)
-def test_every_policy_runs_within_its_bounds(name, end):
-    """Guards a policy that the simulator cannot run, and one that forgets requests."""
-    given = setting()
-    who = contender(name, given)
-    outcome = run(given, who, Knob(who.values[end], who.manners[end]), seed=0)
-    assert outcome.timeline.target.min() >= 1
-    assert outcome.timeline.target.max() <= 6
-    assert (outcome.requests["outcome"] > 0).all()
-    if name not in ("mars", "fixed-threshold", "threshold-only"):
-        assert not outcome.requests["points"].any()
+@pytest.mark.parametrize("policy", [name for name in ALL_POLICIES if name != KNOWING])
+def test_every_policy_runs_within_its_bounds(policy):
+    """Guards a policy that the simulator cannot run, one that forgets requests, and a smallest
+    fleet that is none: with the first and the last of its settings."""
+    given = case()
+    needs = needs_of(given)
+    settings = [*shipped(policy).values(), *grid(policy)]
+    for setting in (settings[0], settings[-1]):
+        knob = knob_of(policy, setting, needs, 1, 6)
+        outcome = run(given, policy, knob)
+        assert outcome.timeline.target.min() >= knob.replicas
+        assert outcome.timeline.target.max() <= 6
+        assert (outcome.requests["outcome"] > 0).all()
+        if policy != "mars":
+            assert not outcome.requests["points"].any()
 
 
-def test_tuning_finds_the_smallest_fleet():
-    """By bisection what trying every size finds."""
-    given = setting()
-    slo = given.job.scaling.slo
-    size = tuned([given], "static-peak").value
-
-    def attained(replicas: float) -> float:
-        return run(given, contender("static-peak", given), Knob(replicas), 0).within(slo).mean()
-
-    assert attained(size) >= slo.attainment > attained(size - 1)
-
-
-def paid(settings: list[Setting], name: PolicyName, knob: Knob) -> float | None:
-    """In replica-seconds, points by their price; None if it misses the objective."""
-    job = settings[0].job
-    slo, prices = job.scaling.slo, job.scaling.prices
-    total = 0.0
-    for seed, given in enumerate(settings):
-        outcome = run(given, contender(name, given), knob, seed)
-        figures = summarise(outcome, slo, job.accuracy)
-        if figures["attainment"] < slo.attainment:
-            return None
-        points = figures["points_lost"] * prices.point_hour / prices.replica_hour
-        total += figures["replica_s"] * (1 + points)
-    return total
+@pytest.mark.parametrize("policy", [name for name in ALL_POLICIES if len(grid(name)) > 1])
+def test_all_are_tuned_among_the_same_smallest_fleets(policy):
+    """Guards a freedom that only one of them has, and a grid without what the project ships."""
+    settings = grid(policy)
+    assert set(shipped(policy).values()) <= set(settings)
+    if policy not in FIXED:
+        shares = {setting.smallest for setting in grid("mars")}
+        assert {setting.smallest for setting in settings} == shares
+        assert policy == "mars" or len({setting.target for setting in settings}) > 1
 
 
-@pytest.mark.parametrize("name", ["mars", "lossless"])
-def test_tuning_tries_every_manner(name):
-    """What is chosen attains on both settings, and no manner at the same value costs less."""
-    settings = [setting(), setting(cold_start_s=20)]
-    knob = tuned(settings, name)
-    manners = contender(name, settings[0]).manners
-    assert {manner.caution for manner in manners} > {1.0}
-    own = paid(settings, name, knob)
-    assert own is not None
-    others = [paid(settings, name, Knob(knob.value, manner)) for manner in manners]
-    assert own == min(other for other in others if other is not None)
+def test_a_setting_is_a_share_of_what_its_decoding_needs():
+    """Lossless masks need fewer replicas than plain decoding for the same share."""
+    needs = replace(needs_of(case()), plain=3.2, lossless=1.9)
+    setting = Setting(0.5, 1.5)
+    assert knob_of("ray", setting, needs, 1, 40) == Knob(0.5, 5)
+    assert knob_of("ray-verified", setting, needs, 1, 40) == Knob(0.5, 3)
+    assert knob_of("mars", setting, needs, 1, 2) == Knob(0.5, 2)
 
 
-def test_tuning_looks_beyond_a_safer_setting_that_missed(monkeypatch):
-    """By chance one may, and what is known of it is not what it would have cost."""
-    known = {1: (False, 300.0), 2: (True, 1000.0), 3: (False, 480.0), 4: (True, 900.0)}
-
-    def tried(_settings, _others, knob: Knob) -> tuning._Trial:
-        reached, cost = known.get(int(knob.value), (True, 2000.0))
-        return tuning._Trial(knob, reached, float(reached), cost / 2, cost, 1.0)
-
-    monkeypatch.setattr(tuning, "_tried", tried)
-    assert tuned([setting()], "threshold-only").value == 4
+def test_the_same_replicas_without_lower_thresholds():
+    """Tick by tick what `mars` ordered, and no point lost."""
+    given = case()
+    knob = Knob(None, 1)
+    lowered, unlowered = (run(given, policy, knob) for policy in ("mars", "mars-lossless"))
+    count = min(len(lowered.timeline.target), len(unlowered.timeline.target))
+    assert (lowered.timeline.target[:count] == unlowered.timeline.target[:count]).all()
+    assert not unlowered.requests["points"].any()
 
 
-def priced(point_hour: float) -> Setting:
-    given = setting()
-    scaling = given.job.scaling.model_copy(update={"prices": Prices(point_hour=point_hour)})
-    return replace(given, job=given.job.model_copy(update={"scaling": scaling}))
+def test_a_fixed_fleet_needs_no_ticks():
+    """Guards other results by looking less often at what never changes."""
+    given = case()
+    seldom, often = given.unwatched(), case()
+    assert (seldom.cluster.tick_s, often.cluster.tick_s) == (5, 1)
+    knob = Knob(None, 3)
+    for policy in ("fixed", "fixed-verified"):
+        ends = run(given, policy, knob).requests["end_s"]
+        watched = replace(given, cluster=given.cluster.model_copy(update={"tick_s": 5.0}))
+        assert (run(watched, policy, knob).requests["end_s"] == ends).all()
+    dying = case(kills=[{"at_s": 9}])
+    assert dying.unwatched() is dying
 
 
-def test_tuning_counts_the_points_that_a_small_fleet_loses():
-    """Guards a fleet that is cheap for what it takes from its answers."""
-    sizes = []
-    for point_hour in (0.0, 10.0):
-        given = [priced(point_hour)]
-        knob = tuned(given, "threshold-only")
-        who = contender("threshold-only", given[0])
-        every = [Knob(size, manner) for size in who.values for manner in who.manners]
-        costs = [paid(given, "threshold-only", other) for other in every]
-        least = min(cost for cost in costs if cost is not None)
-        assert paid(given, "threshold-only", knob) == least
-        sizes.append(knob.value)
-    assert sizes[0] < sizes[1]
+def test_the_clairvoyant_one_attains_for_less_than_the_fixed_fleet():
+    """On a load that is high for a fifth of the time."""
+    quiet, busy = poisson(5, 1500, 30, 20), poisson(150, 3000, 30, 20)
+    arrivals = sorted([*quiet.arrival_s, *(200 + busy.arrival_s)])
+    given = replace(case(), trace=trace(*[(at, 30, 20) for at in arrivals]))
+    known = clairvoyant(given)
+    assert known["attainment"] >= given.slo.attainment
+    sizes = [
+        outcome.replica_s
+        for size in range(1, 7)
+        if (outcome := run(given, "fixed-verified", Knob(None, size))).within(given.slo).mean()
+        >= given.slo.attainment
+    ]
+    assert known["replica_s"] < 0.8 * min(sizes)

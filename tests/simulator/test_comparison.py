@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +15,25 @@ from rich.console import Console
 from mars_ray.autoscale.service_model import load_service_model
 from mars_ray.config.load import load_job
 from mars_ray.errors import ConfigError, DataError
-from mars_ray.simulator import comparison
+from mars_ray.simulator import cells, comparison
+from mars_ray.simulator.baselines.contenders import Knob
 from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.simulator.page import page
-from mars_ray.simulator.traces.load import load_trace
+from mars_ray.simulator.printed import print_comparison
+from mars_ray.simulator.rows import half_width
+from mars_ray.simulator.runs import Run, figures
 from mars_ray.simulator.traces.trace import Trace
-from mars_ray.simulator.verdict import percent, verdicts
+from mars_ray.simulator.verdict import percent
 
 ROOT = Path(__file__).parents[2]
+_FLASH = "{type='flash', duration_s=200, from_s=60, to_s=120, base_rps=2, peak_rps=10}"
+_STEADY = "{type='ramp', rates_rps=[6], stage_s=200}"
 SMALL = (
     "seeds=[0, 1]",
-    "policies=['mars', 'static-peak', 'ray']",
-    "traces={flash={type='flash', duration_s=200, from_s=60, to_s=120}}",
+    "policies=['mars', 'mars-lossless', 'fixed-verified', 'ray', 'keda']",
+    f"traces={{flash={_FLASH}, steady={_STEADY}}}",
     "scaling.max_replicas=4",
-    "cold_starts_s=[5]",
+    "cold_starts_s=[5, 60]",
 )
 
 
@@ -35,7 +41,7 @@ SMALL = (
 def folder(tmp_path_factory) -> Path:
     """Of one run by the command line, with what it said."""
     path = tmp_path_factory.mktemp("simulate")
-    command = ["-m", "mars_ray", "simulate", "jobs/simulate-fast.toml", *SMALL, "--output", path]
+    command = ["-m", "mars_ray", "simulate", "jobs/simulate-demo.toml", *SMALL, "--output", path]
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -44,52 +50,126 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def result(folder: Path) -> dict[str, Any]:
+    """Its result, anew for each test."""
+    return json.loads((folder / "result.json").read_text())
+
+
+def job(*overrides: str) -> SimulateJob:
+    made = load_job("jobs/simulate-demo.toml", [*SMALL, *overrides], KINDS)
+    assert isinstance(made, SimulateJob)
+    return made
+
+
 def test_the_command_prints_a_table_and_one_json_line(folder):
     """Guards output that programs cannot read, and a progress bar in a pipe."""
-    lines = (folder / "stdout").read_text().splitlines()
-    summary = json.loads(lines[-1])
-    row = summary["cold_starts"]["100"]["flash"]["mars"]
-    assert 0 < row["mean"]["attainment"] <= 1
-    assert len(lines) == 1
-    table = (folder / "stderr").read_text()
-    assert "static-peak" in table
-    assert "\r" not in table
+    (line,) = (folder / "stdout").read_text().splitlines()
+    cell = json.loads(line)["cells"][0]
+    assert 0 < cell["policies"]["mars"]["default"]["mean"]["attainment"] <= 1
+    said = (folder / "stderr").read_text()
+    assert "runs, about" in said.splitlines()[0]
+    assert "fixed-verified" in said
+    assert "\r" not in said
+
+
+def test_every_policy_has_every_group_in_every_cell(result):
+    """Two traces, one regime, two cold starts; settings, means and intervals of all seeds."""
+    assert len(result["cells"]) == 4
+    for cell in result["cells"]:
+        groups = {name: set(rows) for name, rows in cell["policies"].items()}
+        assert groups["mars"] == groups["ray"] == groups["keda"] == {"default", "tuned"}
+        assert groups["mars-lossless"] == {"default"}
+        assert groups["fixed-verified"] >= {"default", "1.5x", "tuned"}
+        rows = [row for rows in cell["policies"].values() for row in rows.values()]
+        assert {row["seeds"] for row in rows} == {2}
+        assert all(0 <= row["mean"]["attainment"] <= 1 for row in rows)
+        assert cell["bound"]["any"] <= cell["bound"]["lossless"]
+        assert set(cell["valve"]["mean"]) >= {"kept", "points_lost"}
+
+
+def test_no_run_is_made_twice(folder, result):
+    """Guards hours spent on settings that are the same on a trace, and on fixed fleets that cannot
+    know how long others would take to start."""
+    names = [json.loads(line)[1] for line in (folder / "parts.jsonl").read_text().splitlines()]
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if "fixed-verified" in name and "cold start 60" in name]
+    first, other = (
+        [c for c in result["cells"] if c["cold_start_s"] == cold] for cold in (5.0, 60.0)
+    )
+    for one, two in zip(first, other, strict=True):
+        known = one["policies"]["fixed-verified"], two["policies"]["fixed-verified"]
+        assert known[0]["default"] == known[1]["default"]
+
+
+def test_hindsight_is_the_smallest_fleet_that_attains(result):
+    """One replica fewer misses on average over the seeds."""
+    wanted = job().slos["6 ms"].attainment
+    known = [
+        (cell, cell["policies"]["fixed-verified"]["hindsight"])
+        for cell in result["cells"]
+        if "hindsight" in cell["policies"]["fixed-verified"]
+    ]
+    assert known
+    for cell, row in known:
+        assert row["mean"]["attainment"] >= wanted
+        if row["replicas"] > 1:
+            where = cells.Cell(cell["trace"], cell["regime"], 5.0)
+            made = job()
+            model = load_service_model(made.service_model)
+            fewer = Knob(None, row["replicas"] - 1)
+            runs = [
+                figures(Run(where, "fixed-verified", fewer, seed), made, model) for seed in (0, 1)
+            ]
+            assert np.mean([run["attainment"] for run in runs]) < wanted
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("scaling.quality_classes={gold=0.9}", "pinned_threshold"),
+        ("scaling.slo={ttft_s=3}", "name the regimes in slos"),
         ("cluster.tick_s=20", "stale_after_s=15 has policies ignore"),
-        ("cluster.metrics_lag_s=15.5", "metrics are 16 s old"),
-        ("cold_starts_s=[100.00001]", "first six digits"),
+        ("per_trace={flash={tick_s=20}}", "metrics of flash are 20 s"),
+        ("per_trace={other={tick_s=2}}", "traces has no other"),
+        ("cluster.metrics_lag_s=15.5", "are 16 s old"),
+        ("cold_starts_s=[100.00001, 100]", "first six digits"),
     ],
 )
 def test_what_would_do_nothing_or_something_else_is_refused(setting, message):
     """Guards comparisons of hours in which a policy held still, or of loads that nobody has."""
     with pytest.raises(ConfigError, match=message):
-        load_job("jobs/simulate-fast.toml", [*SMALL, setting], KINDS)
+        job(setting)
 
 
-def test_the_page_needs_nothing_else(folder):
+def test_a_trace_may_have_a_cluster_and_seeds_of_its_own():
+    """Kills and ticks of one trace, and nothing of them in the others."""
+    made = job("per_trace={flash={kills=[{at_s=9}], tick_s=5, seeds=[3]}}")
+    assert made.cluster_of("flash", 7).kills[0].at_s == 9
+    assert (made.cluster_of("flash", 7).tick_s, made.cluster_of("steady", 7).tick_s) == (5, 1)
+    assert not made.cluster_of("steady", 7).kills
+    assert (made.seeds_of("flash"), made.seeds_of("steady")) == ((3,), (0, 1))
+
+
+def test_the_page_needs_nothing_else(folder, result):
     """One file: no script, no image, no address but the SVG's own names."""
     html = (folder / "report.html").read_text()
-    result = json.loads((folder / "result.json").read_text())
     assert html == page(result)
-    assert html.count("<svg") == 3  # trade-off, timelines, cold starts
+    assert html.count("<svg") == 2  # a timeline for each trace
     for outside in ("<script", "<img", "<link", "src=", "@import"):
         assert outside not in html
-    assert set(result["cold_starts"]) == {"100", "5"}
-    assert len(result["cold_starts"]["100"]["flash"]["policies"]["ray"]["runs"]) == 2
+    for cell in result["cells"]:
+        assert f"<th colspan=2 class='trace'>{cell['trace']}" in html
 
 
-def test_a_page_of_none_but_late_policies(folder):
-    """Guards a run of minutes that is lost when its picture is drawn."""
-    result = json.loads((folder / "result.json").read_text())
-    for part in result["cold_starts"].values():
-        for row in part["flash"]["policies"].values():
-            row["mean"]["attainment"] = 0.5
-    assert page(result).count("<svg") == 3
+def test_a_page_of_none_but_late_policies(result):
+    """Guards a run of hours that is lost when its picture is drawn."""
+    for cell in result["cells"]:
+        for groups in cell["policies"].values():
+            groups.pop("hindsight", None)
+            for row in groups.values():
+                row["mean"]["attainment"] = 0.5
+    assert page(result).count("50%") >= 4
 
 
 @pytest.mark.parametrize(
@@ -99,26 +179,20 @@ def test_an_interval_is_students(seeds, quantile):
     """Guards intervals that are narrower than what is known, and jump where a table ends."""
     values = [float(i % 2) for i in range(seeds)]
     expected = quantile * np.std(values, ddof=1) / seeds**0.5
-    assert comparison._half_width(values) == pytest.approx(expected, rel=0.002)
+    assert half_width(values) == pytest.approx(expected, rel=0.002)
 
 
-def test_one_seed_tells_no_interval(folder):
+def test_one_seed_tells_no_interval(result):
     """Guards "± 0.00" where nothing is known, in table, page and JSON."""
-    assert comparison._half_width([1.0]) is None
-    assert comparison._half_width([1.0, float("inf")]) is None
-    result = json.loads((folder / "result.json").read_text())
-    result["job"]["seeds"] = [0]
-    for traces in result["cold_starts"].values():
-        for row in traces["flash"]["policies"].values():
-            row["half_width"] = dict.fromkeys(row["half_width"])
+    assert half_width([1.0]) is None
+    assert half_width([1.0, float("inf")]) is None
+    for cell in result["cells"]:
+        cell["valve"]["half_width"] = dict.fromkeys(cell["valve"]["half_width"])
     console = Console(file=io.StringIO(), width=200)
-    comparison.print_comparison(result, console)
-    html = page(result)
+    print_comparison(result, console)
     assert isinstance(console.file, io.StringIO)
-    assert "static-peak" in console.file.getvalue()
-    assert "±" not in console.file.getvalue() + html.partition("<details>")[0]
-    assert "1 seed; so no intervals are known" in html
-    assert "reaches the objective on 1 seed." in html
+    assert "kept in time" in console.file.getvalue()
+    assert "±" not in console.file.getvalue() + page(result).partition("<details>")[0]
 
 
 def test_a_share_keeps_its_digits():
@@ -131,54 +205,12 @@ def test_a_share_keeps_its_digits():
     ]
 
 
-def test_a_fixed_threshold_is_one_that_the_model_has():
-    """Guards a policy that is another one, to the last digit, under its own name."""
-    model = "service_model='jobs/models/demo-cpu.json'"
-    job = load_job(
-        "jobs/simulate-fast.toml", [*SMALL, model, "policies=['fixed-threshold']"], KINDS
-    )
-    assert isinstance(job, SimulateJob)
-    with pytest.raises(
-        ConfigError, match=r"no level 0.95 .*: set fixed_threshold to one of 1, 0.5"
-    ):
-        comparison.run_simulations(job, Console(quiet=True))
-    comparison._check_fixed_threshold(
-        job.model_copy(update={"fixed_threshold": 0.5}), load_service_model(job.service_model)
-    )
-
-
-def test_verdicts_by_hand():
-    """Ratios against the right rivals, and dominance."""
-
-    def row(replica_s: float, accuracy: float, attainment: float = 1.0) -> dict:
-        mean = {"replica_s": replica_s, "effective_accuracy": accuracy, "attainment": attainment}
-        return {"mean": mean}
-
-    policies = {
-        "mars": row(50, 99.5),
-        "ray": row(100, 100),
-        "lossless": row(60, 100),
-        "ray-verified": row(40, 98, attainment=0.9),
-        "static-peak": row(50, 99.6),
-        "clairvoyant": row(40, 100),
-    }
-    job = {"cluster": {"cold_start_s": 100.0}, "scaling": {"slo": {"attainment": 0.99}}}
-    result = {"job": job, "cold_starts": {"100": {"t": {"policies": policies}}}}
-    found = {verdict.claim.split(" of ")[-1]: verdict for verdict in verdicts(result)}
-    assert [v.holds for v in verdicts(result)] == [True, True, True, False, False]
-    assert "by static-peak" in [v.measured for v in verdicts(result)]
-    assert any("83% of lossless" in verdict.measured for verdict in found.values())
-    policies["mars"]["mean"]["attainment"] = 0.98
-    assert not any(verdict.holds for verdict in verdicts(result))
-
-
-def test_what_is_finished_belongs_to_the_trace_as_it_was():
+def test_what_is_finished_belongs_to_the_trace_as_it_was(monkeypatch):
     """Guards results of another trace: every column of every request counts."""
-    job = load_job("jobs/simulate-fast.toml", SMALL, KINDS)
-    assert isinstance(job, SimulateJob)
-    model = load_service_model(job.service_model)
+    made = job()
+    model = load_service_model(made.service_model)
     where = {"mars_ray": "1", "commit": "abc"}
-    trace = load_trace(job.traces["flash"], 0)
+    trace = cells.loaded(made.traces["flash"], 0)
     others = [
         replace(trace, prompt_tokens=trace.prompt_tokens + 1),
         replace(trace, pinned_threshold=np.ones(len(trace))),
@@ -187,9 +219,10 @@ def test_what_is_finished_belongs_to_the_trace_as_it_was():
     ]
 
     def work(one: Trace, where: dict[str, str]) -> str:
-        return comparison._work(job, model, [one], where)
+        monkeypatch.setattr(comparison, "loaded", lambda *_: one)
+        return comparison._work(made, model, where)
 
-    assert work(trace, where) == work(load_trace(job.traces["flash"], 0), where)
+    assert work(trace, where) == work(replace(trace), where)
     assert len({work(one, where) for one in [trace, *others]}) == 5
     changed = where | {"commit": "abc+"}
     assert work(trace, changed) != work(trace, changed)
@@ -197,8 +230,7 @@ def test_what_is_finished_belongs_to_the_trace_as_it_was():
 
 def test_a_missing_trace_is_found_before_anything_runs(monkeypatch):
     """Guards an hour of simulations that ends in a path."""
-    job = load_job("jobs/simulate-fast.toml", ["traces.servegen.rates_path=nowhere.csv"], KINDS)
-    assert isinstance(job, SimulateJob)
-    monkeypatch.setattr(comparison, "_settings", lambda *_: pytest.fail("too late"))
+    made = job("traces.mine={type='file', path='nowhere.csv'}")
+    monkeypatch.setattr(comparison, "run_parts", lambda *_, **__: pytest.fail("too late"))
     with pytest.raises(DataError, match=r"nowhere\.csv: no such file"):
-        comparison.run_simulations(job, Console(quiet=True))
+        comparison.run_simulations(made, Console(quiet=True))

@@ -75,9 +75,9 @@ def heard() -> Iterator[None]:
 @pytest.mark.usefixtures("heard")
 def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     """Guards an hour of simulations that ends at Ctrl-C, and processes that run on after it."""
-    words = [sys.executable, "-m", "mars_ray", "simulate", "jobs/simulate-fast.toml", "seeds=[0]"]
+    words = [sys.executable, "-m", "mars_ray", "simulate", "jobs/simulate-demo.toml", "seeds=[0]"]
     words += ["traces={flash={type='flash', duration_s=200, from_s=60, to_s=120}}"]
-    words += ["policies=['static-mean', 'mars', 'ray', 'static-peak']"]
+    words += ["policies=['mars', 'fixed', 'ray', 'keda']", "tune=false"]
     words += ["scaling.max_replicas=4", "--workers", "2", "--output"]
     begun = subprocess.Popen([*words, tmp_path / "a"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kept = tmp_path / "a" / "parts.jsonl"
@@ -94,15 +94,15 @@ def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     lines = kept.read_text().splitlines()
-    assert 1 <= len(lines) < 4
+    assert 1 <= len(lines) < 8
     for name in ("a", "b"):
         subprocess.run([*words, tmp_path / name], cwd=ROOT, capture_output=True, check=True)
     results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("a", "b")]
-    assert results[0]["cold_starts"] == results[1]["cold_starts"]
+    assert results[0]["cells"] == results[1]["cells"]
     # Of files that have changed since their commit, nothing is found again.
     if not str(results[0]["provenance"]["commit"]).endswith("+"):
         assert kept.read_text().splitlines()[: len(lines)] == lines
-        assert len(kept.read_text().splitlines()) == 4
+        assert len(kept.read_text().splitlines()) == len({*kept.read_text().splitlines()})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -14,6 +14,8 @@ from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.state import Decision, State
 from mars_ray.simulator.baselines.ray_serve import ongoing
 
+# Its container-concurrency-target-default, and container-concurrency-target-percentage of that.
+TARGET = 100.0 * 0.7
 _STABLE_S, _PANIC_S, _TICK_S = 60.0, 6.0, 2.0
 _PANIC_AT, _MOST_UP, _MOST_DOWN = 2.0, 1000.0, 2.0
 

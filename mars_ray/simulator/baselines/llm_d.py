@@ -1,9 +1,10 @@
-"""llm-d's SLO law: replicas by the p90 of latencies over their objectives.
+"""llm-d's two laws: replicas by latencies over their objectives, and by tokens that wait.
 
-The source is github.com/llm-d/llm-d-autoscaling, docs/developer-guide/epp-saturation-benchmark.md,
-"control-law model", with its defaults and its HPA's (the configuration that reached 95.8% at 5.93
-replicas). llm-d takes the p90 of predicted latencies; here it is that of measured ones, as if the
-predictor were perfect about the present.
+By latencies: github.com/llm-d/llm-d, docs/architecture/autoscaling/slo-aware-keda.md, with its
+defaults and those of its HPA. llm-d prefers predicted latencies; here they are measured ones.
+
+By tokens: guides/workload-autoscaling/keda-epp-token-aware of the same repository, with the
+defaults of its overlay for replicas that do both prompts and answers (optimized-baseline).
 """
 
 import math
@@ -11,74 +12,115 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import Slo
+from mars_ray.simulator.baselines.pod_autoscaler import (
+    SYNC_S,
+    Behaviour,
+    PodAutoscaler,
+    average_value,
+)
 from mars_ray.simulator.engine.observe import Observed
 
-_UP, _DOWN, _ALPHA, _CAP = 0.55, 0.40, 0.6, 2.0
-_RECONCILE_S, _SYNC_S = 60.0, 15.0
-_STABLE_UP_S, _STABLE_DOWN_S = 30.0, 180.0
-_UP_PODS, _UP_PERIOD_S, _DOWN_PODS, _DOWN_PERIOD_S = 4, 60.0, 1, 120.0
+_UP, _DOWN, _CAP, _SMOOTH_S = 0.55, 0.40, 2.0, 45.0
+_LATENCY_BEHAVIOUR = Behaviour(
+    up_stable_s=30, up_period_s=60, down_stable_s=180, down_pods=1, down_period_s=120
+)
+# Seconds of prompts that may wait for each replica, and the share of its cache that may be full.
+BACKLOG_S, _CACHE_SHARE = 1.5, 0.8
+_TOKENS_BEHAVIOUR = Behaviour(
+    up_pods=1, up_share=0, up_period_s=180, down_stable_s=300, down_pods=1, down_period_s=300
+)
 
 
 @dataclass(slots=True)
 class LlmD:
-    """llm-d's policy for an SLO times `tightness`: below 1 it reacts as if less were allowed."""
+    """llm-d's law of latencies, for an SLO times `tightness`: below 1 it reacts as if less were
+    allowed, above 1 as if more were."""
 
     slo: Slo
     tightness: float
     low: int
     high: int
+    _autoscaler: PodAutoscaler = field(init=False)
+    _recorded_s: float = -math.inf
+    _recent: deque[tuple[float, float]] = field(default_factory=deque)
     _smooth: float = 0.0
-    _wanted: int | None = None
-    _reconciled_s: float = -math.inf
-    _synced_s: float = -math.inf
-    _wishes: deque[tuple[float, int]] = field(default_factory=deque)
-    _targets: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._autoscaler = PodAutoscaler(_LATENCY_BEHAVIOUR, self.low, self.high)
 
     def __call__(self, sample: Sample, now: float) -> Decision:
-        """Run llm-d's controller once a minute, then the horizontal pod autoscaler (HPA)."""
-        if now - self._reconciled_s >= _RECONCILE_S:
-            self._reconciled_s = now
-            self._wanted = self._desired(sample)
+        """Record the saturation every 15 s, and decide by its mean over 45 s."""
+        if now - self._recorded_s >= SYNC_S:
+            self._recorded_s = now
+            self._recent.append((now, min(self._saturation(sample), _CAP)))
+            while self._recent[0][0] <= now - _SMOOTH_S:
+                self._recent.popleft()
+            self._smooth = sum(value for _, value in self._recent) / len(self._recent)
         target = sample.target
-        if now - self._synced_s >= _SYNC_S and self._wanted is not None:
-            self._synced_s = now
-            target = self._scaled(self._wanted, target, now)
+        if self._autoscaler.due(now):
+            target = self._autoscaler.scaled(self._desired(sample), target, now)
         return Decision(target, 1.0, 0.0, f"saturation {self._smooth:.2f}", State())
 
-    def _desired(self, sample: Sample) -> int:
+    def _saturation(self, sample: Sample) -> float:
         assert isinstance(sample, Observed)
-        raw = max(
-            (sample.ttft_p90_s or 0.0) / self.slo.ttft_s,
-            (sample.time_per_token_p90_s or 0.0) / self.slo.time_per_token_s,
-        )
-        clamped = min(raw / self.tightness, _CAP)
-        self._smooth = _ALPHA * clamped + (1 - _ALPHA) * self._smooth
-        count, ready = max(1, sample.target), sample.running
-        credited = self._smooth * (ready / count if 0 < ready < count else 1)
-        wanted = count
-        if credited > _UP:
-            wanted += math.ceil(count * (credited / _UP - 1))
-        elif self._smooth < _DOWN:
-            wanted -= math.floor(count * (1 - self._smooth / _DOWN))
-        return min(max(wanted, self.low), self.high)
+        first = (sample.ttft_p90_s or 0.0) / self.slo.ttft_s
+        each = (sample.time_per_token_p90_s or 0.0) / self.slo.time_per_token_s
+        return max(first, each) / self.tightness
 
-    def _scaled(self, wish: int, target: int, now: float) -> int:
-        """The new target, by Kubernetes' stabilisation and rate limits."""
-        if not self._wishes:
-            self._wishes.append((now, target))
-        self._wishes.append((now, wish))
-        self._targets.append((now, target))
-        for past in (self._wishes, self._targets):
-            while past[0][0] < now - _STABLE_DOWN_S:
-                past.popleft()
-        least = min(w for at, w in self._wishes if at >= now - _STABLE_UP_S)
-        most = max(w for _, w in self._wishes)
-        if least > target:
-            before = min(t for at, t in self._targets if at >= now - _UP_PERIOD_S)
-            return min(least, max(target, before + max(before, _UP_PODS)))
-        if most < target:
-            before = max(t for at, t in self._targets if at >= now - _DOWN_PERIOD_S)
-            return max(most, min(target, before - _DOWN_PODS))
-        return target
+    def _desired(self, sample: Sample) -> int:
+        """More replicas than are wanted already only for what those on their way will not carry."""
+        count, ready = max(1, sample.target), sample.running
+        if self._smooth > _UP:
+            credited = self._smooth * (ready / count if 0 < ready < count else 1)
+            return count + math.ceil(count * (credited / _UP - 1))
+        if self._smooth < _DOWN:
+            return count - math.floor(count * (1 - self._smooth / _DOWN))
+        return count
+
+
+@dataclass(slots=True)
+class LlmDTokens:
+    """llm-d's law of tokens: each replica may have `backlog_s` seconds of prompts waiting.
+
+    Its speed with prompts is what llm-d calibrates on an idle service: that of a full step.
+    """
+
+    model: ServiceModel
+    backlog_s: float
+    low: int
+    high: int
+    _autoscaler: PodAutoscaler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._autoscaler = PodAutoscaler(_TOKENS_BEHAVIOUR, self.low, self.high)
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """Decide by whichever needs more replicas: prompts that wait, or full caches."""
+        rows = self.model.step_rows
+        waits_s = _backlog(sample) * self.model.step_s(rows) / rows
+        target = sample.target
+        if self._autoscaler.due(now):
+            wish = max(
+                average_value(waits_s, self.backlog_s, target),
+                average_value(self._full_caches(sample), _CACHE_SHARE, target),
+            )
+            target = self._autoscaler.scaled(wish, target, now)
+        return Decision(target, 1.0, 0.0, f"{waits_s:.1f} s of prompts wait", State())
+
+    def _full_caches(self, sample: Sample) -> float:
+        """Cached tokens of all running sequences, each half way through a mean answer, over the
+        cache of one replica."""
+        if self.model.cache_tokens is None:
+            return 0.0
+        running = sum(load.running for load in sample.loads)
+        context = (sample.prompt_tokens or 0.0) + (sample.output_tokens or 0.0) / 2
+        return running * context / self.model.cache_tokens
+
+
+def _backlog(sample: Sample) -> float:
+    """Prompt tokens of requests without a first token."""
+    assert isinstance(sample, Observed)
+    return float(sample.backlog_tokens or 0)

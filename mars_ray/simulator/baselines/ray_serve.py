@@ -1,10 +1,8 @@
-"""Ray Serve's own policies, with the arithmetic of ray 2.60.
+"""Ray Serve's default policy, with the arithmetic of ray 2.60.
 
 `serve/autoscaling_policy.py`: the default policy (`_core_replica_queue_length_policy`), the delays
 around every policy (`_apply_delay_logic`); `serve/_private/autoscaling_state.py`: total ongoing
-requests as the time-weighted mean of the look-back period; `serve/config.py`: the defaults. The
-TTFT policy is `ray/serve/llm/autoscaling.py` of ray's master branch, described in
-doc/source/serve/llm/user-guides ("Autoscaling on time-to-first-token"); 2.60 lacks it.
+requests as the time-weighted mean of the look-back period; `serve/config.py`: the defaults.
 """
 
 import math
@@ -13,11 +11,11 @@ from dataclasses import dataclass, field
 
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.state import Decision, State
-from mars_ray.simulator.engine.observe import Observed
 
+# Requests that each replica should have under way (`AutoscalingConfig.target_ongoing_requests`).
+TARGET_ONGOING = 2.0
 _LOOK_BACK_S, _PUSH_S = 30.0, 10.0
 _UPSCALE_S, _DOWNSCALE_S = 30.0, 600.0
-_FETCH_S = 5.0
 
 
 def ongoing(sample: Sample) -> float:
@@ -81,31 +79,3 @@ class RayDefault:
             wish = self._mean / self.target_ongoing
         target = self._delays.apply(wish, sample.target, now)
         return Decision(target, 1.0, 0.0, f"{self._mean:.1f} ongoing requests", State())
-
-
-@dataclass(slots=True)
-class RayTtft:
-    """Ray's TTFT policy: one more replica while the p99 is too long, one fewer when idle."""
-
-    ttft_target_s: float
-    low: int
-    high: int
-    idle_threshold: float = 1.0
-    _delays: Delays = field(init=False)
-    _p99_s: float | None = None
-    _fetched_s: float = -math.inf
-
-    def __post_init__(self) -> None:
-        self._delays = Delays(self.low, self.high)
-
-    def __call__(self, sample: Sample, now: float) -> Decision:
-        """Decide by the metric, fetched every five seconds; without a metric nothing changes."""
-        if now - self._fetched_s >= _FETCH_S and isinstance(sample, Observed):
-            self._fetched_s, self._p99_s = now, sample.ttft_p99_s
-        wish = sample.target
-        if self._p99_s is not None and self._p99_s > self.ttft_target_s:
-            wish += 1
-        elif self._p99_s is not None and sample.running:
-            wish -= ongoing(sample) / sample.running < self.idle_threshold
-        target = self._delays.apply(wish, sample.target, now)
-        return Decision(target, 1.0, 0.0, f"p99 {self._p99_s} s", State())

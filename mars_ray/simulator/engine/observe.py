@@ -19,6 +19,7 @@ from mars_ray.simulator.engine.arrays import (
     FIRSTS,
     HELD,
     NEXT,
+    OPEN,
     PINNED,
     READY,
     REFUSED,
@@ -34,8 +35,8 @@ class Observed(Sample):
     """A sample with additional metrics that only the baselines use."""
 
     ttft_p90_s: float | None = None
-    ttft_p99_s: float | None = None
     time_per_token_p90_s: float | None = None
+    backlog_tokens: int | None = None  # prompt tokens of requests without a first token
 
 
 # Requests that follow the set-point.
@@ -68,6 +69,7 @@ class Observer:
     _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
     _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
     _means: tuple[float | None, float | None] = (None, None)
+    _oldest: int = 0  # all requests before it have a first token, or have ended
     _done_5R: np.ndarray = field(init=False)  # as `_counted`
 
     def __post_init__(self) -> None:
@@ -124,7 +126,7 @@ class Observer:
             wall_s=now,
             class_shares=_pinned_share(here.pinned - before.pinned, arrived),
             ttft_p90_s=_percentile(waits, 0.9),
-            ttft_p99_s=_percentile(waits, 0.99),
+            backlog_tokens=self._backlog(),
             time_per_token_p90_s=_percentile(paces, 0.9),
         )
 
@@ -170,6 +172,13 @@ class Observer:
             self.world.replicas["status"] == DRAINING
         )
         return int(self.world.counts[HELD]) + int(self.world.replicas["waiting"][alive].sum())
+
+    def _backlog(self) -> int:
+        """Prompt tokens of requests that have come and have no first token yet."""
+        come = self.world.requests[self._oldest : self.world.counts[NEXT]]
+        open_ = np.isnan(come["first_s"]) & (come["outcome"] == OPEN)
+        self._oldest += int(open_.argmax()) if open_.any() else len(come)
+        return int(come["prompt"][open_].sum())
 
     def _loads(self, now: float) -> tuple[ReplicaLoad, ...]:
         """Each replica's load: means of its steps since the last tick, as from an engine's
