@@ -60,6 +60,8 @@ def run_variant(
     variant: str, cell: Cell, replicas: int, job: SimulateJob, model: ServiceModel
 ) -> dict[str, Any]:
     """Figures of our policy without a part, in a cell."""
+    # A ladder that is kept may be that of another variant.
+    operating_points._ladder.cache_clear()
     module, changes = VARIANTS[variant]
     seed = job.seeds_of(cell.trace)[0]
     with patch.multiple(module, **changes):
