@@ -146,7 +146,7 @@ from mars_ray import cli
 root = Path(cli.__file__).parent
 for path in sorted(root.rglob("*.py")):
     name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-    if not name.endswith("__") and not name.startswith("mars_ray.simulator."):
+    if not name.endswith("__") and not name.startswith(("mars_ray.simulator.", "mars_ray.advise.")):
         importlib.import_module(name)
 assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
 sys.argv = ["mars-ray", "simulate", "jobs/simulate-fast.toml"]
@@ -154,7 +154,7 @@ cli.main()
 """
 
 
-def test_only_simulate_needs_numba():
+def test_only_simulations_need_numba():
     """Guards a service that cannot start without the simulator's compiler, and a traceback in place
     of the name of what has to be installed."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True)
