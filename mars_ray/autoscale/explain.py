@@ -1,9 +1,12 @@
 """A decision in one sentence, with its deciding numbers (docs/autoscaling.md explains each)."""
 
-from mars_ray.autoscale.estimate import Seen
-from mars_ray.autoscale.replica_count import Fleet, Need, covered
-from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.threshold_control import Quality
+from collections.abc import Sequence
+
+from mars_ray.autoscale.operating_points import Rung
+from mars_ray.autoscale.replica_count import Need
+from mars_ray.autoscale.sample import PINNED, Sample
+from mars_ray.autoscale.state import State
+from mars_ray.autoscale.valve import RAISE_DWELL_S, Pressure
 from mars_ray.config.scaling import ScalingConfig
 
 
@@ -15,61 +18,59 @@ def holding(sample: Sample, replicas: int, config: ScalingConfig) -> str:
     return f"Holding {_replicas(replicas)}: metrics are {sample.age_s:.0f} s old (limit {limit:g})."
 
 
-def explain(seen: Seen, needed: Need, fleet: Fleet, quality: Quality, config: ScalingConfig) -> str:
+def explain(
+    needed: Need,
+    state: State,
+    rungs: Sequence[Rung],
+    pressure: Pressure,
+    cold_s: float,
+    config: ScalingConfig,
+) -> str:
     """The reason for a decision: replicas and threshold, each with its cause."""
-    ahead = seen.ahead
-    surge = "a surge of " if ahead.surge else ""
-    load = f"{surge}{ahead.mean:.3g} ± {ahead.sigma:.2g} requests/s in {seen.cold_start_s:.0f} s"
+    quality, asked = state.quality, state.fleet.asked or 0
     parts = [
-        f"{_replicas(fleet.asked or 0)} for {load} ({_why_replicas(needed, fleet, seen, config)})",
-        f"threshold {quality.threshold:g} ({_why_threshold(seen, quality, config)})",
+        f"{_replicas(asked)} for {pressure.rate:.3g} requests/s, a cold start of {cold_s:.0f} s "
+        f"({_why_replicas(needed, state, asked, config)})",
+        f"threshold {quality.threshold:g} ({_why_threshold(state, rungs, pressure)})",
     ]
     if quality.shed:
-        refused = quality.shed * seen.unpinned
+        unpinned = 1 - dict(state.traffic.class_shares).get(PINNED, 0.0)
+        refused = quality.shed * unpinned
         parts.append(f"refusing {refused:.0%} of the new requests, as the floor is full")
     return "; ".join(parts) + "."
 
 
-def _why_replicas(needed: Need, fleet: Fleet, seen: Seen, config: ScalingConfig) -> str:
-    asked = fleet.asked or 0
+def _why_replicas(needed: Need, state: State, asked: int, config: ScalingConfig) -> str:
     if asked == 0:
-        return f"idle for {fleet.idle_s:.0f} s"
+        return f"idle for {state.fleet.idle_s:.0f} s"
     if needed.replicas > asked:
         return f"the maximum, {needed.replicas} needed"
     if needed.replicas < asked:
         if asked == max(1, config.min_replicas):
             return "the minimum"
         return f"{needed.replicas} needed now, more within the scale-down window"
-    if needed.priced > max(needed.mean, needed.floor) + 1:
-        return "the last one saves more quality than it costs"
-    if needed.floor >= needed.mean:
-        lowest = seen.rungs[-1].threshold
-        return (
-            f"{needed.floor:.2f} at threshold {lowest:g} for {_percent(covered(config))} of loads"
-        )
-    backlog = f", {seen.extra_rate:.2g}/s of it backlog" if seen.extra_rate > 0.01 else ""
-    return f"{needed.mean:.2f} at the set-point{backlog}"
+    used = f"at {needed.utilisation:.0%} utilisation"
+    if needed.floor >= needed.present + needed.backlog:
+        hours = state.floor.age_s / 3600
+        return f"{needed.floor:.2f} kept by the record of {hours:.1f} h, {used}"
+    backlog = f", {needed.backlog:.2g} for the backlog" if needed.backlog > 0.01 else ""
+    return f"{needed.present:.2f} needed now{backlog}, {used}"
 
 
-def _why_threshold(seen: Seen, quality: Quality, config: ScalingConfig) -> str:
-    pressure, best = seen.pressure, seen.rungs[0]
+def _why_threshold(state: State, rungs: Sequence[Rung], pressure: Pressure) -> str:
+    quality, best = state.quality, rungs[0]
     now = f"{pressure.rate:.3g} requests/s and {pressure.in_system:.0f} in the system"
     if quality.exhausted:
         return f"the budget is spent: {quality.spent_points:.2f} points"
     if quality.threshold != best.threshold:
         if quality.better_s > 0:
-            return f"{now}, back in {max(0.0, config.raise_dwell_s - quality.better_s):.0f} s"
+            return f"{now}, back in {max(0.0, RAISE_DWELL_S - quality.better_s):.0f} s"
         if pressure.enough(best):
             return f"{now}, the set-point would carry it, but no more"
         return f"{now}, the set-point would carry {max(0.0, pressure.admissible(best)):.3g}/s"
-    if pressure.running and not pressure.enough(best) and len(seen.rungs) == 1:
+    if pressure.running and not pressure.enough(best) and len(rungs) == 1:
         return f"{now}, too much, but a lower one carries no more"
     return "the set-point"
-
-
-def _percent(share: float) -> str:
-    """A whole percentage where that is accurate enough: 99.9% must not become 100%."""
-    return f"{share:.0%}" if share < 0.99 else f"{100 * share:.4g}%"
 
 
 def _replicas(count: int) -> str:

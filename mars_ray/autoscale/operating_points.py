@@ -38,7 +38,7 @@ def ladder(model: ServiceModel, config: ScalingConfig, traffic: Traffic) -> tupl
         bounds.set_point,
         bounds.floor,
         floors,
-        config.aim * config.slo.time_per_token_s,
+        config.slo.time_per_token_s,
     )
 
 

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 # Name of the class share of requests that pin their own mode or threshold.
 PINNED = "pinned"
+# Share of a limit of the SLO above which a request is slow.
+SLOW = 0.75
 # No rate, count or time of a fleet is larger.
 _MOST = 1e9
 # Of reports closer than this only the first counts: few requests would look like a huge rate.
@@ -50,6 +52,12 @@ class ReplicaCounts:
     finished: float = 0.0
     output_tokens: float = 0.0
     quality_class: Mapping[str, float] = field(default_factory=dict)  # including refused ones
+    # By quality class (or PINNED): requests whose first token has come, and those that were found
+    # slow (above SLOW of a limit of the SLO) or late (above it), each once: by its first token, or
+    # else at its end by its mean time per token.
+    started: Mapping[str, float] = field(default_factory=dict)
+    slow: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
     # Finished prompts only: the rows of a step may belong to unfinished ones.
     prompts: float = 0.0
     prompt_tokens: float = 0.0
@@ -92,7 +100,7 @@ class ReplicaCounts:
         process."""
         now, then = asdict(self), asdict(before)
         sums = {name: now[name] for name in _SUMS if now[name] is not None}
-        tables = {name: _grown(now[name], then[name]) for name in ("quality_class", "tokens_at")}
+        tables = {name: _grown(now[name], then[name]) for name in _TABLES}
         return replace(self, **_grown(sums, then), **tables)
 
 
@@ -101,7 +109,12 @@ _KEYS: dict[str, Callable[[str], Any]] = {
     "step_cost": int,
     "quality_class": str,
     "tokens_at": float,
+    "started": str,
+    "slow": str,
+    "late": str,
 }
+# Those of them that are sums since the start.
+_TABLES = tuple(name for name in _KEYS if name != "step_cost")
 _NOW = ("running", "waiting", "threshold")
 _SUMS = tuple(each.name for each in fields(ReplicaCounts) if each.name not in {*_KEYS, *_NOW})
 
@@ -151,8 +164,12 @@ class Sample:
     answers_per_s: float | None = None
     waiting: int | None = None  # requests without a token yet and in no batch
     loads: tuple[ReplicaLoad, ...] = ()
-    ttft_p90_s: float | None = None  # newest
-    time_per_token_p90_s: float | None = None  # newest
+    # By quality class, per second: requests whose first token has come, and those that were found
+    # slow or late (`ReplicaCounts`).
+    started: Mapping[str, float] = field(default_factory=dict)
+    slow: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
+    wall_s: float | None = None  # time of day, in seconds since any Monday 00:00
     # T/F that each threshold would have given on the same steps (decode/stats.py).
     tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
     # Share of the requests by quality class, and of those that pin their own mode or threshold
@@ -176,8 +193,10 @@ class Sample:
             answers_per_s=_number(self.answers_per_s),
             waiting=_count(self.waiting),
             loads=tuple(map(_checked_load, self.loads)),
-            ttft_p90_s=_number(self.ttft_p90_s),
-            time_per_token_p90_s=_number(self.time_per_token_p90_s),
+            started=_checked_counts(self.started),
+            slow=_checked_counts(self.slow),
+            late=_checked_counts(self.late),
+            wall_s=_number(self.wall_s),
             tokens_per_forward=_checked_table(self.tokens_per_forward),
             class_shares=_checked_shares(self.class_shares),
             cold_start_s=_number(self.cold_start_s),
@@ -219,6 +238,10 @@ def _checked_table(table: Mapping[float, float]) -> dict[float, float]:
         for threshold, value in table.items()
         if _number(value) is not None and 0 <= threshold <= 1
     }
+
+
+def _checked_counts(table: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in table.items() if _number(value) is not None}
 
 
 def _checked_shares(shares: Mapping[str, float]) -> dict[str, float]:
@@ -271,6 +294,7 @@ class Collector:
             waiting=int(sum(report.counts.waiting for report in newest)) if newest else None,
             loads=tuple(_load(seen[-1].counts, seen[0].counts) for seen in self._seen.values()),
             cold_start_s=self._cold_start_s,
+            wall_s=wall_s,
             age_s=max((max(0.0, wall_s - report.at_s) for report in newest), default=None),
         )
 
@@ -313,7 +337,20 @@ def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
         "output_tokens": _ratio(sum(each.output_tokens for each in counts), answers),
         "tokens_per_forward": _shares([each.tokens_at for each in counts], forwards),
         "class_shares": _shares([each.quality_class for each in counts], offered),
+        **{
+            name: _rates([(seconds, getattr(each, name)) for seconds, each in grown])
+            for name in ("started", "slow", "late")
+        },
     }
+
+
+def _rates(tables: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Each key's rate: the sum of its counts over the seconds in which they were made."""
+    rates: defaultdict[str, float] = defaultdict(float)
+    for seconds, table in tables:
+        for key, count in table.items():
+            rates[key] += count / seconds
+    return dict(rates)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass, field
 
-from mars_ray.autoscale.forecast import Load, Surge
+from pydantic import TypeAdapter, ValidationError
+
+from mars_ray.autoscale.demand import Demand
+from mars_ray.autoscale.feedback import Feedback
+from mars_ray.autoscale.floor import Floor
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.replica_count import Fleet
-from mars_ray.autoscale.threshold_control import Quality
 from mars_ray.autoscale.traffic import Traffic
+from mars_ray.autoscale.valve import Quality
+from mars_ray.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +22,49 @@ class State:
     """
 
     tick_s: float | None = None  # when the last tick was
-    load: Load = field(default_factory=Load)
-    surge: Surge = field(default_factory=Surge)
+    demand: Demand = field(default_factory=Demand)
+    floor: Floor = field(default_factory=Floor)
+    feedback: Feedback = field(default_factory=Feedback)
     traffic: Traffic = field(default_factory=Traffic)
     quality: Quality = field(default_factory=Quality)
     fleet: Fleet = field(default_factory=Fleet)
+
+    def to_json(self) -> str:
+        """What outlives the controller, as JSON."""
+        return _MEMORY.dump_json(
+            Memory(self.demand, self.floor, self.feedback, self.traffic)
+        ).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "State":
+        """A state that goes on from what `to_json` wrote. Raises DataError."""
+        try:
+            memory = _MEMORY.validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise DataError(
+                f"not a memory of the autoscaling policy: {place}: {first['msg']}"
+            ) from None
+        return cls(
+            demand=memory.demand,
+            floor=memory.floor,
+            feedback=memory.feedback,
+            traffic=memory.traffic,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The part of a state that is learnt from traffic, and so outlives the controller."""
+
+    demand: Demand
+    floor: Floor
+    feedback: Feedback
+    traffic: Traffic
+
+
+_MEMORY = TypeAdapter(Memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from mars_ray.autoscale.service_model import Level, ServiceModel
 
 # Means forget with this time constant, and are believed only after this many requests.
 _FORGET_S = 300.0
+# Requests that the lengths to begin with are worth.
+_PRIOR = 10.0
 # The service model counts as much as a measurement of this length.
 _TRUST_S = 10.0
 # A measurement further from the model than this means that one of them is wrong.
@@ -26,10 +28,11 @@ _DIGITS = 3
 class Traffic:
     """Means of requests, which of them may be lowered, and how the service model is wrong."""
 
-    # Number of requests behind the means; old ones are slowly forgotten.
+    # Number of requests behind the means; old ones are slowly forgotten. The first ones count
+    # beside as many as the beginning is worth.
     requests: float = 0.0
-    prompts: float = 0.0
-    answers: float = 0.0
+    prompts: float = _PRIOR
+    answers: float = _PRIOR
     prompt_tokens: float = 512.0
     output_tokens: float = 128.0
     # (class or PINNED, share), sorted by name.

@@ -33,35 +33,10 @@ class ThresholdBounds(Config):
         return self
 
 
-class Prices(Config):
-    """Prices in any currency: only their ratio counts.
-
-    A point is one percentage point of accuracy, lost by all answers of one replica. With a point at
-    a quarter of a replica the operator would pay for a quarter more replicas to win a point.
-    """
-
-    replica_hour: float = Field(default=1.0, gt=0)
-    point_hour: float = Field(default=0.5, ge=0)
-
-
 class ScalingConfig(Config):
     """Replicas and threshold of one fleet (docs/autoscaling.md)."""
 
     slo: Slo = Slo()
-    aim: float = Field(
-        default=0.98,
-        gt=0,
-        le=2,
-        description="capacity is counted at this share of slo.time_per_token_s: less leaves room "
-        "for unequal replicas, above 1 counts on answers that see busy and quiet times",
-    )
-    caution: float = Field(
-        default=1.0,
-        ge=0,
-        le=3,
-        description="replicas provide for so many times the spread that the load to come is "
-        "expected to have: at 0 for its mean alone",
-    )
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=4, ge=1)
     scale_to_zero: bool = Field(default=False, description="after idle_to_zero_s")
@@ -69,23 +44,14 @@ class ScalingConfig(Config):
     quality_classes: dict[str, Threshold] = Field(
         default={}, description="name: floor of the requests that ask for this class"
     )
-    prices: Prices = Prices()
     quality_budget_points: float | None = Field(
         default=1.0,
         ge=0,
-        description="mean points lost below the set-point over budget_window_s; beyond it the "
-        "set-point holds",
+        description="mean points lost below the set-point over an hour; beyond it the set-point "
+        "holds",
     )
-    budget_window_s: float = Field(default=3600.0, gt=0)
     cold_start_s: float = Field(default=60.0, gt=0, description="until it has been measured")
-    scale_down_window_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="fewer replicas must have been enough for so long, and for a cold start",
-    )
     idle_to_zero_s: float = Field(default=600.0, ge=0, description="without a request")
-    lower_dwell_s: float = Field(default=1.0, ge=0, description="between two lower thresholds")
-    raise_dwell_s: float = Field(default=15.0, ge=0, description="before a higher threshold")
     stale_after_s: float = Field(default=15.0, gt=0, description="older metrics: nothing changes")
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.autoscale.operating_points import Rung
-from mars_ray.autoscale.threshold_control import LocalLoop
+from mars_ray.autoscale.valve import LocalLoop
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Call as ChatCall

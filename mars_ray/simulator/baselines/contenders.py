@@ -234,4 +234,5 @@ def _fixture(
         replicas=replicas,
         most=max(setting.config.max_replicas, replicas),
         seed=seed,
+        slo=setting.config.slo,
     )

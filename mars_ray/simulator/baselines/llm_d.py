@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import Slo
+from mars_ray.simulator.engine.observe import Observed
 
 _UP, _DOWN, _ALPHA, _CAP = 0.55, 0.40, 0.6, 2.0
 _RECONCILE_S, _SYNC_S = 60.0, 15.0
@@ -47,6 +48,7 @@ class LlmD:
         return Decision(target, 1.0, 0.0, f"saturation {self._smooth:.2f}", State())
 
     def _desired(self, sample: Sample) -> int:
+        assert isinstance(sample, Observed)
         raw = max(
             (sample.ttft_p90_s or 0.0) / self.slo.ttft_s,
             (sample.time_per_token_p90_s or 0.0) / self.slo.time_per_token_s,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mars_ray.autoscale.sample import PINNED as PINNED_CLASS
-from mars_ray.autoscale.sample import ReplicaLoad, Sample
+from mars_ray.autoscale.sample import SLOW, ReplicaLoad, Sample
+from mars_ray.config.scaling import Slo
 from mars_ray.simulator.engine.arrays import (
     DONE,
     DRAINING,
@@ -32,9 +33,13 @@ from mars_ray.simulator.engine.arrays import (
 class Observed(Sample):
     """A sample with additional metrics that only the baselines use."""
 
+    ttft_p90_s: float | None = None
     ttft_p99_s: float | None = None
+    time_per_token_p90_s: float | None = None
 
 
+# Requests that follow the set-point.
+OPEN_CLASS = "open"
 # Before the first metrics arrive.
 _NOTHING = Observed(running=0, target=0)
 
@@ -58,6 +63,8 @@ class Observer:
     world: World
     lag_s: float
     latency_window_s: float
+    slo: Slo
+    overhead_s: float
     _past: deque[_Counters] = field(default_factory=lambda: deque([_Counters()]))
     _samples: deque[tuple[float, Observed]] = field(default_factory=deque)
     _means: tuple[float | None, float | None] = (None, None)
@@ -101,6 +108,7 @@ class Observer:
         arrived = here.arrivals - before.arrivals
         prompt, output = self._token_means(before, here)
         waits, paces = self._latencies(here)
+        in_time = self._in_time(before, here)
         return Observed(
             running=0,
             target=0,
@@ -110,6 +118,10 @@ class Observer:
             output_tokens=output,
             waiting=self._waiting(),
             loads=self._loads(now),
+            started=in_time[0],
+            slow=in_time[1],
+            late=in_time[2],
+            wall_s=now,
             class_shares=_pinned_share(here.pinned - before.pinned, arrived),
             ttft_p90_s=_percentile(waits, 0.9),
             ttft_p99_s=_percentile(waits, 0.99),
@@ -130,6 +142,27 @@ class Observer:
             float(self.world.requests["output"][done].mean()) if len(done) else output,
         )
         return self._means
+
+    def _in_time(self, before: _Counters, here: _Counters) -> list[dict[str, float]]:
+        """Rates by class of the requests that started since the last tick, and of those that were
+        found slow and late."""
+        requests, slo, span_s = self.world.requests, self.slo, here.at_s - before.at_s
+        firsts = self.world.first_log[before.firsts : here.firsts]
+        ends = self.world.end_log[before.ends : here.ends]
+        ends = ends[requests["outcome"][ends] == DONE]
+        wait, waited = (self._wait_s(index) / slo.ttft_s for index in (firsts, ends))
+        pace = token_times(requests, ends) / slo.time_per_token_s
+        pins = np.concatenate([requests["pins"][firsts], requests["pins"][ends]])
+        rates = [_by_class(requests["pins"][firsts], span_s)]
+        for limit in (SLOW, 1.0):
+            # What was above the limit by its first token was counted then.
+            found = np.concatenate([wait > limit, (pace > limit) & (waited <= limit)])
+            rates.append(_by_class(pins[found], span_s))
+        return rates
+
+    def _wait_s(self, index: Ints) -> np.ndarray:
+        requests = self.world.requests
+        return requests["first_s"][index] - requests["arrival_s"][index] + self.overhead_s
 
     def _waiting(self) -> int:
         """Number of requests without a token and in no batch."""
@@ -205,6 +238,13 @@ def _percentile(values: np.ndarray, share: float) -> float | None:
         return None
     place = min(len(values) - 1, int(share * len(values)))
     return float(np.partition(values, place)[place])
+
+
+def _by_class(pins: np.ndarray, span_s: float) -> dict[str, float]:
+    """Rates of the requests that pin their threshold, and of the others."""
+    pinned = int(pins.sum())
+    counts = {PINNED_CLASS: pinned, OPEN_CLASS: len(pins) - pinned}
+    return {name: count / span_s for name, count in counts.items() if count}
 
 
 def _pinned_share(pinned: int, arrived: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from mars_ray.autoscale.decide import decide
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
 from mars_ray.autoscale.state import Decision, State
-from mars_ray.config.scaling import ScalingConfig
+from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import (
     DRAINING,
@@ -50,10 +50,12 @@ class Policy(Protocol):
 class Deciding:
     """Our own policy, which also runs under Ray Serve."""
 
-    def __init__(self, config: ScalingConfig, model: ServiceModel) -> None:
+    def __init__(
+        self, config: ScalingConfig, model: ServiceModel, state: State | None = None
+    ) -> None:
         self._config = config
         self._model = model
-        self._state = State()
+        self._state = state or State()
 
     def __call__(self, sample: Sample, now: float) -> Decision:
         """The result of `decide`, called with the state that it returned last time."""
@@ -74,6 +76,7 @@ class Fixture:
     replicas: int  # warm ones to begin with; more if the policy wants them at once
     most: int  # most replicas at a time
     seed: int
+    slo: Slo = field(default_factory=Slo)  # by which requests count as late
 
 
 def simulate(fixture: Fixture, policy: Policy, progress: Progress | None = None) -> Outcome:
@@ -121,7 +124,13 @@ class _Run:
             max_retries=cluster.retries,
             two_choices=cluster.routing == "two-choices",
         )
-        self.observer = Observer(self.world, cluster.metrics_lag_s, cluster.latency_window_s)
+        self.observer = Observer(
+            self.world,
+            cluster.metrics_lag_s,
+            cluster.latency_window_s,
+            given.slo,
+            cluster.overhead_s,
+        )
         self.thresholds = np.array([level.threshold for level in given.levels])
         self.target = given.replicas
         self.threshold = given.set_point

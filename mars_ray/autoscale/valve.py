@@ -1,33 +1,37 @@
-"""The fast loop: the threshold, set by the room in the queue.
+"""The fast loop: the threshold as the valve of an overload.
 
-L requests are in the system (decoding or waiting), lambda arrive per second, and R replicas run
-with m sequences and, at a rung, K requests per second each. Little's law with a deadline T for a
-request's first token: a rung is enough if the excess L - R m is gone within T,
+With R running replicas, K and m a replica's requests/s and sequences at a rung, and L requests in
+the system, R m are being decoded. A rung is enough if what is above that is gone within the time T
+to a first token:
 
     lambda + (L - R m) / T <= R K
 
-The highest rung that is enough is taken. A lower one is taken at once (after `lower_dwell_s`), a
-higher one once it would have carried lambda with a margin all through `raise_dwell_s`, empty places
-not counted. The only integral is that of the points spent, so nothing winds up while the threshold
-is at its floor.
+The highest rung that is enough is taken. A lower one is taken at once, a higher one when it would
+have carried lambda with a margin for 15 s, empty places not counted. Lossless windows shrink before
+any threshold falls: that is the engine's own control. The only integral is that of the points
+spent, so nothing winds up while the threshold is at its floor.
 
-Each replica runs the same law over its own queue (`LocalLoop`). The policy sees a fleet through
-reports that are half a second old, and assumes that the load is spread evenly. A replica knows its
-own queue at once. It may have more than its share, because another replica died or many prompts
-share a prefix; then it lowers its threshold by itself. It chooses among the thresholds that the
-policy allows at the moment, never above the policy's, and it continues when no policy is heard.
+Each replica runs the same law over its own queue (`LocalLoop`), because the policy sees the fleet
+half a second late and takes the load to be spread evenly. A replica chooses among the thresholds
+that the policy allows at the moment, never above the policy's, also when no policy is heard.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from mars_ray.autoscale.forecast import Load, bucket_s, fast_span_s, observe
+from mars_ray.autoscale.demand import Demand, observe
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.config.scaling import ScalingConfig
 
 # A higher rung must carry this much more than the load, or it would be left again soon.
 _MARGIN = 1.05
+# Seconds between two lower thresholds, and before a higher one.
+LOWER_DWELL_S, RAISE_DWELL_S = 1.0, 15.0
+# The mean of the points lost is over an hour.
+_BUDGET_S = 3600.0
+# The rate of the last seconds reaches back this many times the time to the first token.
+_FAST_SPANS = 2.0
 # A spent budget has to come down to this share before any of it is spent again.
 _RECOVERED = 0.8
 # The rate let in, as a multiple of the rate that would leave no queue (`shed_share`).
@@ -78,7 +82,7 @@ def spend(
 ) -> Quality:
     """The points spent after `dt` seconds with `points` lost; `traffic` is the rate over the usual
     one."""
-    share = 1 - math.exp(-dt / config.budget_window_s)
+    share = 1 - math.exp(-dt / _BUDGET_S)
     spent = quality.spent_points + share * (points * traffic - quality.spent_points)
     budget = config.quality_budget_points
     if budget is None:
@@ -87,17 +91,12 @@ def spend(
     return replace(quality, spent_points=spent, exhausted=spent >= limit)
 
 
-def dearer(quality: Quality, config: ScalingConfig) -> float:
-    """Factor on the price of a point: the less is left of the budget, the larger it is."""
-    budget = config.quality_budget_points
-    if not budget:
-        return 1.0
-    return 1 / max(0.01, 1 - quality.spent_points / budget)
+def fast_span_s(config: ScalingConfig) -> float:
+    """How far back the rate of the last seconds reaches."""
+    return _FAST_SPANS * config.slo.ttft_s
 
 
-def steer(
-    quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float, config: ScalingConfig
-) -> Quality:
+def steer(quality: Quality, rungs: Sequence[Rung], pressure: Pressure, dt: float) -> Quality:
     """The threshold from now on, and for how long a higher one would have been enough."""
     quality = replace(quality, since_lower_s=quality.since_lower_s + dt)
     now = current(rungs, quality.threshold)
@@ -105,22 +104,22 @@ def steer(
         return replace(quality, threshold=now.threshold, better_s=0.0)
     wanted = next((rung for rung in rungs if pressure.enough(rung)), rungs[-1])
     if wanted.threshold < now.threshold:
-        return _lower(quality, now, wanted, config)
+        return _lower(quality, now, wanted)
     safe = next((rung for rung in rungs if pressure.lasting(rung)), rungs[-1])
     if safe.threshold <= now.threshold:
         return replace(quality, threshold=now.threshold, better_s=0.0)
     better = safe.threshold
     if quality.better_s > 0:
         better = min(better, quality.better_threshold)
-    if quality.better_s + dt >= config.raise_dwell_s:
+    if quality.better_s + dt >= RAISE_DWELL_S:
         return replace(quality, threshold=better, better_s=0.0)
     return replace(
         quality, threshold=now.threshold, better_s=quality.better_s + dt, better_threshold=better
     )
 
 
-def _lower(quality: Quality, now: Rung, wanted: Rung, config: ScalingConfig) -> Quality:
-    if quality.since_lower_s < config.lower_dwell_s:
+def _lower(quality: Quality, now: Rung, wanted: Rung) -> Quality:
+    if quality.since_lower_s < LOWER_DWELL_S:
         return replace(quality, threshold=now.threshold, better_s=0.0)
     return replace(quality, threshold=wanted.threshold, better_s=0.0, since_lower_s=0.0)
 
@@ -151,7 +150,7 @@ class LocalLoop:
     config: ScalingConfig
     threshold: float  # the policy's
     rungs: Sequence[Rung] = ()  # those that the policy allows, the highest first
-    _load: Load = field(default_factory=Load)
+    _demand: Demand = field(default_factory=Demand)
     _quality: Quality = field(default_factory=Quality)
     _tick_s: float | None = None
     _arrived: float = 0.0
@@ -166,11 +165,10 @@ class LocalLoop:
         rate = (arrived - self._arrived) / dt if dt > 0 else 0.0
         self._tick_s, self._arrived = now, arrived
         if dt > 0:
-            width = bucket_s(self.config.cold_start_s)
-            self._load = observe(self._load, rate, dt, fast_span_s(self.config), width)
+            self._demand = observe(self._demand, rate, dt, fast_span_s(self.config), 1.0)
         if not self.rungs:
             return self.threshold
-        pressure = Pressure(self._load.fast, in_system, 1, max(self.config.slo.ttft_s, dt))
-        self._quality = steer(self._quality, self.rungs, pressure, dt, self.config)
+        pressure = Pressure(self._demand.fast_per_s, in_system, 1, max(self.config.slo.ttft_s, dt))
+        self._quality = steer(self._quality, self.rungs, pressure, dt)
         own = self._quality.threshold
         return self.threshold if own is None else min(self.threshold, own)
