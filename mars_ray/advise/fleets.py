@@ -206,6 +206,7 @@ def _attained(given: Case, way: Way, part: Trace, replicas: int) -> float:
         replicas=replicas,
         most=replicas,
         seed=0,
+        slo=given.slo,
     )
     return float(simulate(fixture, Fixed(replicas, way.level.threshold)).within(given.slo).mean())
 
@@ -230,6 +231,7 @@ def _scaled(given: Case, way: Way, capacity: float) -> Scaled:
         replicas=begin,
         most=given.most,
         seed=0,
+        slo=given.slo,
     )
     policy = Deciding(config, replace(given.model, levels=way.levels))
     outcome = simulate(fixture, policy)
