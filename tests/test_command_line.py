@@ -154,7 +154,7 @@ cli.main()
 """
 
 
-def test_only_simulations_need_numba():
+def test_only_simulate_needs_numba():
     """Guards a service that cannot start without the simulator's compiler, and a traceback in place
     of the name of what has to be installed."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True)
