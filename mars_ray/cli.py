@@ -287,6 +287,51 @@ def simulate(
 
 
 @app.command()
+def advise(
+    source: Annotated[
+        str, typer.Argument(metavar="TRACE|URL", help="Trace file, or a Prometheus server's URL.")
+    ],
+    model: Annotated[str, typer.Option(help="Service model, a JSON file.")],
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TTFT_S,TIME_PER_TOKEN_S",
+            help="Such as 2,0.03; may be given several times, else three are chosen.",
+        ),
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Where the HTML page goes.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="The first of a trace; the last of Prometheus, else 24.")
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="If Prometheus has several.")] = None,
+    overrides: Overrides = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="PROMETHEUS_TOKEN", help="If Prometheus asks for one.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; else one a core.", min=1)] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Say which steps, fleet and decoding suit a service's traffic, by a trace or Prometheus."""
+    from mars_ray.advise.config import AdviseJob
+
+    table = {"kind": "advise", "source": source, "service_model": model, "hours": hours}
+    table |= {"model_name": model_name, "slos": [_slo(text) for text in slo or ()]}
+    job = _job(AdviseJob, table, overrides, dry_run)
+    from mars_ray.advise.page import write_page
+    from mars_ray.advise.run import advise as advised
+    from mars_ray.advise.run import print_advice, summary
+    from mars_ray.files import check_writable
+
+    if page:
+        check_writable(page, "--page")
+    advice = advised(job, _console(), token, workers)
+    if page:
+        write_page(advice, page)
+    print_advice(advice, _console())
+    _print_result(summary(advice, page))
+
+
+@app.command()
 def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Copy a checkpoint with its card to a directory or an object store."""
     job = _job(ExportJob, job_file, overrides, dry_run)
@@ -333,7 +378,9 @@ def _job(
     if isinstance(source, Path):
         job = load_job(source, overrides or (), JOB_KINDS | own)
     else:
-        job = parse_job(source, source="command line", overrides=overrides or ())
+        job = parse_job(
+            source, source="command line", overrides=overrides or (), kinds=JOB_KINDS | own
+        )
     if not isinstance(job, several):
         wanted = " or ".join(map(repr, own))
         raise ConfigError(f"{source}: this command takes a job of kind {wanted}")
@@ -367,6 +414,17 @@ def _adapt_job(
 
     table = {"kind": "adapt", "name": name_of(model), "model": model}
     return _job(AdaptJob, table, overrides, dry_run)
+
+
+def _slo(text: str) -> dict[str, str]:
+    """Both times of an objective. Raises ConfigError."""
+    first, comma, each = text.partition(",")
+    if not comma:
+        raise ConfigError(
+            f"--slo {text!r}: give the seconds to the first token and those per token, such as "
+            "2,0.03"
+        )
+    return {"ttft_s": first, "time_per_token_s": each}
 
 
 def _serve_job(target: str, overrides: list[str] | None, dry_run: bool) -> ServeJob:

@@ -146,7 +146,7 @@ from mars_ray import cli
 root = Path(cli.__file__).parent
 for path in sorted(root.rglob("*.py")):
     name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
-    if not name.endswith("__") and not name.startswith("mars_ray.simulator."):
+    if not name.endswith("__") and not name.startswith(("mars_ray.simulator.", "mars_ray.advise.")):
         importlib.import_module(name)
 assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
 sys.argv = ["mars-ray", "simulate", "jobs/simulate-demo.toml"]

@@ -1,6 +1,5 @@
 """The report of an adaptation: one HTML page that needs no other file."""
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from mars_ray.core.frontier import FrontierPoint
-
-_BLUE, _GREY = "#0072B2", "#888888"
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color: light-dark(#222, #ddd); background: light-dark(#fff, #181818) }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-table { border-collapse: collapse; font-size: 14px; margin: .8rem 0 }
-th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #8884 }
-th { border-bottom: 1px solid #888 } th:first-child, td:first-child { text-align: left }
-.wide { overflow-x: auto } svg { max-width: 100%; height: auto; background: #fff; margin: .5rem 0 }
-.facts { color: light-dark(#555, #aaa); font-size: 13px }
-pre { background: #8882; padding: .6rem .8rem; overflow-x: auto; font-size: 13px }
-.numbers { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; margin: 1rem 0 }
-.numbers b { display: block; font-size: 1.7rem; font-weight: 600 }
-"""
+from mars_ray.page import BLUE, GREY, html, plain, svg
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +47,8 @@ def write_report(result: Adaptation, path: Path) -> None:
 
 def page(result: Adaptation) -> str:
     """The page's HTML."""
-    title = escape(f"{result.name}: a draft adapter for {result.base}")
-    parts = [f"<h1>{title}</h1>", _head(result), _numbers(result)]
+    title = f"{result.name}: a draft adapter for {result.base}"
+    parts = [f"<h1>{escape(title)}</h1>", _head(result), _numbers(result)]
     parts += ["<h2>Tokens per forward, by kind of prompt</h2>", _modes(result.modes)]
     if result.speeds:
         parts += ["<h2>Tokens a second beside exact</h2>", _speeds(result.speeds)]
@@ -75,11 +56,7 @@ def page(result: Adaptation) -> str:
         parts += ["<h2>Training</h2>", _curve(result.curve)]
     commands = "\n".join(result.next_commands)
     parts += [f"<h2>What to type next</h2><pre>{escape(commands)}</pre>", _foot(result)]
-    viewport = "<meta name=viewport content='width=device-width, initial-scale=1'>"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8>{viewport}<title>{title}</title>"
-        f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
-    )
+    return html(title, "".join(parts))
 
 
 def _head(result: Adaptation) -> str:
@@ -148,26 +125,12 @@ def _curve(curve: Sequence[tuple[float, float]]) -> str:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.add_subplot()
     tokens, values = zip(*curve, strict=True)
-    axes.plot([count / 1000 for count in tokens], values, color=_BLUE, marker="o", ms=4)
-    axes.axhline(1, color=_GREY, lw=0.8, ls=":")
+    axes.plot([count / 1000 for count in tokens], values, color=BLUE, marker="o", ms=4)
+    axes.axhline(1, color=GREY, lw=0.8, ls=":")
     axes.set_xlabel("mask tokens trained on, thousands")
     axes.set_ylabel("tokens per forward,\nteacher-forced")
-    _plain(axes)
-    return _svg(figure)
-
-
-def _plain(axes: Axes) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _svg(figure: Figure) -> str:
-    # The same page for the same numbers.
-    with rc_context({"svg.hashsalt": "mars-ray"}):
-        buffer = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    plain(axes)
+    return svg(figure)
 
 
 def _foot(result: Adaptation) -> str:

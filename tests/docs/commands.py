@@ -17,6 +17,7 @@ _NO_PROGRAMS = {"text", "json", "toml"}
 _SUBMIT = "ray job submit --working-dir . "
 _COMMANDS = "tests/docs/test_commands.py::"
 _PLAIN = "tests/docs/test_plain_commands.py::"
+_ADVISE = "tests/advise/"
 _FIRST = "tests/docs/test_first_steps.py::"
 _CLUSTER = "tests/cluster/conftest.py::three_nodes"
 _JOBS = "tests/cluster/test_jobs.py::"
@@ -35,6 +36,8 @@ EXECUTED_BY = {
     "git clone --depth 1 ": _PLAIN + "data",
     "python tools/servegen.py ": _PLAIN + "data",
     "mars-ray evaluate ": _PLAIN + "test_what_needs_no_cluster",
+    "mars-ray advise trace.csv ": _ADVISE + "test_advise.py::test_the_documented_command",
+    "mars-ray advise http": _ADVISE + "test_prometheus.py::test_the_documented_command_on_a_server",
     "mars-ray simulate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray import ": _PLAIN + "test_a_model_of_others_is_imported",
     # With a cluster of their own.

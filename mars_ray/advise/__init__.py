@@ -1,0 +1,1 @@
+"""Advice from measured traffic: step size, fleet by hour, and which way of decoding pays."""

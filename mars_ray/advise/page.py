@@ -1,0 +1,211 @@
+"""The advice as one HTML page that needs no other file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from mars_ray.advise.draw import ASSUMED
+from mars_ray.advise.fleets import HOUR_S, Fleets, Way, case
+from mars_ray.advise.run import Advice, Objective, objective, recommendation
+from mars_ray.advise.verdict import best
+from mars_ray.files import write_whole
+from mars_ray.page import BLUE, GREEN, GREY, ORANGE, html, plain, svg
+from mars_ray.provenance import provenance
+
+# By the order of the ways: plain, verified, a lower threshold.
+_COLOURS = (GREY, BLUE, ORANGE)
+# Lines that lie on each other are all seen.
+_WIDTHS = (5.0, 3.0, 1.2)
+# The curve of capacities goes from a lone sequence's pace to so many times it.
+_PACES = np.geomspace(1.02, 10, 40)
+
+
+def write_page(advice: Advice, path: Path) -> None:
+    """Write the page to a file."""
+    write_whole(path, page(advice))
+
+
+def page(advice: Advice) -> str:
+    """The page's HTML."""
+    title = f"Fleets for {advice.trace.name}"
+    parts = [f"<h1>{escape(title)}</h1>", _head(advice), _load(advice)]
+    for each in advice.objectives:
+        parts += [f"<h2>{escape(objective(each.case).capitalize())}</h2>", *_section(each)]
+    parts += ["<h2>What a replica carries</h2>", _capacities(advice)]
+    parts += ["<h2>What is assumed</h2>", _assumptions(advice), _foot()]
+    return html(title, "".join(parts))
+
+
+def _head(advice: Advice) -> str:
+    trace, model = advice.trace, advice.model
+    hours = trace.duration_s / HOUR_S
+    wanted = 100 * advice.objectives[0].case.slo.attainment
+    return (
+        f"<p>{len(trace):,} requests in {hours:.1f} hours from "
+        f"<code>{escape(advice.job.source)}</code>, on average {trace.prompt_tokens.mean():,.0f} "
+        f"tokens in and {trace.output_tokens.mean():,.0f} out, on simulated replicas of "
+        f"{escape(model.name)}. An objective is kept if {wanted:g}% of the requests are answered "
+        f"within both times. A replica takes {advice.job.cold_start_s:g} s to start. Hours are "
+        f"replica-hours.</p>{_latencies(advice)}"
+    )
+
+
+def _latencies(advice: Advice) -> str:
+    """What the service itself has measured."""
+    found = advice.measured.latencies if advice.measured else {}
+    names = {"ttft_s": "first token", "time_per_token_s": "time per token"}
+    told = [
+        f"{names[metric]} {', '.join(f'{q} {_seconds(value)}' for q, value in values.items())}"
+        for metric, values in found.items()
+    ]
+    return f"<p class=facts>Measured by the service itself: {'; '.join(told)}.</p>" if told else ""
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _load(advice: Advice) -> str:
+    minutes = np.bincount((advice.trace.arrival_s // 60).astype(int)) / 60
+    figure = Figure(figsize=(8.5, 1.9), layout="constrained")
+    axes = figure.add_subplot()
+    axes.fill_between(np.arange(len(minutes)) / 60, minutes, step="post", color=GREY, alpha=0.5)
+    axes.set_ylabel("requests/s")
+    axes.set_xlabel("hours")
+    axes.set_xlim(0, len(minutes) / 60)
+    axes.set_ylim(0)
+    plain(axes)
+    return svg(figure)
+
+
+def _section(each: Objective) -> Iterator[str]:
+    yield f"<p><b>{_marked(recommendation(each))}</b></p>"
+    yield _table(each)
+    rows = "".join(
+        f"<li><b>{_marked(verdict.question)} {'Yes' if verdict.pays else 'No'}</b>: "
+        f"{escape(verdict.why)}."
+        for verdict in each.verdicts
+    )
+    yield f"<ul>{rows}</ul>"
+    yield _fleets(each)
+
+
+def _marked(text: str) -> str:
+    """Text with code between backticks."""
+    parts = escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))
+
+
+def _table(each: Objective) -> str:
+    head = (
+        "<tr><th rowspan=2>decoding<th rowspan=2>a replica carries<th colspan=2>by the hour"
+        "<th colspan=3>a fleet that stays<th colspan=4>scaled by our policy"
+        "<tr><th>replicas<th>hours<th>replicas<th>hours<th>in time"
+        "<th>replicas<th>hours<th>in time<th>points lost"
+    )
+    rows = "".join(_row(way, found) for way, found in each.found.items())
+    return f"<div class=wide><table>{head}{rows}</table></div>"
+
+
+def _row(way: Way, found: Fleets) -> str:
+    span = "none" if None in found.by_hour else _span(found.by_hour)
+    cells = [f"{found.capacity_rps:.2f}/s", span, _number(found.replica_hours)]
+    cells += [str(found.fixed or "none"), _number(found.fixed_hours)]
+    cells.append("" if found.fixed_attainment is None else f"{found.fixed_attainment:.2%}")
+    if scaled := found.scaled:
+        cells += [f"{scaled.mean_replicas:.2f}", f"{scaled.replica_hours:.1f}"]
+        cells += [f"{scaled.attainment:.2%}", f"{scaled.points_lost:.2f}"]
+    else:
+        cells += [""] * 4
+    return f"<tr><td>{escape(way.name)}" + "".join(f"<td>{cell}" for cell in cells)
+
+
+def _span(sizes: Sequence[int | None]) -> str:
+    known = sorted({n for n in sizes if n})
+    return "-".join(str(n) for n in dict.fromkeys((known[0], known[-1])))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _fleets(each: Objective) -> str:
+    """Replicas over time: by the hour in each way, and as our policy scales the best one."""
+    figure = Figure(figsize=(8.5, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    hours = each.case.trace.duration_s / HOUR_S
+    for (way, found), colour, width in zip(each.found.items(), _COLOURS, _WIDTHS, strict=False):
+        sizes = [np.nan if n is None else n for n in found.by_hour]
+        edges = [*range(len(sizes)), max(hours, len(sizes) - 1)]
+        label = f"{way.name}, by the hour"
+        axes.stairs(sizes, edges, color=colour, lw=width, baseline=None, label=label)
+    chosen = best(each.found)
+    if chosen and (scaled := chosen[1].scaled):
+        at = [second / HOUR_S for second in scaled.at_s]
+        label = f"{chosen[0].name}, scaled"
+        axes.plot(at, scaled.ready, color=GREEN, lw=1.2, drawstyle="steps-post", label=label)
+    axes.set_ylabel("replicas")
+    axes.set_xlabel("hours")
+    axes.set_xlim(0, hours)
+    axes.set_ylim(0, 1.3 * max(1.0, axes.get_ylim()[1]))
+    axes.legend(frameon=False, ncols=4, loc="upper left", fontsize=9)
+    plain(axes)
+    return svg(figure)
+
+
+def _capacities(advice: Advice) -> str:
+    """Requests a second of one replica by the time per token owed, with the step that suits it."""
+    figure = Figure(figsize=(8.5, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    found = advice.objectives[0].found
+    trace = advice.trace
+    context = float(trace.prompt_tokens.mean() + trace.output_tokens.mean() / 2)
+    paces_s = advice.model.step_s(1, context) * _PACES
+    slo = advice.objectives[0].case.slo
+    cases = [
+        case(trace, advice.model, slo.model_copy(update={"time_per_token_s": pace}), 0.0, 1)
+        for pace in paces_s.tolist()
+    ]
+    for way, colour, width in zip(found, _COLOURS, _WIDTHS, strict=False):
+        values = [each.capacity(way) for each in cases]
+        axes.plot(1e3 * paces_s, values, color=colour, lw=width, label=way.name)
+    for each in advice.objectives:
+        axes.axvline(1e3 * each.case.slo.time_per_token_s, color=GREY, lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("time per token owed, ms (dotted: the objectives)")
+    axes.set_ylabel("requests/s")
+    axes.set_ylim(0)
+    axes.legend(frameon=False, fontsize=9)
+    plain(axes)
+    return svg(figure)
+
+
+def _assumptions(advice: Advice) -> str:
+    lines = [
+        "Replicas are simulated (docs/simulator.md). A fleet by the hour is the smallest that "
+        "keeps its hour by itself, from an idle and warm beginning: it knows the hour, as our "
+        "policy does not.",
+        f"The service model is {advice.model.name}: "
+        f"{json.dumps(advice.model.provenance) or 'no provenance'}.",
+        "A way of decoding pays if its fleet by the hour takes 5% fewer replica-hours, and at "
+        "least as many percent as its answers lose points of accuracy.",
+    ]
+    if measured := advice.measured:
+        lines += ASSUMED
+        lines.append(
+            f"Prometheus had nothing about {measured.unknown_minutes} of "
+            f"{len(measured.requests)} minutes, which count as empty; rates are over "
+            f"{measured.window_s:g} s."
+        )
+    return f"<ul class=facts>{''.join(f'<li>{escape(line)}' for line in lines)}</ul>"
+
+
+def _foot() -> str:
+    facts = provenance()
+    return f"<p class=facts>mars-ray {facts['mars_ray']}, commit {facts['commit']}.</p>"

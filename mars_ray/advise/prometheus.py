@@ -1,0 +1,257 @@
+"""What a Prometheus server knows of a service: requests and tokens by minute, lengths, latencies.
+
+vLLM's metrics (docs.vllm.ai/en/latest/usage/metrics) and ours (docs/metrics.md) end alike, so a
+family of metrics is its prefix. The HTTP API is that of prometheus.io/docs/prometheus/latest/
+querying/api.
+"""
+
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mars_ray.cluster.direct import urlopen
+from mars_ray.errors import ConfigError, DataError
+
+Floats = NDArray[np.float64]
+
+# Prefix of a family, and the label that names the model: vLLM's own, vLLM's on Ray, ours.
+FAMILIES = {"vllm:": "model_name", "ray_vllm_": "model_name", "ray_mars_": "deployment"}
+_ANSWERS = "request_success_total"
+# Answers that took no part in the load.
+_REFUSED = 'finished_reason!="refused"'
+# The mean over an answer where there is one; otherwise over steps, which is close to it.
+_TIMES_PER_TOKEN = (
+    "request_time_per_output_token_seconds",
+    "inter_token_latency_seconds",
+    "time_per_output_token_seconds",
+)
+_FIRST_TOKEN = "time_to_first_token_seconds"
+_REPLICA = "Replica-"  # before the model's name in our deployments
+_QUANTILES = (0.5, 0.9, 0.99)
+_MINUTE_S = 60
+# A rate needs two samples; Grafana takes windows of four, in case some are late.
+_SAMPLES = 4
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of values in buckets with these upper bounds; the last bound may be infinite."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One model of a service, over M whole minutes; arrays of shape [M].
+
+    They begin and end with a minute that Prometheus knows; those in between of which it knows
+    nothing count as minutes without a request.
+    """
+
+    model: str
+    family: str  # prefix of its metrics
+    start_s: float  # of the first minute, in Unix time
+    window_s: float  # over which rates were taken, a minute or more
+    requests: Floats
+    prompt_tokens: Floats
+    generation_tokens: Floats
+    unknown_minutes: int
+    prompt_lengths: Histogram | None = None
+    generation_lengths: Histogram | None = None
+    # By metric and quantile, seconds.
+    latencies: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Prometheus:
+    """A server's HTTP API. Calls raise DataError."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        """A token is sent as a bearer's."""
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def series(self, match: str, start_s: float, end_s: float) -> list[dict[str, str]]:
+        """Labels of the series that match and have a sample in between."""
+        return self._get("series", {"match[]": match, "start": start_s, "end": end_s})
+
+    def at(self, query: str, time_s: float) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each series of an instant query."""
+        found = self._get("query", {"query": query, "time": time_s})["result"]
+        return [(row["metric"], float(row["value"][1])) for row in found]
+
+    def over(self, query: str, times_s: Floats) -> Floats:
+        """Values of the query's only series at equally spaced times; NaN where it has none."""
+        step_s = float(times_s[1] - times_s[0]) if len(times_s) > 1 else _MINUTE_S
+        limits = {"start": times_s[0], "end": times_s[-1], "step": step_s}
+        found = self._get("query_range", {"query": query} | limits)["result"]
+        values = np.full(len(times_s), np.nan)
+        for at_s, value in found[0]["values"] if found else []:
+            values[round((at_s - times_s[0]) / step_s)] = float(value)
+        return values
+
+    def _get(self, path: str, parameters: Mapping[str, object]) -> Any:
+        address = f"{self._url}/api/v1/{path}"
+        try:
+            request = urllib.request.Request(
+                f"{address}?{urlencode(parameters)}", None, self._headers
+            )
+            with urlopen(request, _TIMEOUT_S) as reply:
+                said = json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise DataError(f"{address}: {_refusal(error)}") from None
+        except json.JSONDecodeError:
+            said = None
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{address} cannot be reached: {error}; is a Prometheus there, as `curl "
+                f"{self._url}/-/ready` tells?"
+            ) from None
+        if not isinstance(said, dict) or said.get("status") != "success":
+            raise DataError(f"{address}: this is no answer of Prometheus; is the URL its root?")
+        return said["data"]
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """Prometheus's own words if there are some."""
+    try:
+        words = json.load(error)["error"]
+    except (ValueError, KeyError, TypeError):
+        words = error.reason
+    hint = "; give a token with --token" if error.code in (401, 403) else ""
+    return f"HTTP {error.code}: {words}{hint}"
+
+
+def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -> Measured:
+    """The last hours of the service with this model; of its only one if none is named.
+
+    Raises ConfigError if there are several or the named one is not there, DataError if Prometheus
+    has no answers of a service.
+    """
+    count = max(1, round(hours * 60))
+    end_s = math.floor(now_s / _MINUTE_S) * _MINUTE_S
+    start_s = end_s - count * _MINUTE_S
+    family, name = _service(server, model, start_s, end_s)
+    label, value = FAMILIES[family], _labelled(family, name)
+    chosen = f"{label}={json.dumps(value)}"
+    span = f"{count}m"
+
+    def rose(metric: str, window: str, more: str = "") -> str:
+        return f'increase({{__name__="{family}{metric}",{chosen}{more}}}[{window}])'
+
+    answers = f'{{__name__="{family}{_ANSWERS}",{chosen}}}'
+    window_s = _window_s(server, answers, span, end_s)
+    times_s = start_s + _MINUTE_S * np.arange(1, count + 1, dtype=float)
+
+    def by_minute(metric: str, more: str = "") -> Floats:
+        query = f"sum({rose(metric, f'{window_s}s', more)})"
+        return server.over(query, times_s) * _MINUTE_S / window_s
+
+    def histogram(metric: str) -> Histogram | None:
+        return _histogram(server.at(f"sum by (le) ({rose(f'{metric}_bucket', span)})", end_s))
+
+    requests = by_minute(_ANSWERS, f",{_REFUSED}")
+    known = np.flatnonzero(~np.isnan(requests))
+    # What was before the service, or after it, is no gap.
+    whole = slice(known[0], known[-1] + 1) if len(known) else slice(0, 0)
+    found = Measured(
+        model=name,
+        family=family,
+        start_s=start_s + _MINUTE_S * (whole.start or 0),
+        window_s=window_s,
+        requests=np.nan_to_num(requests[whole]),
+        prompt_tokens=np.nan_to_num(by_minute("prompt_tokens_total")[whole]),
+        generation_tokens=np.nan_to_num(by_minute("generation_tokens_total")[whole]),
+        unknown_minutes=int(np.isnan(requests[whole]).sum()),
+        prompt_lengths=histogram("request_prompt_tokens"),
+        generation_lengths=histogram("request_generation_tokens"),
+        latencies=_latencies(histogram),
+    )
+    if not found.requests.sum() or not found.generation_tokens.sum():
+        raise DataError(f"{name} has answered no request in the last {hours:g} hours")
+    return found
+
+
+def _service(
+    server: Prometheus, model: str | None, start_s: float, end_s: float
+) -> tuple[str, str]:
+    """Family of the metrics and name of the model. Raises ConfigError, DataError."""
+    names = "|".join(f"{family}{_ANSWERS}" for family in FAMILIES)
+    there = {
+        (family, _named(family, labels.get(FAMILIES[family], "")))
+        for labels in server.series(f'{{__name__=~"{names}"}}', start_s, end_s)
+        for family in FAMILIES
+        if labels["__name__"] == family + _ANSWERS
+    }
+    if not there:
+        raise DataError(
+            f"Prometheus knows none of {names.replace('|', ', ')} in this time: does it scrape the "
+            "service, and has that answered a request?"
+        )
+    wanted = [service for service in there if model in (None, service[1])]
+    if len(wanted) != 1:
+        known = ", ".join(sorted(name for _, name in there))
+        raise ConfigError(f"choose one of these models with --model-name: {known}")
+    return wanted[0]
+
+
+def _named(family: str, value: str) -> str:
+    return value.removeprefix(_REPLICA) if FAMILIES[family] == "deployment" else value
+
+
+def _labelled(family: str, name: str) -> str:
+    return _REPLICA + name if FAMILIES[family] == "deployment" else name
+
+
+def _window_s(server: Prometheus, answers: str, span: str, end_s: float) -> int:
+    """Seconds over which a rate is taken: a minute, or four scrapes where these are rare."""
+    query = f"max(max_over_time(count_over_time({answers}[5m])[{span}:1m]))"
+    most = max((value for _, value in server.at(query, end_s)), default=1.0)
+    return max(_MINUTE_S, math.ceil(_SAMPLES * 300 / most))
+
+
+def _histogram(rows: list[tuple[dict[str, str], float]]) -> Histogram | None:
+    """The histogram of cumulative buckets; None if nothing is in them."""
+    pairs = sorted((float(labels["le"]), value) for labels, value in rows if "le" in labels)
+    if not pairs or not pairs[-1][1] > 0:
+        return None
+    bounds, cumulated = zip(*pairs, strict=True)
+    # Extrapolation to the ends of the span may leave a bucket a little above the next one.
+    counts = np.maximum(0.0, np.diff(np.maximum.accumulate(cumulated), prepend=0.0))
+    return Histogram(bounds, tuple(counts.tolist()))
+
+
+def _latencies(histogram: Callable[[str], Histogram | None]) -> dict[str, dict[str, float]]:
+    """Quantiles of the first token's time and of the time per token, where there are histograms."""
+    times = {
+        "ttft_s": histogram(_FIRST_TOKEN),
+        "time_per_token_s": next(filter(None, map(histogram, _TIMES_PER_TOKEN)), None),
+    }
+    return {
+        name: {f"p{100 * share:g}": quantile(found, share) for share in _QUANTILES}
+        for name, found in times.items()
+        if found
+    }
+
+
+def quantile(histogram: Histogram, share: float) -> float:
+    """The value below which this share lies, linear inside a bucket as Prometheus does it; in the
+    last bucket, its lower bound if it has no upper one."""
+    cumulated = np.cumsum(histogram.counts)
+    rank = share * cumulated[-1]
+    place = int(np.searchsorted(cumulated, rank))
+    low = histogram.bounds[place - 1] if place else 0.0
+    high = histogram.bounds[place]
+    if math.isinf(high):
+        return low
+    below = cumulated[place] - histogram.counts[place]
+    return low + (high - low) * (rank - below) / histogram.counts[place]
