@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from mars_ray.simulator.rows import made_row, valve_row
 from mars_ray.simulator.runs import Run, bounds, hindsight, timeline
 from mars_ray.simulator.verdict import claims
 
+_Bounds = dict[Cell, dict[str, float]]
+_Hindsights = dict[tuple[Cell, PolicyName], dict[str, Any] | None]
 _KEPT = "parts.jsonl"
 # Policies that are drawn over time, with the groups of their settings.
 _DRAWN: tuple[tuple[PolicyName, str], ...] = (
@@ -68,8 +71,7 @@ def run_simulations(
     _estimate(matrix, workers, console)
     matrix.make(matrix.first())
     matrix.make(matrix.others())
-    bound = _bounds(matrix)
-    found = _hindsights(matrix)
+    bound, found = _beside(matrix)
     cells = [_row(matrix, cell, bound, found) for cell in matrix.cells]
     return {
         "job": job.model_dump(mode="json"),
@@ -133,28 +135,26 @@ def _estimate(matrix: Matrix, workers: int | None, console: Console) -> None:
     )
 
 
-def _bounds(matrix: Matrix) -> dict[Cell, dict[str, float]]:
-    """The replicas that no schedule can do without, by cell."""
-    named = {cell: f"bound: {matrix.same(cell)}" for cell in matrix.cells}
-    calls = {name: partial(bounds, cell, matrix.job, matrix.model) for cell, name in named.items()}
-    made = matrix.parts(calls)
-    return {cell: made[name] for cell, name in named.items()}
-
-
-def _hindsights(matrix: Matrix) -> dict[tuple[Cell, PolicyName], dict[str, Any] | None]:
-    """The smallest fixed fleets that attain, by cell and policy; None where none does."""
-    named, calls = {}, {}
+def _beside(matrix: Matrix) -> tuple[_Bounds, _Hindsights]:
+    """What stands beside the policies: the replicas that no schedule can do without, by cell, and
+    the smallest fixed fleets that attain, by cell and policy; None where none does."""
+    job, model = matrix.job, matrix.model
+    bound = {cell: f"bound: {matrix.same(cell)}" for cell in matrix.cells}
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(bounds, cell, job, model) for cell, name in bound.items()
+    }
+    sizes = {}
     for cell in matrix.cells:
-        for policy in matrix.job.policies:
-            if policy in FIXED:
-                name = f"hindsight: {matrix.same(cell)}, {policy}"
-                between = _bracket(matrix, cell, policy)
-                named[cell, policy] = name
-                calls[name] = partial(
-                    hindsight, matrix.same(cell), policy, between, matrix.job, matrix.model
-                )
+        for policy in (policy for policy in job.policies if policy in FIXED):
+            name = f"hindsight: {matrix.same(cell)}, {policy}"
+            between = _bracket(matrix, cell, policy)
+            sizes[cell, policy] = name
+            calls[name] = partial(hindsight, matrix.same(cell), policy, between, job, model)
     made = matrix.parts(calls)
-    return {key: made[name] for key, name in named.items()}
+    return (
+        {cell: made[name] for cell, name in bound.items()},
+        {key: made[name] for key, name in sizes.items()},
+    )
 
 
 def _bracket(matrix: Matrix, cell: Cell, policy: PolicyName) -> tuple[int, int]:
@@ -171,12 +171,7 @@ def _bracket(matrix: Matrix, cell: Cell, policy: PolicyName) -> tuple[int, int]:
     return max(missed, default=scaling.min_replicas - 1), high
 
 
-def _row(
-    matrix: Matrix,
-    cell: Cell,
-    bound: dict[Cell, dict[str, float]],
-    found: dict[tuple[Cell, PolicyName], dict[str, Any] | None],
-) -> dict[str, Any]:
+def _row(matrix: Matrix, cell: Cell, bound: _Bounds, found: _Hindsights) -> dict[str, Any]:
     """A cell, with its policies by group."""
     policies: dict[str, dict[str, Any]] = {}
     for policy in matrix.job.policies:
@@ -221,7 +216,7 @@ def _timelines(matrix: Matrix, cells: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _cost(matrix: Matrix, found: dict[Any, dict[str, Any] | None]) -> dict[str, int]:
+def _cost(matrix: Matrix, found: _Hindsights) -> dict[str, int]:
     """What all runs took."""
     searched = [run for one in found.values() if one for run in one["runs"]]
     seconds = sum(run["cpu_s"] for run in (*matrix.made.values(), *searched))

@@ -80,13 +80,14 @@ def test_no_run_is_below(policy: PolicyName, replicas: int, seed: int):
 
 
 def test_a_busy_replica_is_near_it():
-    """Guards a bound that is so low that it says nothing: 64 sequences that never pause."""
+    """Guards a bound that is so low that it says nothing: 64 sequences that never pause, with
+    128 of 148 rows; the others are kept for prompts."""
     level = Level(1.0, 0.0, (Shape(1, 2.0, 1.5),))
-    model = ServiceModel("busy", ((1, 0.010), (128, 0.010), (256, 0.020)), (level,), 64)
+    model = ServiceModel("busy", ((1, 0.010), (148, 0.010), (256, 0.020)), (level,), 64)
     given = case(
-        trace(*[(0.0, 2, 4000)] * 256), model, rows=128, ttft_s=100.0, time_per_token_s=0.0067
+        trace(*[(0.0, 2, 4000)] * 256), model, rows=148, ttft_s=100.0, time_per_token_s=0.0067
     )
     outcome = run(given, "fixed-verified", Knob(None, 1))
     bound = lower_bound(given, model.levels)
     assert outcome.within(given.slo).all()
-    assert 0.9 * outcome.replica_s < bound <= outcome.replica_s
+    assert 0.8 * outcome.replica_s < bound <= outcome.replica_s
