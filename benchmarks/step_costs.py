@@ -21,8 +21,8 @@ from mars_ray.decode.request import Request
 from mars_ray.provenance import provenance
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-BATCHES = (1, 4, 16)
-PROMPT, SHORT, DECODED, REPEATS = 768, 16, 24, 3
+BATCHES = (1, 4)
+PROMPT, SHORT, DECODED, REPEATS = 512, 16, 12, 2
 
 
 def main() -> None:
