@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.autoscale.step_size import step_rows
+from mars_ray.autoscale.step_size import contradiction, step_rows
 from mars_ray.errors import ConfigError
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
@@ -57,8 +57,10 @@ def run_simulations(
     Workers are processes, by default one per core. Raises ConfigError or DataError.
     """
     model = load_service_model(job.service_model)
-    chosen = step_rows(model, job.scaling.slo.time_per_token_s)
-    model = replace(model, step_rows=job.cluster.step_tokens or chosen)
+    owed_s = job.scaling.slo.time_per_token_s
+    model = replace(model, step_rows=job.cluster.step_tokens or step_rows(model, owed_s))
+    if message := contradiction(model, model.step_rows, owed_s):
+        console.print(f"cluster.step_tokens: {message}", markup=False)
     _check_fixed_threshold(job, model)
     # Loading all traces now shows at once if one is missing.
     traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
