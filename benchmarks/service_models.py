@@ -4,8 +4,9 @@ They are made from committed results and published figures; every model's proven
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.autoscale.service_model_fit import (
@@ -21,13 +22,19 @@ from mars_ray.core.frontier import Frontier
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
+_DEPTH = 4  # of SmolLM2's adapter
 _BENCHES = ("decode_demo", "decode_demo_large")
 
 # Qwen2.5-7B on an H200 in bfloat16: 15.2 GB of weights at 85% of 4.8 TB/s, a knee at 200 rows,
-# 1 ms for launching, 57 kB of KV cache a token, 110 GB for it.
+# 1 ms for launching, 57 kB of KV cache a token, 110 GB for it. Its card names a context of 131,072.
 _BYTES_PER_S = 0.85 * 4.8e12
-_READ_S, _KNEE_ROWS, _LAUNCH_S = 15.2e9 / _BYTES_PER_S, 200, 1e-3
+_WEIGHTS = 7.6e9
+_READ_S, _KNEE_ROWS, _LAUNCH_S = 2 * _WEIGHTS / _BYTES_PER_S, 200, 1e-3
 _CACHE_BYTES, _CACHE_ROOM = 57_344, 110e9
+_CONTEXT = 131_072
+# Scores and sums of values, 2 FLOP each, of 28 layers of 28 heads of 128, at the speed of the rest
+# of a row, which has 2 FLOP a weight.
+_ATTENTION_S = 4 * 28 * 28 * 128 * (_READ_S / _KNEE_ROWS) / (2 * _WEIGHTS)
 
 
 def demo() -> ServiceModel:
@@ -70,7 +77,7 @@ def paper() -> ServiceModel:
     ]
     levels = (Level(1.0, 0.0, ()), *lower)
     source = "arXiv 2604.07023: Qwen2.5-7B, B = 4, GSM8K"
-    return _h200("Qwen2.5-7B, confidence, H200", "confidence", levels, source)
+    return _h200("7B assumed, confidence, H200", "confidence", levels, source)
 
 
 def verified() -> ServiceModel:
@@ -86,7 +93,7 @@ def verified() -> ServiceModel:
         for t, lost, f in [(1.0, 0.0, 1.52), *points]
     )
     source = "T/F of a small model on real text, points assumed by likelihood (docs/simulator.md)"
-    return _h200("7B, verified, H200", "verified", levels, source)
+    return _h200("7B assumed, verified, H200", "verified", levels, source)
 
 
 def _h200(
@@ -99,9 +106,75 @@ def _h200(
         max_batch=128,
         mode=mode,
         cache_token_s=_CACHE_BYTES / _BYTES_PER_S,
+        prompt_attention_s=_ATTENTION_S,
         cache_tokens=int(_CACHE_ROOM / _CACHE_BYTES),
-        provenance={"levels": source, "steps": "data sheet: 4.8 TB/s at 85%, knee at 200 rows"},
+        max_model_len=_CONTEXT,
+        spread=_spread(),
+        provenance={
+            "levels": source,
+            "steps": "data sheet: 4.8 TB/s at 85%, knee at 200 rows; attention by arithmetic",
+            "spread": "assumed as SmolLM2's (smollm2_spread.json)",
+        },
     )
+
+
+def smollm2() -> ServiceModel:
+    """SmolLM2-135M with its draft adapter on two CPU cores; steps of more than 23 rows are
+    extrapolated, and cost prompts too little.
+
+    The points of a level are tokens in a hundred that are not what the original would have said
+    there: no task's accuracy, which this model hardly has, but the distance from the original.
+    """
+    points = {p["threshold"]: p for p in _thresholds()}
+    levels = tuple(
+        verified_level(
+            threshold,
+            round(100 * (1 - points[threshold]["agreement"]), 1),
+            [acceptance_rate("verified", points[threshold]["tokens_per_forward"], _DEPTH)] * _DEPTH,
+        )
+        for threshold in sorted(points, reverse=True)
+    )
+    return ServiceModel(
+        "SmolLM2-135M with its adapter, two CPU cores",
+        measured_steps(_result("smollm2_decode")),
+        levels,
+        max_batch=16,
+        max_model_len=8192,
+        spread=_spread(),
+        provenance={
+            "from": ["smollm2_decode.json", "smollm2_thresholds.json", "smollm2_spread.json"],
+            "points": "tokens in a hundred that the original would not have said",
+        },
+    )
+
+
+def _thresholds() -> list[dict[str, Any]]:
+    rows = _result("smollm2_thresholds")["points"]
+    return [row | {"threshold": t} for row in rows if (t := row["mode"].get("threshold"))]
+
+
+def half_billion() -> ServiceModel:
+    """The shape of Qwen2.5-0.5B with random weights on two CPU cores: steps are measured, T/F are
+    those of SmolLM2's adapter."""
+    measured = smollm2()
+    return replace(
+        measured,
+        name="0.5B shape, two CPU cores, T/F of SmolLM2's adapter",
+        seconds_at=measured_steps(_result("decode_0_5b")),
+        max_model_len=32_768,
+        provenance={
+            "steps": "decode_0_5b.json, rows only",
+            "levels": "assumed as SmolLM2's with its adapter",
+        },
+    )
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _spread() -> tuple[float, ...]:
+    return tuple(_result("smollm2_spread")["spread"])
 
 
 def main() -> None:
@@ -113,6 +186,8 @@ def main() -> None:
         "gsm8k-cpu": gsm8k(),
         "7b-paper": paper(),
         "7b-verified": verified(),
+        "smollm2-cpu": smollm2(),
+        "0.5b-cpu": half_billion(),
     }
     for name, model in models.items():
         model.save(folder / f"{name}.json")

@@ -4,6 +4,7 @@ It uses measured step costs (`mars-ray bench decode`) and acceptance from a fron
 evaluate`); before anything is measured, a checkpoint's own files (`prior_model`).
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mars_ray.errors import ConfigError
 _MOST_ROWS = 512  # of one sequence in a step
 # Acceptance rate of a draft where nothing is known; live measurements correct it.
 _RATE = 0.7
+# Tokens of the shortest reply whose T/F counts for the spread, and quantiles of it.
+_LEAST_REPLY, _QUANTILES = 16, 20
 # Step costs of the first replica until it has measured its own: half is fixed, the rest by row.
 _STEPS = ((1, 0.02), (64, 0.04))
 
@@ -142,6 +145,20 @@ def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: i
         middle = (low + high) / 2
         low, high = (middle, high) if tokens(middle) < tokens_per_forward else (low, middle)
     return high
+
+
+def spread_of(tokens: Sequence[int], forwards: Sequence[int]) -> tuple[float, ...]:
+    """Quantiles, over tokens, of what masks bring single replies: tokens beyond one a forward, as
+    multiples of what all forwards together have. The mean over forwards is 1.
+
+    Short replies are left out: their T/F is mostly chance.
+    """
+    pairs = [(t, f) for t, f in zip(tokens, forwards, strict=True) if t >= _LEAST_REPLY]
+    more = sum(t for t, _ in pairs) / sum(f for _, f in pairs) - 1
+    gains = sorted(((t / f - 1) / more, t) for t, f in pairs)
+    reached = list(accumulate(t for _, t in gains))
+    marks = [(i + 0.5) / _QUANTILES * reached[-1] for i in range(_QUANTILES)]
+    return tuple(round(gains[bisect_left(reached, mark)][0], 3) for mark in marks)
 
 
 def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
+from mars_ray.autoscale.step_size import contradiction
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
 from mars_ray.simulator.baselines.contenders import (
@@ -62,6 +63,7 @@ def run_simulations(
     Workers are processes, by default one per core. Raises ConfigError or DataError.
     """
     model = load_service_model(job.service_model)
+    _warn(job, model, console)
     # Loading all traces now shows at once if one is missing.
     needs = _needs(job, model)
     where = provenance()
@@ -82,6 +84,14 @@ def run_simulations(
         "cost": _cost(matrix, found),
         "provenance": where,
     }
+
+
+def _warn(job: SimulateJob, model: ServiceModel, console: Console) -> None:
+    """Say where the job's own step size contradicts what it owes to requests."""
+    if rows := job.cluster.step_tokens:
+        for regime, slo in job.slos.items():
+            if message := contradiction(model, rows, slo.time_per_token_s):
+                console.print(f"cluster.step_tokens, {regime}: {message}", markup=False)
 
 
 def _needs(job: SimulateJob, model: ServiceModel) -> dict[tuple[str, str], Needs]:

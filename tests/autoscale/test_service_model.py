@@ -20,6 +20,7 @@ from mars_ray.autoscale.service_model_fit import (
     expected,
     levels_of,
     measured_steps,
+    spread_of,
     verified_level,
 )
 from mars_ray.core.frontier import Frontier
@@ -201,3 +202,33 @@ def test_steps_of_the_committed_benchmarks():
     assert len(rows) > 10
     with pytest.raises(ConfigError, match="step_positions"):
         measured_steps({"steps": [], "cases": []})
+
+
+def test_the_spread_keeps_tokens_per_forward():
+    """Half of the tokens at 1.5 a forward, half at 3: of 2 in the mean masks bring 0.5 and 2 times
+    as much. A reply of three tokens says nothing."""
+    quantiles = spread_of([300, 300, 3], [200, 100, 1])
+    assert quantiles == (*[0.5] * 10, *[2.0] * 10)
+    assert 1 / np.mean([1 / (1 + gain) for gain in quantiles]) == pytest.approx(2)
+
+
+def test_assumed_models_are_named_so():
+    """Who reads a table knows which numbers nobody has measured."""
+    models = RESULTS.parents[1] / "jobs" / "models"
+    for name in ("7b-paper", "7b-verified"):
+        model = load_service_model(models / f"{name}.json")
+        assert model.name.startswith("7B assumed")
+        # Attention of a 10,000-token prompt is a sixth of the rest of its rows.
+        rows_s = 10_000 * (model.step_s(1600) - model.step_s(600)) / 1000
+        assert model.prompt_attention_s * 10_000**2 / 2 == pytest.approx(0.13 * rows_s, rel=0.05)
+        assert 1 / np.mean([1 / (1 + 0.8 * g) for g in model.spread]) == pytest.approx(
+            1.8, rel=0.01
+        )
+
+
+def test_long_prompts_cost_their_attention():
+    """A prompt of P rows has P * P / 2 pairs: at 1 us 970 tokens take 0.47 s more a request."""
+    dear = replace(MODEL, prompt_attention_s=1e-6)
+    mix = Mix(970, 100)
+    cheap_s, dear_s = (1 / m.at(LEVELS[1], 10, mix).requests_per_s for m in (MODEL, dear))
+    assert dear_s - cheap_s == pytest.approx(1e-6 * 970**2 / 2)

@@ -194,7 +194,7 @@ def test_requests_differ_in_what_masks_bring_them():
     spread = (*[0.5] * 20, *[2.0] * 20)
     load = trace(*[(0.0, 1, 1001)] * 400)
     ends = run(load, model=replace(model, spread=spread), waiting_requests=1000, tick_s=60)
-    took_s = np.diff(np.sort(ends.requests["end_s"]))
+    took_s = np.diff(np.sort(np.array(ends.requests["end_s"], float)))
     assert np.quantile(took_s, [0.1, 0.9]).tolist() == pytest.approx([3.34, 6.67], rel=0.01)
     assert took_s.mean() == pytest.approx(5.0, rel=0.05)
 
