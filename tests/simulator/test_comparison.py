@@ -44,6 +44,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_one_json_line(folder):
     """Guards output that programs cannot read, and a progress bar in a pipe."""
     lines = (folder / "stdout").read_text().splitlines()
