@@ -10,6 +10,8 @@ PINNED := torch==2.13.0
 CONSTRAINTS := $(if $(filter $(PINNED),$(TORCH)),constraints.txt,$(VENV)/constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) $(PIP_FLAGS)
 TESTS := $(BIN)/python -m pytest
+# In the order of tests/conftest.py. Each process starts a Ray cluster of its own.
+BOTH_CORES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # One thread per process: tests and demo start several processes on few cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -50,8 +52,8 @@ format: setup
 	$(BIN)/ruff format .
 
 test: check                    ## what runs on a CPU, but for test-long
-	$(TESTS) --numprocesses 2 --dist loadfile -m "not gpu and not long and not ray" $(ARGS)
-	$(TESTS) -m "ray and not gpu and not long" $(ARGS)
+	$(TESTS) $(BOTH_CORES) -m "not gpu and not long and not ray" $(ARGS)
+	$(TESTS) $(BOTH_CORES) -m "ray and not gpu and not long" $(ARGS)
 
 test-long: setup               ## clusters that lose nodes, jobs, sweeps, first steps, Prometheus: an hour
 	$(TESTS) -m long $(ARGS)

@@ -10,16 +10,16 @@ _QUIET = range(20000, 30000)
 
 
 def free_port() -> int:
-    """A port on which no process listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    """A port on which no process listens at the moment, and that the system does not assign by
+    itself before its taker listens there."""
+    return quiet_ports(1)[0]
 
 
 def quiet_ports(count: int) -> list[int]:
     """Ports that are free on all addresses, and that the system does not assign by itself."""
     found: list[int] = []
-    for port in random.sample(_QUIET, len(_QUIET)):
+    # Not from a seed, which several processes may share.
+    for port in random.SystemRandom().sample(_QUIET, len(_QUIET)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             found.append(port)

@@ -43,6 +43,7 @@ def items(modes, sampling: Sampling, new: int = 16) -> list:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=SAMPLING_NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_is_the_reference_in_every_mode(model, sampling, kind):

@@ -192,6 +192,7 @@ def test_what_was_prepared_is_taken_whatever_becomes_of_its_files(client, served
     assert ask(client, mode=None).json()["usage"]["mars"]["adapter"] == name
 
 
+@pytest.mark.slow
 def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job, folder):
     """From one adapter to another, to none, and back, while four answers are written: every text is
     `exact`'s, and what each adapter served adds up and is of that adapter alone."""

@@ -64,6 +64,7 @@ def job(*overrides: str) -> SimulateJob:
     return made
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_one_json_line(folder):
     """Guards output that programs cannot read, and a progress bar in a pipe."""
     (line,) = (folder / "stdout").read_text().splitlines()

@@ -72,6 +72,7 @@ def heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heard")
 def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     """Guards an hour of simulations that ends at Ctrl-C, and processes that run on after it."""

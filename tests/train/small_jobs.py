@@ -25,6 +25,8 @@ from mars_ray.train.ranks import Ranks
 from mars_ray.train.worker import train_stage
 
 VOCABULARY = 320
+# Ranks are forked from a process that has imported what they need, which takes seconds.
+mp.get_context("forkserver").set_forkserver_preload(["mars_ray.train.worker"])
 
 
 def make_model(
@@ -103,7 +105,7 @@ def spawn(work: Callable[..., None], world_size: int, *args: Any) -> None:
             _start_rank,
             (world_size, Path(directory) / "store", work, args),
             nprocs=world_size,
-            start_method="spawn",
+            start_method="forkserver",
         )
 
 

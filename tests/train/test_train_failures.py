@@ -48,6 +48,7 @@ def hang_on_one_rank(plan: StagePlan, slowest: Path) -> None:
     train_stage(plan, ranks, None, wait_for_ever)
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_the_stacks_of_all_ranks(model, tmp_path):
     """Guards a cluster that waits for one process all night, with nothing to tell which.
 

@@ -65,7 +65,7 @@ def test_a_shape_counts_a_models_parameters(model):
     assert shape_of(model).parameters == sum(p.numel() for p in loaded.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_model_has_the_same_curve(tmp_path):
     """Guards `compile`: names in checkpoints, batches of changing width, and the loss."""
     # One layer: the compiler's time grows with them.

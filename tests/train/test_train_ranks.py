@@ -83,6 +83,7 @@ def two_ranks(model: Path, output_dir: Path, **sections) -> StagePlan:
     return make_plan(type(make_job(model, output_dir)).model_validate(job), model)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(model, one_rank, tmp_path):
     """Guards the global division: a mean per rank, or DDP's average, would move the curve.
 
