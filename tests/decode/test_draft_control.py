@@ -187,12 +187,12 @@ def test_control_pays(model):
 
 
 def test_warming_up_measures_steps(model):
-    """And leaves the engine as it was."""
+    """Up to a batch's rows, and a prompt that fills a step. And leaves the engine as it was."""
     size = EngineConfig(max_batch=4, max_context=32, cache_bytes=200_000)
     engine = Engine(model, CARD, size)
     engine.warm_up()
     assert engine.control
-    assert list(engine.control.cost.table()) == row_counts(4 * 9)
+    assert list(engine.control.cost.table()) == [*row_counts(4 * 9), size.max_step_tokens]
     item = request("a", [1, 2, 3], VerifiedMode())
     assert generate_all(engine, [item])[0].tokens == reference.generate(model, CARD, item).tokens
 
