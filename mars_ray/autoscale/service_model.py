@@ -6,6 +6,7 @@ A step of n rows over C tokens of cached context takes
 
 where the table is measured (`core/step_cost.py`: linear between its points and beyond), or is
 max(a, b n) + c by a device's data sheet: a reads the weights, b is a row's arithmetic, c launches.
+A prompt's row also takes prompt_attention_s for every token before it, for P / 2 in the mean.
 
 Let m sequences decode at a level with p rows and f committed tokens per forward, and let a request
 have P prompt and D output tokens. Each step then completes m f / D requests, so a step has to
@@ -38,6 +39,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from mars_ray.config.decode import PROMPTS_SHARE
 from mars_ray.config.shipped import found
 from mars_ray.core.step_cost import StepCost
 from mars_ray.errors import ConfigError
@@ -139,7 +141,13 @@ class ServiceModel:
     mode: Literal["verified", "confidence"] = "verified"
     step_rows: int = 2048  # rows of a full step (`engine.max_step_tokens`)
     cache_token_s: float = 0.0  # cost of reading a cached token in a step
+    prompt_attention_s: float = 0.0  # of a prompt's row, by each token before it in the prompt
     cache_tokens: int | None = None  # size of the cache; None: max_batch sequences of any length
+    page_tokens: int = 16  # of a page of the cache: what prompts share is whole pages
+    max_model_len: int | None = None  # tokens of prompt and answer; None: no limit
+    # Quantiles of what masks bring to single requests, as multiples of what they bring to all
+    # forwards together: the mean over forwards is 1. Empty: all requests are alike.
+    spread: tuple[float, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -159,8 +167,10 @@ class ServiceModel:
             yield "thresholds must fall from level to level"
         if not 0 <= self.cache_token_s < 1 or min(self.max_batch, self.step_rows) < 1:
             yield "max_batch and step_rows must be at least 1, cache_token_s a fraction of a second"
-        if self.cache_tokens is not None and self.cache_tokens < 1:
-            yield "cache_tokens must be at least 1"
+        if min(self.cache_tokens or 1, self.page_tokens, self.max_model_len or 2) < 1:
+            yield "cache_tokens, page_tokens and max_model_len must be at least 1"
+        if not 0 <= self.prompt_attention_s < 1 or not all(0 <= gain < 1e3 for gain in self.spread):
+            yield "prompt_attention_s must be a fraction of a second, spread factors of 0 or more"
         for level in self.levels:
             if not 0 <= level.points_lost <= 100:
                 yield f"threshold {level.threshold}: points_lost must lie between 0 and 100"
@@ -171,9 +181,18 @@ class ServiceModel:
     def _cost(self) -> StepCost:
         return StepCost(dict(self.seconds_at))
 
-    def step_s(self, rows: float, context_tokens: float = 0.0) -> float:
-        """Seconds of a step of `rows`, whose sequences have `context_tokens` in the cache."""
-        return self._cost.seconds(rows) + self.cache_token_s * context_tokens
+    def step_s(self, rows: float, context_tokens: float = 0.0, prompt_pairs: float = 0.0) -> float:
+        """Seconds of a step of `rows`, whose sequences have `context_tokens` in the cache.
+
+        `prompt_pairs` sums over the rows of prompts how many tokens are before each in its prompt.
+        """
+        attention_s = self.cache_token_s * context_tokens + self.prompt_attention_s * prompt_pairs
+        return self._cost.seconds(rows) + attention_s
+
+    @property
+    def decoding_rows(self) -> int:
+        """Rows of a step that decoding sequences may have; prompts keep the others."""
+        return self.step_rows - self.step_rows // PROMPTS_SHARE
 
     def level(self, threshold: float) -> Level:
         """The lowest level that is not below this threshold."""
@@ -182,8 +201,15 @@ class ServiceModel:
         )
 
     def at(self, level: Level, batch: int, mix: Mix) -> Operating:
-        """A batch of this size, in the shape that gives the most tokens per second."""
-        candidates = (self._operating(shape, batch, mix) for shape in level.all_shapes)
+        """A batch of this size, in the shape that gives the most tokens per second.
+
+        A step has room for the rows of all sequences. If it has not even without masks, they take
+        turns: each has less than a row in the mean.
+        """
+        plain = min(1.0, self.decoding_rows / batch)
+        fit = [s for s in level.shapes if s.window and batch * s.positions <= self.decoding_rows]
+        shapes = (Shape(0, plain, plain), *fit)
+        candidates = (self._operating(shape, batch, mix) for shape in shapes)
         return max(candidates, key=lambda operating: operating.tokens_per_s)
 
     def most_sequences(self, mix: Mix) -> int:
@@ -221,6 +247,7 @@ class ServiceModel:
         share = prompts / chunk
         seconds = share * self.step_s(rows + chunk, context)
         seconds += max(0.0, 1 - share) * self.step_s(rows, context)
+        seconds += self.prompt_attention_s * prompts * mix.prompt_tokens / 2
         return Operating(batch, shape, seconds, output)
 
     def to_json(self) -> str:
@@ -234,6 +261,7 @@ class ServiceModel:
             table = json.loads(text)
             table["seconds_at"] = tuple((rows, seconds) for rows, seconds in table["seconds_at"])
             table["levels"] = tuple(_level(row) for row in table["levels"])
+            table["spread"] = tuple(table.get("spread", ()))
             return cls(**table)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{source} is no service model: {error}") from None

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 from mars_ray.config.base import Config
 from mars_ray.config.modes import Mode
 
+# While a prompt waits, one row of a step in this many is kept for prompts.
+PROMPTS_SHARE = 8
+
 
 class Sampling(Config):
     """How a token is chosen from a row's logits; temperature 0 is greedy."""

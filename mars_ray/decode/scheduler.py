@@ -5,19 +5,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mars_ray.config.decode import EngineConfig
+from mars_ray.config.decode import PROMPTS_SHARE, EngineConfig
 from mars_ray.decode.page_pool import PagePool, content_hashes
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan
 
-# While a prompt waits, one row in this many is reserved for prompts.
-_PROMPTS_SHARE = 8
-
 
 def decoding_rows(config: EngineConfig) -> int:
     """Rows of a step that decoding sequences may fill whatever else waits."""
-    return config.max_step_tokens - config.max_step_tokens // _PROMPTS_SHARE
+    return config.max_step_tokens - config.max_step_tokens // PROMPTS_SHARE
 
 
 @dataclass(slots=True)

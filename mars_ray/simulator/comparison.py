@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
+from mars_ray.autoscale.step_size import step_rows
 from mars_ray.errors import ConfigError
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
@@ -55,7 +56,9 @@ def run_simulations(
     Finished parts are kept in the directory, and not simulated again for the same job and code.
     Workers are processes, by default one per core. Raises ConfigError or DataError.
     """
-    model = replace(load_service_model(job.service_model), step_rows=job.cluster.step_tokens)
+    model = load_service_model(job.service_model)
+    chosen = step_rows(model, job.scaling.slo.time_per_token_s)
+    model = replace(model, step_rows=job.cluster.step_tokens or chosen)
     _check_fixed_threshold(job, model)
     # Loading all traces now shows at once if one is missing.
     traces = [load_trace(source, job.seeds[0]) for source in job.traces.values()]
@@ -74,7 +77,11 @@ def run_simulations(
         by_policy["policies"][part.policy] = row
     return {
         "job": job.model_dump(mode="json"),
-        "model": {"name": model.name, "provenance": model.provenance},
+        "model": {
+            "name": model.name,
+            "step_rows": model.step_rows,
+            "provenance": model.provenance,
+        },
         "cold_starts": results,
         "provenance": where,
     }

@@ -183,8 +183,10 @@ class Cluster(Config):
     latency_window_s: float = Field(
         default=30.0, gt=0, description="over which percentiles of latencies are taken"
     )
-    routing: Literal["two-choices", "least-outstanding"] = Field(
-        default="two-choices", description="the first is Ray Serve's"
+    routing: Literal["prefix", "two-choices", "least-outstanding"] = Field(
+        default="prefix",
+        description="prefix is ours: two-choices, Ray Serve's, except where a replica was sent the "
+        "same beginning",
     )
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     overhead_s: float = Field(
@@ -195,7 +197,11 @@ class Cluster(Config):
     slowness: float = Field(
         default=1.0, gt=0, description="of the engines: times what the service model says of a step"
     )
-    step_tokens: int = Field(default=2048, ge=1, description="rows of a step")
+    step_tokens: int | None = Field(
+        default=None,
+        ge=8,
+        description="rows of a full step; default: chosen for the time per token owed",
+    )
     retries: int = Field(default=1, ge=0, description="of a request whose replica died")
     kills: tuple[Kill, ...] = ()
     slowdowns: tuple[Slowdown, ...] = ()

@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from simulator.simulated import MODEL, fixture, poisson, run, trace
+from simulator.simulated import MODEL, poisson, run, trace
 
-from mars_ray.autoscale.service_model import Mix
 from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import ScalingConfig, Slo
-from mars_ray.simulator.engine.arrays import DONE, FAILED, SHED, make_tables, make_world
-from mars_ray.simulator.engine.core import advance, set_levels, start
-from mars_ray.simulator.engine.reference import reference
+from mars_ray.simulator.engine.arrays import DONE, FAILED, SHED
 from mars_ray.simulator.engine.result import summarise
 from mars_ray.simulator.engine.run import Deciding
 
@@ -87,45 +82,6 @@ def test_the_batch_and_the_cache_are_limits():
     crowded = run(trace(*[(0.0, 60, 30)] * 3), model=replace(MODEL, cache_tokens=200))
     firsts = np.sort(crowded.requests["first_s"])
     assert firsts[2] > np.sort(crowded.requests["end_s"])[0]
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 2000), st.integers(1, 400), st.integers(1, 40)),
-        min_size=1,
-        max_size=25,
-        unique_by=lambda row: row[0],
-    ),
-    st.integers(1, 2000),
-)
-def test_segments_equal_single_steps(rows, changed):
-    """The closed form against the slow loop, with a change of level in between: to 1e-9.
-
-    Times are no multiples of a step: what arrives in the very moment of a step's end may join the
-    next one or the one after it.
-    """
-    odd = 0.001 * np.pi / 3
-    rows, changed_s = [(row[0] * odd, *row[1:]) for row in rows], changed * odd
-    made = fixture(trace(*sorted(rows)), model=replace(MODEL, cache_token_s=3e-6))
-    tables = make_tables(
-        made.model,
-        made.levels,
-        Mix(50, 20),
-        slowness=1.0,
-        step_tokens=100,
-        queue_limit=1000,
-        max_retries=0,
-        two_choices=False,
-    )
-    world = make_world(made.trace, [1.0, 0.5], places=1, batch=4, retries=0, seed=0)
-    start(world, 1, 0.0, 0.0, 0)
-    advance(world, tables, changed_s, 0.0)
-    set_levels(world, 1, changed_s)
-    advance(world, tables, 1e9, 0.0)
-    firsts, ends = reference(made.trace, tables, 4, lambda now: int(now > changed_s))
-    np.testing.assert_allclose(world.requests["first_s"], firsts, rtol=1e-9)
-    np.testing.assert_allclose(world.requests["end_s"], ends, rtol=1e-9)
 
 
 def test_one_request_at_a_time_is_a_queue_with_constant_service():

@@ -3,7 +3,7 @@
 N requests, R places for replicas, B sequences of a batch, L quality levels.
 """
 
-import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,10 @@ Records = Any  # numpy records, whose fields no type checker knows
 FREE, STARTING, READY, DRAINING = range(4)
 # Outcome of a request.
 OPEN, DONE, SHED, FAILED = range(4)
-# Places of `World.counts`.
-NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED = range(9)
+# Routing.
+TWO_CHOICES, LEAST_OUTSTANDING, PREFIX = range(3)
+# Places of `World.counts`; SENT counts tokens of prompts that were routed.
+NEXT, HELD_HEAD, HELD_TAIL, HELD, READIES, FIRSTS, ENDS, REFUSED, PINNED, SENT = range(10)
 NOBODY = -1
 
 _REQUEST = np.dtype(
@@ -33,6 +35,9 @@ _REQUEST = np.dtype(
         ("priority", "i8"),
         ("pinned", "i8"),  # the lowest level that may serve it
         ("pins", "?"),  # whether it pins a level itself, even if that is the last level
+        ("parent", "i8"),  # an earlier request whose first tokens are the same; or NOBODY
+        ("shared", "i8"),  # how many of them are
+        ("gain", "f8"),  # tokens that masks bring it, as a multiple of those of the mean request
         # Uniform random numbers: for refusal when load is shed, and for routing.
         ("shed_at", "f8"),
         ("one", "f8"),
@@ -46,6 +51,11 @@ _REQUEST = np.dtype(
         ("outcome", "i8"),
         ("retries", "i8"),
         ("behind", "i8"),  # the next one in the same queue
+        ("found", "i8"),  # tokens of its prompt that were in the cache
+        # Tokens that had passed before its own: through its replica's cache, when it ended, and
+        # through the router's table, when it was sent.
+        ("freed_before", "i8"),
+        ("sent_before", "i8"),
     ]
 )
 # A segment is a run of consecutive steps of one kind.
@@ -66,6 +76,7 @@ _REPLICA = np.dtype(
         ("decoding", "i8"),  # sequences that decode in it
         ("used_level", "i8"),
         ("promised", "i8"),  # cache tokens that the batch needs when its sequences end
+        ("freed", "i8"),  # cache tokens of all sequences that have ended here
         ("rows", "f8"),  # rows of a decoding sequence, mean over the batch
         ("chunk", "i8"),  # rows of prompts in each step
         # Totals since the replica started, over finished segments.
@@ -87,11 +98,13 @@ class Tables(NamedTuple):
     points_L: Floats  # points of accuracy lost per token
     seconds: Floats  # seconds of a step, by rows
     cache_token_s: float
+    prompt_attention_s: float
     cache_tokens: int  # size of a replica's cache
+    page_tokens: int
     step_tokens: int  # rows that a step may have
     queue_limit: int  # requests that may wait at a replica
     max_retries: int
-    two_choices: bool
+    routing: int
 
 
 class World(NamedTuple):
@@ -112,16 +125,25 @@ class World(NamedTuple):
 
 
 def make_world(
-    trace: Trace, thresholds: list[float], places: int, batch: int, retries: int, seed: int
+    trace: Trace,
+    thresholds: list[float],
+    places: int,
+    batch: int,
+    retries: int,
+    seed: int,
+    spread: tuple[float, ...] = (),
 ) -> World:
-    """The state before the first replica. `thresholds` holds those of the levels, falling."""
+    """The state before the first replica. `thresholds` holds those of the levels, falling; `spread`
+    is the service model's."""
     leaves = 1 << max(0, places - 1).bit_length()
-    counts = np.zeros(9, np.int64)
+    counts = np.zeros(SENT + 1, np.int64)
     counts[HELD_HEAD] = counts[HELD_TAIL] = NOBODY
     replicas = np.zeros(places, _REPLICA)
     replicas["head"] = replicas["tail"] = NOBODY
+    requests = _requests(trace, thresholds, np.random.default_rng([seed, 2]))
+    requests["gain"] = _gains(spread, len(trace), np.random.default_rng([seed, 4]))
     return World(
-        requests=_requests(trace, thresholds, np.random.default_rng([seed, 2])),
+        requests=requests,
         replicas=replicas,
         batch=np.zeros((places, batch), _SEQUENCE),
         ready=np.zeros(places, np.int64),
@@ -142,11 +164,20 @@ def _requests(trace: Trace, thresholds: list[float], rng: np.random.Generator) -
     allowed = np.array(thresholds)[None] >= trace.pinned_threshold[:, None]
     requests["pinned"] = np.maximum(0, allowed.sum(1) - 1)
     requests["pins"] = trace.pinned_threshold > 0
+    requests["parent"], requests["shared"] = trace.parent, trace.shared_tokens
     for name in ("shed_at", "one", "other"):
         requests[name] = rng.random(len(trace))
     requests["first_s"] = requests["end_s"] = np.nan
     requests["replica"] = requests["behind"] = NOBODY
     return requests
+
+
+def _gains(spread: tuple[float, ...], count: int, rng: np.random.Generator) -> Floats:
+    """Draws from the distribution with these quantiles, which has their mean."""
+    if not spread:
+        return np.ones(count)
+    middles = (np.arange(len(spread)) + 0.5) / len(spread)
+    return np.interp(rng.random(count), middles, spread)
 
 
 def make_tables(
@@ -158,23 +189,26 @@ def make_tables(
     step_tokens: int,
     queue_limit: int,
     max_retries: int,
-    two_choices: bool,
+    routing: int,
 ) -> Tables:
     """The tables of a model. A level's window is the one that window control would pick at that
     batch."""
+    model = replace(model, step_rows=step_tokens)
     sizes = range(model.max_batch + 1)
     shapes = [[model.at(level, b, mix).shape if b else PLAIN for b in sizes] for level in levels]
     rows = np.array([[shape.positions for shape in line] for line in shapes])
-    most = step_tokens + math.ceil(model.max_batch * rows.max()) + 2
+    most = step_tokens + 2
     return Tables(
         rows_LB=rows,
         tokens_LB=np.array([[shape.tokens_per_forward for shape in line] for line in shapes]),
         points_L=np.array([level.points_lost for level in levels]),
         seconds=slowness * np.array([model.step_s(max(1, n)) for n in range(most)]),
         cache_token_s=slowness * model.cache_token_s,
+        prompt_attention_s=slowness * model.prompt_attention_s,
         cache_tokens=model.cache_tokens or np.iinfo(np.int64).max,
+        page_tokens=model.page_tokens,
         step_tokens=step_tokens,
         queue_limit=queue_limit,
         max_retries=max_retries,
-        two_choices=two_choices,
+        routing=routing,
     )

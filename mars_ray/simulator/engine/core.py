@@ -10,12 +10,16 @@ from mars_ray.simulator.engine.arrays import (
     HELD,
     HELD_HEAD,
     HELD_TAIL,
+    LEAST_OUTSTANDING,
     NEXT,
     NOBODY,
+    OPEN,
     PINNED,
+    PREFIX,
     READIES,
     READY,
     REFUSED,
+    SENT,
     SHED,
     STARTING,
     Ints,
@@ -24,6 +28,12 @@ from mars_ray.simulator.engine.arrays import (
 )
 from mars_ray.simulator.engine.compiled import compiled
 from mars_ray.simulator.engine.engine import begin, cut, end_segment, first_place, set_event
+
+# As in serve/ingress/router.py and prefixes.py: tokens that the table of sent prompts holds, those
+# that it takes of one prompt, and the requests that a replica may have beyond the least loaded one.
+TABLE_TOKENS = 65_536 * 16
+TABLE_PROMPT_TOKENS = 512 * 16
+MAX_IMBALANCE = 4
 
 
 @compiled
@@ -147,7 +157,7 @@ def _route(world: World, tables: Tables, number: int, now: float) -> None:
     if replica.waiting >= tables.queue_limit:
         _end(world, number, SHED, now)
         return
-    world.requests[number].replica = place
+    _send(world, number, place)
     _enqueue(world, place, number)
     if replica.steps == 0:
         begin(world, tables, place, now)
@@ -170,12 +180,27 @@ def _hold(world: World, tables: Tables, number: int, now: float) -> None:
 
 
 @compiled
+def _send(world: World, number: int, place: int) -> None:
+    """Note in the router's table who has the request."""
+    request = world.requests[number]
+    request.replica, request.sent_before = place, world.counts[SENT]
+    world.counts[SENT] += max(0, min(request.prompt, TABLE_PROMPT_TOKENS) - request.shared)
+
+
+@compiled
 def _choose(world: World, tables: Tables, number: int) -> int:
-    """The replica with the least outstanding, of two random ones or of all; ties are random."""
+    """The replica with the least outstanding, of two random ones or of all; ties are random.
+
+    With routing by prefix, first the one that was sent the same beginning.
+    """
+    if tables.routing == PREFIX:
+        place = _preferred(world, number)
+        if place != NOBODY:
+            return place
     count = world.counts[READIES]
     first = int(world.requests[number].one * count)
     others, step = count - 1, 1
-    if tables.two_choices and count > 1:
+    if tables.routing != LEAST_OUTSTANDING and count > 1:
         others, step = 1, 1 + int(world.requests[number].other * (count - 1))
     best = world.ready[first]
     least = world.replicas[best].running + world.replicas[best].waiting
@@ -185,6 +210,37 @@ def _choose(world: World, tables: Tables, number: int) -> int:
         if load < least:
             best, least = place, load
     return int(best)
+
+
+@compiled
+def _preferred(world: World, number: int) -> int:
+    """The ready replica that was sent the longest beginning of the prompt, as long as the router's
+    table remembers it and it has hardly more requests than the least loaded one; else NOBODY."""
+    parent = world.requests[number].parent
+    while parent != NOBODY:
+        other = world.requests[parent]
+        if world.counts[SENT] - other.sent_before > TABLE_TOKENS:
+            return NOBODY
+        if other.replica != NOBODY:
+            replica = world.replicas[other.replica]
+            # The place may have a new replica, which was not sent that request.
+            had = other.outcome == OPEN or other.first_s > replica.born_s
+            if had and replica.status == READY:
+                near = _extra(world, other.replica) <= MAX_IMBALANCE
+                return int(other.replica) if near else NOBODY
+        parent = other.parent
+    return NOBODY
+
+
+@compiled
+def _extra(world: World, place: int) -> int:
+    """How many requests a replica has beyond the least loaded one."""
+    own = world.replicas[place].running + world.replicas[place].waiting
+    least = own
+    for i in range(world.counts[READIES]):
+        other = world.replicas[world.ready[i]]
+        least = min(least, other.running + other.waiting)
+    return own - least
 
 
 @compiled
@@ -213,6 +269,7 @@ def _enqueue(world: World, place: int, number: int) -> None:
 def _again(world: World, tables: Tables, number: int, now: float) -> None:
     request = world.requests[number]
     request.first_s, request.points, request.lowest = np.nan, 0.0, 0
+    request.replica = NOBODY
     request.retries += 1
     if request.retries > tables.max_retries:
         _end(world, number, FAILED, now)

@@ -52,12 +52,15 @@ def begin(world: World, tables: Tables, place: int, now: float) -> None:
         context += request.prompt - sequence.prompt_left + request.output - sequence.output_left
         if sequence.prompt_left == 0:
             used = min(level, request.pinned)
-            pace = tables.tokens_LB[used, decoding]
+            pace = step_tokens(tables, used, decoding, request.gain)
             rows += tables.rows_LB[used, decoding]
             tokens += pace
             steps = min(steps, math.ceil((sequence.output_left - NONE_LEFT) / pace))
     room = max(0, int(tables.step_tokens - rows))
+    before = replica.running
     pending, first = _admit(world, tables, place, room)
+    for i in range(before, replica.running):
+        context += world.requests[world.batch[place, i].request].found
     if replica.running == 0:
         replica.steps = 0
         set_event(world.tree, place, np.inf)
@@ -67,9 +70,11 @@ def begin(world: World, tables: Tables, place: int, now: float) -> None:
         # The first prompt fills its steps alone, except the last, which others may share.
         steps = min(steps, max(1, (first - 1) // room))
     slowness = float(world.slowness[0])
+    first_s = step_s(tables, rows + chunk) + tables.cache_token_s * context
+    first_s += tables.prompt_attention_s * _pairs(world, place, chunk)
+    growth_s = tables.cache_token_s * (tokens + chunk) + tables.prompt_attention_s * chunk * chunk
     replica.start_s, replica.steps = now, steps
-    replica.step_s = slowness * (step_s(tables, rows + chunk) + tables.cache_token_s * context)
-    replica.growth_s = slowness * tables.cache_token_s * (tokens + chunk)
+    replica.step_s, replica.growth_s = slowness * first_s, slowness * growth_s
     replica.room, replica.decoding, replica.used_level = room, decoding, level
     replica.rows, replica.chunk = rows / max(1, decoding), chunk
     set_event(world.tree, place, now + _elapsed_s(replica.step_s, replica.growth_s, steps))
@@ -82,6 +87,33 @@ def step_s(tables: Tables, rows: float) -> float:
     below = int(rows)
     low, high = tables.seconds[below], tables.seconds[below + 1]
     return low + (rows - below) * (high - low)
+
+
+@compiled
+def step_tokens(tables: Tables, level: int, decoding: int, gain: float) -> float:
+    """Tokens that a sequence commits in a step; masks bring it `gain` times as many as others."""
+    rows = tables.rows_LB[level, decoding]
+    least = min(1.0, rows)
+    return min(rows, least + gain * (tables.tokens_LB[level, decoding] - least))
+
+
+@compiled
+def _pairs(world: World, place: int, chunk: int) -> float:
+    """Pairs of a prompt's row in the next step and a token before it in the prompt.
+
+    If more steps of the segment follow, all of their rows are the first prompt's, and each has
+    chunk * chunk pairs more than the one before.
+    """
+    pairs, i = 0.0, 0
+    while chunk > 0:
+        sequence = world.batch[place, i]
+        i += 1
+        if sequence.prompt_left > 0:
+            taken = min(chunk, sequence.prompt_left)
+            before = world.requests[sequence.request].prompt - sequence.prompt_left
+            pairs += taken * (before + 0.5 * taken)
+            chunk -= taken
+    return pairs
 
 
 @compiled
@@ -99,8 +131,8 @@ def end_segment(world: World, tables: Tables, place: int, now: float) -> None:
         request = world.requests[sequence.request]
         if sequence.prompt_left == 0:
             used = min(replica.used_level, request.pinned)
-            made = replica.steps * tables.tokens_LB[used, replica.decoding]
-            made = min(made, sequence.output_left)
+            pace = step_tokens(tables, used, replica.decoding, request.gain)
+            made = min(replica.steps * pace, sequence.output_left)
             sequence.output_left -= made
             request.points += made * tables.points_L[used]
             request.lowest = max(request.lowest, used)
@@ -142,6 +174,7 @@ def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, in
         need = request.prompt + request.output
         if replica.running and replica.promised + need > tables.cache_tokens:
             break
+        request.found = _found(world, tables, place, number)
         replica.promised += need
         replica.head, request.behind = request.behind, NOBODY
         if replica.head == NOBODY:
@@ -149,11 +182,36 @@ def _admit(world: World, tables: Tables, place: int, room: int) -> tuple[int, in
         replica.waiting -= 1
         sequence = world.batch[place, replica.running]
         sequence.request = number
-        sequence.prompt_left, sequence.output_left = request.prompt, request.output
+        sequence.prompt_left = request.prompt - request.found
+        sequence.output_left = request.output
         replica.running += 1
-        first = first if first else request.prompt
-        pending += request.prompt
+        first = first if first else sequence.prompt_left
+        pending += sequence.prompt_left
     return pending, first
+
+
+@compiled
+def _found(world: World, tables: Tables, place: int, number: int) -> int:
+    """Tokens of a prompt that are in the replica's cache, in whole pages.
+
+    An earlier request's tokens are there while it runs, and then until as many others have been
+    freed as the cache holds beside the running ones: the longest unused go first. Of one that was
+    served elsewhere, the one that it shares tokens with may be here.
+    """
+    request, replica = world.requests[number], world.replicas[place]
+    shared, parent = request.shared, request.parent
+    while parent != NOBODY and shared >= tables.page_tokens:
+        other = world.requests[parent]
+        if other.replica == place and other.first_s > replica.born_s:
+            known, younger = other.prompt, 0
+            if other.outcome == DONE:
+                known, younger = known + other.output - 1, replica.freed - other.freed_before
+            if younger + replica.promised <= tables.cache_tokens:
+                # The last token's row is needed itself, not only what the cache holds of it.
+                tokens = min(shared, known, request.prompt - 1)
+                return tokens // tables.page_tokens * tables.page_tokens
+        shared, parent = min(shared, other.shared), other.parent
+    return 0
 
 
 @compiled
@@ -167,6 +225,9 @@ def _leave(world: World, place: int, now: float) -> None:
             request = world.requests[sequence.request]
             request.end_s, request.outcome = now, DONE
             replica.promised -= request.prompt + request.output
+            # Found tokens were in the cache before, and become the youngest.
+            request.freed_before = replica.freed
+            replica.freed += request.prompt + request.output - request.found
             world.end_log[world.counts[ENDS]] = sequence.request
             world.counts[ENDS] += 1
             continue

@@ -18,10 +18,13 @@ from mars_ray.simulator.engine.arrays import (
     ENDS,
     FAILED,
     FREE,
+    LEAST_OUTSTANDING,
     NEXT,
     OPEN,
+    PREFIX,
     READY,
     STARTING,
+    TWO_CHOICES,
     Tables,
     World,
     make_tables,
@@ -36,6 +39,7 @@ from mars_ray.simulator.traces.trace import Trace
 EXACT = (Level(1.0, 0.0, (PLAIN,)),)
 # A run whose queues never empty ends this long after the last arrival; open requests have failed.
 _PATIENCE_S = 7200.0
+_ROUTINGS = {"two-choices": TWO_CHOICES, "least-outstanding": LEAST_OUTSTANDING, "prefix": PREFIX}
 Progress = Callable[[int, int], None]  # requests ended, of all
 
 
@@ -102,6 +106,7 @@ class _Run:
     def __post_init__(self) -> None:
         given = self.fixture
         cluster = given.cluster
+        step_tokens = cluster.step_tokens or given.model.step_rows
         self.world = make_world(
             given.trace,
             [level.threshold for level in given.levels],
@@ -110,16 +115,17 @@ class _Run:
             batch=given.model.max_batch,
             retries=cluster.retries,
             seed=given.seed,
+            spread=given.model.spread,
         )
         self.tables = make_tables(
             given.model,
             given.levels,
             Mix(float(given.trace.prompt_tokens.mean()), float(given.trace.output_tokens.mean())),
             slowness=cluster.slowness,
-            step_tokens=cluster.step_tokens,
+            step_tokens=step_tokens,
             queue_limit=cluster.waiting_requests,
             max_retries=cluster.retries,
-            two_choices=cluster.routing == "two-choices",
+            routing=_ROUTINGS[cluster.routing],
         )
         self.observer = Observer(self.world, cluster.metrics_lag_s, cluster.latency_window_s)
         self.thresholds = np.array([level.threshold for level in given.levels])

@@ -16,7 +16,9 @@ class Trace:
     """N requests by time of arrival; arrays of shape [N].
 
     A pinned threshold is the lowest that may serve the request, 0 if any may. A deadline counts
-    from the arrival and is infinite if there is none. Lower priorities go first.
+    from the arrival and is infinite if there is none. Lower priorities go first. `parent` is the
+    index of an earlier request whose first `shared_tokens` tokens, of prompt and answer, this
+    one's prompt begins with; -1 without one.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Trace:
     priority: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     deadline_s: Floats = field(default_factory=lambda: np.empty(0))
     pinned_threshold: Floats = field(default_factory=lambda: np.empty(0))
+    parent: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    shared_tokens: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         count = len(self.arrival_s)
@@ -33,6 +37,8 @@ class Trace:
             "priority": np.zeros(count, np.int64),
             "deadline_s": np.full(count, np.inf),
             "pinned_threshold": np.zeros(count),
+            "parent": np.full(count, -1, np.int64),
+            "shared_tokens": np.zeros(count, np.int64),
         }
         for name, values in defaults.items():
             if not len(getattr(self, name)):
@@ -40,6 +46,7 @@ class Trace:
             assert len(getattr(self, name)) == count
         assert len(self.prompt_tokens) == len(self.output_tokens) == count
         assert np.all(np.diff(self.arrival_s) >= 0)
+        assert np.all(self.parent < np.arange(count))
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -83,4 +90,13 @@ class Trace:
             self.priority[index],
             self.deadline_s[index],
             self.pinned_threshold[index],
+            *self._families(index),
         )
+
+    def _families(self, index: NDArray[np.intp]) -> tuple[Ints, Ints]:
+        """Parents and shared tokens of the requests taken; who loses the parent shares nothing."""
+        place = np.full(len(self) + 1, -1, np.int64)  # the last entry is that of no parent
+        place[index[::-1]] = np.arange(len(index))[::-1]  # of copies the first
+        parent = place[self.parent[index]]
+        parent[parent >= np.arange(len(index))] = -1
+        return parent, np.where(parent >= 0, self.shared_tokens[index], 0)
