@@ -16,6 +16,7 @@ from typing import Any
 
 from headline import headlines, speed_ratio
 from render_simulations import cold_starts, fleets, live, simulation, simulator_speed
+from render_step_replay import step_replay
 from render_sweeps import machine, schedules, sweep
 
 ROOT = Path(__file__).parents[1]
@@ -323,6 +324,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "live_lossless": live,
     "live_kill": live,
     "simulator_speed": simulator_speed,
+    "step_replay": step_replay,
     "steps_0_5b": steps,
     "steps_0_5b_xeon": steps,
     "capacity": capacity,

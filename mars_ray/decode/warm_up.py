@@ -111,8 +111,10 @@ def measure_steps(timer: StepTimer) -> StepCost:
 
     batch = min(config.max_batch, most)
     few, chunk = -(-batch // widest), min(_CHUNK, config.max_step_tokens, long)
-    sequence_s = _slope(lambda n: seconds(batch, n), few, batch)
     cache_token_s = _slope(lambda n: seconds(batch, batch, n), context, long) / batch
+    # Each comes with its context.
+    sequence_s = _slope(lambda n: seconds(batch, n), few, batch) - cache_token_s * context
+    sequence_s = max(0.0, sequence_s)
     prompt_attention_s = _slope(lambda n: prompt_s(chunk, n), 0, long) / chunk
     seconds_at = {}
     for rows in row_counts(most):
