@@ -395,8 +395,8 @@ def main() -> None:
         result["modes"][name] = held(engine, mode, work, levels)
         result["requests"] = len(work.prompts)
         result["engine"] = asdict(engine.info)
-    result["provenance"] = provenance()
-    output.write_text(json.dumps(result) + "\n")
+        result["provenance"] = provenance()
+        output.write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

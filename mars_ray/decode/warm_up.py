@@ -22,7 +22,7 @@ CONTEXT = 128  # tokens before the rows
 # Tokens before the rows where the cost of context is measured: the more, the clearer it is.
 _LONG_CONTEXT = 512
 # Rows of a prompt where the cost of its attention is measured.
-_CHUNK = 64
+_CHUNK = 128
 # Most and least runs of a step: short steps vary most; one of two long ones may be disturbed.
 _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
@@ -115,7 +115,9 @@ def measure_steps(timer: StepTimer) -> StepCost:
     # Each comes with its context.
     sequence_s = _slope(lambda n: seconds(batch, n), few, batch) - cache_token_s * context
     sequence_s = max(0.0, sequence_s)
-    prompt_attention_s = _slope(lambda n: prompt_s(chunk, n), 0, long) / chunk
+    # A prompt's cached tokens are read once, too.
+    token_s = _slope(lambda n: prompt_s(chunk, n), 0, long)
+    prompt_attention_s = max(0.0, token_s - cache_token_s) / chunk
     seconds_at = {}
     for rows in row_counts(most):
         sequences = min(batch, -(-rows // widest))
