@@ -26,6 +26,7 @@ _CHUNK = 128
 # Most and least runs of a step: short steps vary most; one of two long ones may be disturbed.
 _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
+_LONG_S = 0.5  # what a first run does once is little beside it, and a cold start should be short
 # The least share of a step's time that its rows take.
 _LEAST_SHARE = 0.1
 
@@ -42,9 +43,9 @@ class StepTimer:
     clock: Clock = time.perf_counter
 
     def least(self, work: Callable[[], list[Work]]) -> float:
-        """Least seconds of several such steps, not counting the first."""
-        self.seconds(work())
-        times: list[float] = []
+        """Least seconds of several such steps, not counting the first unless it is long."""
+        first_s = self.seconds(work())
+        times = [first_s] if first_s > _LONG_S else []
         while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
             times.append(self.seconds(work()))
         return min(times)
