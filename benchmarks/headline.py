@@ -75,6 +75,11 @@ def _chunk_functions(result: Result) -> float:
     return len(result["chunk"]["after"])
 
 
+def _step_error_p90(result: Result) -> float:
+    """The larger of both modes' P90 of a step's error against the mean of its runs."""
+    return max(mode["mean_of_runs"]["p90"] for mode in result["modes"].values())
+
+
 def _test_minutes(result: Result) -> float:
     """Duration of `make test` without its checks, in minutes."""
     return (result["fast_s"] + result["ray_s"]) / 60
@@ -111,6 +116,7 @@ HEADLINES = {
     "adapter.step_memory_over_sft": Headline(
         "adapter_step", _most("draft, 1 grid", "memory_ratio")
     ),
+    "simulator.step_error_p90": Headline("step_replay", _step_error_p90),
     # The package without its simulator.
     "code.lines": Headline("code_size", _at("parts", "mars_ray", "lines")),
     "code.lines_before": Headline("code_size", _at("parts", "mars_ray", "lines_before")),

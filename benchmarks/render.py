@@ -25,6 +25,7 @@ from render_simulations import (
     simulation,
     simulator_speed,
 )
+from render_step_replay import step_replay
 from render_sweeps import machine, schedules, sweep
 from traces import table as traces
 
@@ -337,6 +338,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "live_kill": live,
     "simulator_speed": simulator_speed,
     "traces": traces,
+    "step_replay": step_replay,
     "steps_0_5b": steps,
     "steps_0_5b_xeon": steps,
     "capacity": capacity,

@@ -25,21 +25,39 @@ class StepCost:
     neighbours would be mostly noise, and if it were zero, rows would look free at any size.
 
     A sequence also costs time by itself (a call of attention, say), so a row more in a sequence
-    costs less than a sequence more. This cost stays as measured at the start: steps under one load
-    cannot tell it from the cost of rows, and giving it a share of every correction led it astray.
+    costs less than a sequence more. So does what rows attend to: every cached token of a sequence
+    is read, and a prompt's row is multiplied with every token before it. These costs stay as
+    measured at the start: steps under one load cannot tell them from the cost of rows, and giving
+    them a share of every correction led them astray.
     """
 
-    def __init__(self, seconds_at: Mapping[int, float], sequence_s: float = 0.0) -> None:
-        """Needs at least two numbers of rows; their seconds exclude the sequences' own cost."""
-        self._sequence_s = sequence_s
+    def __init__(
+        self,
+        seconds_at: Mapping[int, float],
+        sequence_s: float = 0.0,
+        cache_token_s: float = 0.0,
+        prompt_attention_s: float = 0.0,
+    ) -> None:
+        """Needs at least two numbers of rows; their seconds exclude what sequences and their cached
+        tokens cost by themselves, and pairs of a prompt's row and a token before it."""
+        self.sequence_s = sequence_s
+        self.cache_token_s = cache_token_s
+        self.prompt_attention_s = prompt_attention_s
         self._rows = sorted(seconds_at)
         self._measured = [seconds_at[rows] for rows in self._rows]
         self._least = [_LEAST_SHARE * seconds for seconds in self._measured]
         self._seconds = _monotone(self._measured)
 
-    def seconds(self, rows: float, sequences: float = 0) -> float:
+    def seconds(
+        self,
+        rows: float,
+        sequences: float = 0,
+        context_tokens: float = 0,
+        prompt_pairs: float = 0,
+    ) -> float:
         """Seconds of a step; `rows` may be the mean of several steps, with a fraction."""
-        return self._of_rows(rows) + self._sequence_s * sequences
+        attention_s = self.cache_token_s * context_tokens + self.prompt_attention_s * prompt_pairs
+        return self._of_rows(rows) + self.sequence_s * sequences + attention_s
 
     def _of_rows(self, rows: float) -> float:
         last = self._rows[-1]
@@ -50,7 +68,14 @@ class StepCost:
         from_s, to_s = self._seconds[right - 1], self._seconds[right]
         return max(self._seconds[0], from_s * (1 - share) + to_s * share)
 
-    def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
+    def observe(
+        self,
+        rows: int,
+        seconds: float,
+        sequences: int = 0,
+        context_tokens: int = 0,
+        prompt_pairs: int = 0,
+    ) -> None:
         """Move the measurements on both sides of `rows` a little towards this step's seconds.
 
         They move in proportion, so no cost becomes zero. Steps beyond the measurements change
@@ -59,7 +84,7 @@ class StepCost:
         if not self._rows[0] <= rows <= self._rows[-1]:
             return
         right, share = self._place(rows)
-        wrong_s = seconds - self.seconds(rows, sequences)
+        wrong_s = seconds - self.seconds(rows, sequences, context_tokens, prompt_pairs)
         moved = _RATE * max(-1.0, min(wrong_s / self._of_rows(rows), 1.0))
         for place, part in ((right - 1, 1 - share), (right, share)):
             moved_s = self._seconds[place] * (1 + moved * part)
@@ -72,9 +97,14 @@ class StepCost:
         low, high = self._rows[right - 1], self._rows[right]
         return right, (rows - low) / (high - low)
 
-    def table(self, most_sequences: int = 0) -> dict[int, float]:
-        """Seconds at each measured number of rows, with a sequence for each of the first rows."""
-        return {rows: self.seconds(rows, min(rows, most_sequences)) for rows in self._rows}
+    def table(self, most_sequences: int = 0, context_tokens: int = 0) -> dict[int, float]:
+        """Seconds at each measured number of rows, of which the first are a sequence each, with so
+        many tokens in the cache."""
+        found = {}
+        for rows in self._rows:
+            sequences = min(rows, most_sequences)
+            found[rows] = self.seconds(rows, sequences, sequences * context_tokens)
+        return found
 
 
 def _monotone(seconds: Sequence[float]) -> list[float]:

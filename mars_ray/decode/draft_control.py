@@ -67,7 +67,7 @@ class DraftControl:
         # Sampled drafts are accepted less often than greedy ones.
         self.forget(depth)
         self._speed_up = _SpeedUp()
-        self._sequences = 1
+        self._sequences, self._context_tokens = 1, 0
         self._price: float | None = None
         self._steps = 0
 
@@ -79,6 +79,7 @@ class DraftControl:
         """Choose for the next step, which has these sequences."""
         self._steps += 1
         self._sequences = len(running)
+        self._context_tokens = sum(sequence.cached for sequence in running)
         speed_up = self._speed_up.close()
         members = [s for s in running if _is_controlled(s)]
         others = sum(1 + len(s.drafts) + s.window for s in running if not _is_controlled(s))
@@ -116,7 +117,7 @@ class DraftControl:
         Work besides the forward is left out. Part of it grows with the rows too, and the price is
         the same within a tenth with or without it.
         """
-        return self.cost.seconds(rows, self._sequences)
+        return self.cost.seconds(rows, self._sequences, self._context_tokens)
 
     def _prospects(self, members: Several[Sequence], price: float) -> dict[bool, Prospects]:
         """Prospects for sampled and for greedy drafts, if there are any."""

@@ -33,11 +33,17 @@ from mars_ray.decode.request import (
 from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Scheduler, Work, decoding_rows
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.stats import LiveMeasures, Snapshot, StepTotals
+from mars_ray.decode.stats import (
+    LiveMeasures,
+    Snapshot,
+    StepTotals,
+    context_tokens,
+    prompt_pairs,
+)
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 from mars_ray.decode.thresholds import Budget, Thresholds
-from mars_ray.decode.warm_up import measure_steps, step_seconds
+from mars_ray.decode.warm_up import CONTEXT, Clock, StepTimer, measure_steps
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
@@ -142,7 +148,7 @@ class Engine:
             adapter=self.adapter_name,
             can_draft=self.card.block_size > 0,
             set_point=self.thresholds.set_point,
-            step_cost=control.cost.table(self.config.max_batch) if control else {},
+            step_cost=control.cost.table(self.config.max_batch, CONTEXT) if control else {},
             totals=replace(self.totals),
             by_mode=deepcopy(self.measures.by_mode),
             accepted_at=self.measures.accepted_at,
@@ -193,12 +199,12 @@ class Engine:
         if self.control:
             self.control.forget(max(1, depth))
 
-    def warm_up(self) -> None:
+    def warm_up(self, clock: Clock = time.perf_counter) -> None:
         """Run steps of every size and measure them; call it before the first request."""
         assert not self.has_work, "the engine is at work"
         assert not self.pool.kept, "warming up would overwrite what is kept"
         self._backend.warm_up()
-        cost = measure_steps(self._backend, self.card, self.config)
+        cost = measure_steps(StepTimer(self._backend, self.card, self.config, clock))
         if self.config.window_control:
             depth = max(1, self.card.block_size)
             self.control = DraftControl(cost, depth, decoding_rows(self.config))
@@ -206,8 +212,8 @@ class Engine:
     def time_step(self, sequences: int, positions: int) -> float:
         """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
         assert not self.has_work, "the engine is at work"
-        rows = sequences * positions
-        return step_seconds(self._backend, self.card, self.config, rows, sequences)
+        timer = StepTimer(self._backend, self.card, self.config)
+        return timer.seconds(timer.decoding(sequences * positions, sequences))
 
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
@@ -277,10 +283,11 @@ class Engine:
         read = self._read(work, reader, meanwhile)
         end_s = time.monotonic()
         self.totals.add(work)
+        attended = context_tokens(work), prompt_pairs(work)
         events = self._commit(work, read)
         self.totals.seconds += time.monotonic() - begin_s
         if self.control:
-            self.control.cost.observe(self.last_rows, end_s - forward_s, len(work))
+            self.control.cost.observe(self.last_rows, end_s - forward_s, len(work), *attended)
         return events
 
     def _read(

@@ -43,11 +43,15 @@ class StepTotals:
     prompt_tokens: int = 0  # tokens of finished prompts that were computed, as above
     sequences: int = 0  # decoding ones, counted at every step
     decode_rows: int = 0  # rows of decoding sequences
+    context_tokens: int = 0  # cached ones of all sequences, counted at every step
+    prompt_pairs: int = 0  # of a prompt's row and a token before it
 
     def add(self, work: Several[Work]) -> None:
         """Count a step, before its tokens are committed."""
         self.steps += 1
         self.prompt_steps += any(not item.sequence.forwards for item in work)
+        self.context_tokens += context_tokens(work)
+        self.prompt_pairs += prompt_pairs(work)
         for item in work:
             if item.sequence.forwards:
                 self.sequences += 1
@@ -57,6 +61,17 @@ class StepTotals:
                 if item.plan:
                     self.prompts += 1
                     self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)
+
+
+def context_tokens(work: Several[Work]) -> int:
+    """Tokens that a step's sequences have in the cache before it."""
+    return sum(item.sequence.cached for item in work)
+
+
+def prompt_pairs(work: Several[Work]) -> int:
+    """Pairs of a prompt's row in this step and a token before it in the prompt."""
+    prompts = [(i.count, i.sequence.cached) for i in work if not i.sequence.forwards]
+    return sum(rows * cached + rows * (rows - 1) // 2 for rows, cached in prompts)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Work before traffic comes: run every kernel once, and measure the cost of steps."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,81 +14,139 @@ from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.stats import prompt_pairs
 from mars_ray.decode.strategies.base import MaskGroup, Plan
 from mars_ray.model.card import ModelCard
 
-_CONTEXT = 128  # tokens before the rows
+CONTEXT = 128  # tokens before the rows
+# Tokens before the rows where the cost of context is measured: the more, the clearer it is.
+_LONG_CONTEXT = 512
+# Rows of a prompt where the cost of its attention is measured.
+_CHUNK = 128
 # Most and least runs of a step: short steps vary most; one of two long ones may be disturbed.
 _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
+_LONG_S = 0.5  # what a first run does once is little beside it, and a cold start should be short
 # The least share of a step's time that its rows take.
 _LEAST_SHARE = 0.1
 
+Clock = Callable[[], float]  # seconds
 
-def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> StepCost:
+
+@dataclass(frozen=True, slots=True)
+class StepTimer:
+    """Times steps of an idle engine; they overwrite its cache."""
+
+    backend: Backend
+    card: ModelCard
+    config: EngineConfig
+    clock: Clock = time.perf_counter
+
+    def least(self, work: Callable[[], list[Work]]) -> float:
+        """Least seconds of several such steps, not counting the first unless it is long."""
+        first_s = self.seconds(work())
+        times = [first_s] if first_s > _LONG_S else []
+        while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
+            times.append(self.seconds(work()))
+        return min(times)
+
+    def seconds(self, work: list[Work]) -> float:
+        """Seconds of one step."""
+        if self.backend.runner.device.type == "cuda":
+            torch.cuda.synchronize()
+        started = self.clock()
+        reader = forward(self.backend, work, self.card.mask_token_id)
+        read = reader.rows(nothing)
+        outcomes = [len(item.plan.drafts) for item in work if item.plan]
+        # This ends with a copy to the host.
+        reader.proposals(outcomes, [own.best[-1] for own in read])
+        return self.clock() - started
+
+    def decoding(self, rows: int, sequences: int, context: int = CONTEXT) -> list[Work]:
+        """A step of `rows`, spread evenly over sequences with so many tokens in the cache in the
+        mean: from hardly any to twice as many, as lengths differ in traffic, since a backend may
+        pad all to the longest."""
+        depth = self.card.block_size
+        sizes = [2 * context * index // (2 * sequences) for index in range(1, 2 * sequences, 2)]
+        plans = [_plan(width - 1, depth) for width in _spread(rows, sequences)]
+        return self._work([(size, 1, plan) for size, plan in zip(sizes, plans, strict=True)])
+
+    def prompt(self, rows: int, context: int = 0) -> list[Work]:
+        """A step of a prompt's `rows`, of which so many tokens are in the cache; of several prompts
+        if one cannot be so long."""
+        pieces = _spread(rows, -(-rows // (self.config.max_context - context)))
+        return self._work([(context, width, None) for width in pieces])
+
+    def _work(self, items: list[tuple[int, int, Plan | None]]) -> list[Work]:
+        """The work of sequences with so many cached tokens, pending ones, and a plan."""
+        work, first, count = [], 0, len(self.backend.cache.pages[0])
+        for index, (cached, pending, plan) in enumerate(items):
+            rows = pending + (plan.rows if plan else 0)
+            tokens = [0] * (cached + pending)
+            mode, limit = ExactMode(), len(tokens)
+            request = Request(str(index), (0,), mode, Sampling(), limit, frozenset())
+            # No page is shared: one that is read again would come from the processor's cache.
+            behind = first + -(-(cached + rows) // self.config.page_size)
+            pages = [page % count for page in range(first, behind)]
+            first = behind
+            work.append(
+                Work(Sequence(request, 0, tokens, cached=cached, pages=pages), pending, plan)
+            )
+        return work
+
+
+def measure_steps(timer: StepTimer) -> StepCost:
     """The cost of steps, measured up to the most rows of the largest batch in `verified` with one
-    group, and of one sequence with a group for every outcome.
-
-    Overwrites the first pages of the cache.
-    """
-    depth = max(1, card.block_size)
+    group, and of one sequence with a group for every outcome; and of a prompt that fills a step."""
+    config, depth = timer.config, max(1, timer.card.block_size)
     widest = 1 + 2 * depth
     most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth)
     most = min(config.max_step_tokens, most)
+    context, long = (min(n, config.max_context // 2) for n in (CONTEXT, _LONG_CONTEXT))
 
-    def seconds(rows: int, sequences: int) -> float:
-        return _least_seconds(backend, card, config, rows, sequences)
+    def seconds(rows: int, sequences: int, context: int = context) -> float:
+        return timer.least(lambda: timer.decoding(rows, sequences, context))
+
+    def prompt_s(rows: int, context: int) -> float:
+        return timer.least(lambda: timer.prompt(rows, context))
 
     batch = min(config.max_batch, most)
-    sequence_s, few = 0.0, -(-batch // widest)
-    if batch > few:
-        # Alternately, so that a disturbance affects both.
-        pairs = [(seconds(batch, batch), seconds(batch, few)) for _ in range(2)]
-        many_s, few_s = map(min, zip(*pairs, strict=True))
-        sequence_s = max(0.0, (many_s - few_s) / (batch - few))
+    few, chunk = -(-batch // widest), min(_CHUNK, config.max_step_tokens, long)
+    cache_token_s = _slope(lambda n: seconds(batch, batch, n), context, long) / batch
+    # Each comes with its context.
+    sequence_s = _slope(lambda n: seconds(batch, n), few, batch) - cache_token_s * context
+    sequence_s = max(0.0, sequence_s)
+    # A prompt's cached tokens are read once, too.
+    token_s = _slope(lambda n: prompt_s(chunk, n), 0, long)
+    prompt_attention_s = max(0.0, token_s - cache_token_s) / chunk
     seconds_at = {}
     for rows in row_counts(most):
         sequences = min(batch, -(-rows // widest))
         total_s = seconds(rows, sequences)
-        seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - sequence_s * sequences)
-    return StepCost(seconds_at, sequence_s)
+        own_s = sequences * (sequence_s + cache_token_s * context)
+        seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - own_s)
+    rows = config.max_step_tokens
+    if rows >= 2 * most:
+        # Linear between the two; a few rows less or more would measure how prompts' rows differ.
+        work = timer.prompt(rows)
+        own_s = len(work) * sequence_s + prompt_pairs(work) * prompt_attention_s
+        seconds_at[rows] = max(seconds_at[most], prompt_s(rows, 0) - own_s)
+    return StepCost(seconds_at, sequence_s, cache_token_s, prompt_attention_s)
 
 
-def _least_seconds(
-    backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
-) -> float:
-    """Least seconds of several such steps, not counting the first."""
-    step_seconds(backend, card, config, rows, sequences)
-    times: list[float] = []
-    while len(times) < _TIMES and (len(times) < _LEAST or sum(times) < _ENOUGH_S):
-        times.append(step_seconds(backend, card, config, rows, sequences))
-    return min(times)
+def _slope(seconds: Callable[[int], float], few: int, many: int) -> float:
+    """Seconds that each more takes, at least 0."""
+    if many <= few:
+        return 0.0
+    # Alternately, so that a disturbance affects both.
+    pairs = [(seconds(many), seconds(few)) for _ in range(2)]
+    many_s, few_s = map(min, zip(*pairs, strict=True))
+    return max(0.0, (many_s - few_s) / (many - few))
 
 
-def step_seconds(
-    backend: Backend, card: ModelCard, config: EngineConfig, rows: int, sequences: int
-) -> float:
-    """Seconds of a step of `rows`, spread evenly over sequences that share all pages."""
-    work = list(_work(rows, sequences, card.block_size, config))
-    if backend.runner.device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    reader = forward(backend, work, card.mask_token_id)
-    read = reader.rows(nothing)
-    outcomes = [len(item.plan.drafts) if item.plan else 0 for item in work]
-    # This ends with a copy to the host.
-    reader.proposals(outcomes, [own.best[-1] for own in read])
-    return time.perf_counter() - started
-
-
-def _work(rows: int, sequences: int, depth: int, config: EngineConfig) -> Iterator[Work]:
-    start = min(_CONTEXT, config.max_context // 2)
-    for index in range(sequences):
-        width = len(range(index, rows, sequences))
-        pages = list(range(-(-(start + width) // config.page_size)))
-        request = Request(str(index), (0,), ExactMode(), Sampling(), start + width, frozenset())
-        sequence = Sequence(request, 0, [0] * (start + 1), cached=start, pages=pages)
-        yield Work(sequence, 1, _plan(width - 1, depth))
+def _spread(rows: int, parts: int) -> list[int]:
+    """The rows in parts that differ by at most one."""
+    return [len(range(index, rows, parts)) for index in range(parts)]
 
 
 def _plan(rows: int, depth: int) -> Plan:

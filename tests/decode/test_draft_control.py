@@ -14,12 +14,14 @@ from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_stats import DraftStats
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.sequence import Sequence
+from mars_ray.decode.stats import prompt_pairs
+from mars_ray.decode.warm_up import StepTimer
 
 
 class Told(StepCost):
     """Stays what it was told, whatever steps really take."""
 
-    def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
+    def observe(self, *step: float, **counts: float) -> None:
         pass
 
 
@@ -186,13 +188,41 @@ def test_control_pays(model):
     assert rows["costly"] <= 6 * 5 + 6 * 16 + 3 * 8
 
 
+def test_context_costs_time_by_itself():
+    """By hand: 2 s of rows, 3 sequences of 1 s, 20 tokens of 0.5 s, 10 pairs of 0.25 s. A step of
+    just that teaches nothing, though it took nine times what its rows take."""
+    cost = StepCost({1: 1.0, 8: 2.0}, 1.0, cache_token_s=0.5, prompt_attention_s=0.25)
+    assert cost.seconds(8, 3, 20, 10) == 2 + 3 + 10 + 2.5
+    assert cost.table(3, 4) == {1: 1 + 1 + 2, 8: 2 + 3 + 6}
+    cost.observe(8, 17.5, 3, 20, 10)
+    assert cost.table() == {1: 1.0, 8: 2.0}
+
+
+def test_what_is_measured_is_what_it_says(model):
+    """Rows, contexts of that mean, and pages of its own for each sequence."""
+    engine = Engine(model, CARD, EngineConfig(max_batch=4, max_context=64, page_size=4))
+    timer = StepTimer(engine._backend, CARD, engine.config)
+    work = timer.decoding(14, 4, context=16)
+    assert sum(item.rows for item in work) == 14
+    assert [item.sequence.cached for item in work] == [4, 12, 20, 28]
+    pages = [page for item in work for page in item.sequence.pages]
+    assert len(pages) == len(set(pages))
+    prompts = timer.prompt(100, context=24)
+    assert [(item.count, item.sequence.cached) for item in prompts] == [
+        (34, 24),
+        (33, 24),
+        (33, 24),
+    ]
+    assert prompt_pairs(prompts) == 100 * 24 + 34 * 33 // 2 + 33 * 32
+
+
 def test_warming_up_measures_steps(model):
-    """And leaves the engine as it was."""
+    """Up to a batch's rows, and a prompt that fills a step. And leaves the engine as it was."""
     size = EngineConfig(max_batch=4, max_context=32, cache_bytes=200_000)
     engine = Engine(model, CARD, size)
     engine.warm_up()
     assert engine.control
-    assert list(engine.control.cost.table()) == row_counts(4 * 9)
+    assert list(engine.control.cost.table()) == [*row_counts(4 * 9), size.max_step_tokens]
     item = request("a", [1, 2, 3], VerifiedMode())
     assert generate_all(engine, [item])[0].tokens == reference.generate(model, CARD, item).tokens
 

@@ -162,7 +162,7 @@ def test_who_is_followed(threshold, best, ratios, outcome):
 class Told(StepCost):
     """Stays what it was told."""
 
-    def observe(self, rows: int, seconds: float, sequences: int = 0) -> None:
+    def observe(self, *step: float, **counts: float) -> None:
         pass
 
 

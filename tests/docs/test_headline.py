@@ -57,6 +57,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "simulate.json",
         "simulate_overloads.json",
         "test_minutes.json",
+        "step_replay.json",
     }
 
 
@@ -77,6 +78,16 @@ def test_figures_of_the_code(tmp_path):
         "code.deleted": 5_000,
         "code.chunk_functions": 3,
         "code.test_minutes": 1.5,
+    }
+
+
+def test_a_step_error_is_that_of_the_worse_mode(tmp_path):
+    modes = {"exact": 0.04, "verified": 0.07}
+    result = {"modes": {name: {"mean_of_runs": {"p90": p90}} for name, p90 in modes.items()}}
+    (tmp_path / "step_replay.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {
+        "simulator.step_error_p90": 0.07
     }
 
 

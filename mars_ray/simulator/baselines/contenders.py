@@ -19,7 +19,7 @@ from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import EXACT, Deciding, Policy, simulate
 
 OURS, UNLOWERED, KNOWING = "mars", "mars-lossless", "clairvoyant"
-FIXED = ("fixed", "fixed-verified")
+FIXED: tuple[PolicyName, ...] = ("fixed", "fixed-verified")
 _VERIFIED = "-verified"
 # Smallest fleets of the grid, and sizes of fixed ones, over what the trace needs on average.
 _SMALLEST = (0.0, 1.5, 3.0)
