@@ -155,7 +155,9 @@ def _beside(matrix: Matrix) -> tuple[_Bounds, _Hindsights]:
     }
     sizes = {}
     for cell in matrix.cells:
-        for policy in (policy for policy in job.policies if policy in FIXED):
+        for policy in job.policies:
+            if policy not in FIXED:
+                continue
             name = f"hindsight: {matrix.same(cell)}, {policy}"
             between = _bracket(matrix, cell, policy)
             sizes[cell, policy] = name
