@@ -161,7 +161,7 @@ SUBMISSIONS = (
     Submission(
         "simulate",
         "simulate",
-        "scaling policies on ten traces, in three regimes, at two cold starts",
+        "scaling policies on nine traces, in three regimes, at two cold starts",
         options="--output /shared/runs/simulate "
         "traces.azure-code.path=/shared/data/AzureLLMInferenceTrace_code.csv "
         "traces.mooncake.path=/shared/data/conversation_trace.jsonl.gz "
@@ -169,15 +169,23 @@ SUBMISSIONS = (
             f"traces.{trace}.{kind}_path=/shared/data/{source}_clients_{file}.gz"
             for trace, rates, lengths in (
                 ("reasoning", "deepseek-r1", "deepseek-r1"),
-                ("chat", "m-small", "m-small"),
-                ("chat-bursty", "m-mid", "m-small"),
-                ("days", "m-small", "m-small"),
+                ("reasoning-evening", "deepseek-r1", "deepseek-r1"),
+                ("bursty", "m-mid", "deepseek-r1"),
             )
             for kind, source, file in (
                 ("rates", rates, "trace.csv"),
                 ("lengths", lengths, "lengths.jsonl"),
             )
         ),
+        cpus=2,
+    ),
+    Submission(
+        "simulate-days",
+        "simulate",
+        "scaling policies over two days",
+        options="--output /shared/runs/simulate-days "
+        "traces.days.rates_path=/shared/data/m-small_clients_trace.csv.gz "
+        "traces.days.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
         cpus=2,
     ),
     Submission(
