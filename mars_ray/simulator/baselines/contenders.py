@@ -19,7 +19,7 @@ from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import EXACT, Deciding, Policy, simulate
 
 OURS, UNLOWERED, KNOWING = "mars", "mars-lossless", "clairvoyant"
-FIXED = ("fixed", "fixed-verified")
+FIXED: tuple[PolicyName, ...] = ("fixed", "fixed-verified")
 _VERIFIED = "-verified"
 # Smallest fleets of the grid, and sizes of fixed ones, over what the trace needs on average.
 _SMALLEST = (0.0, 1.5, 3.0)
@@ -47,7 +47,7 @@ class Knob:
 
     def __str__(self) -> str:
         target = "as shipped" if self.target is None else f"target {self.target:g}"
-        return f"{target}, {self.replicas} replicas"
+        return f"{target}, {self.replicas} replica{'s' * (self.replicas != 1)}"
 
 
 # What makes a policy: the case, the requests that a replica holds at its capacity, the target and
