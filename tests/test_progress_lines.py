@@ -89,7 +89,7 @@ def test_simulating_says_which_part_it_is_at(log, monkeypatch):
 
     monkeypatch.setattr(matrix, "figures", waited)
     comparison.run_simulations(job, log, workers=1)
-    expected = "flash, 6 ms, cold start 100 s, fixed (as shipped, 2 replicas), seed 0: 0 of 1, "
+    expected = "flash, 6 ms, cold start 100 s, fixed (as shipped, 1 replica), seed 0: 0 of 1, "
     assert said(log)[0].startswith(expected)
 
 

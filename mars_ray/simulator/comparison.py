@@ -153,11 +153,10 @@ def _beside(matrix: Matrix) -> tuple[_Bounds, _Hindsights]:
     calls: dict[str, Callable[[], Any]] = {
         name: partial(bounds, cell, job, model) for cell, name in bound.items()
     }
-    sizes = {}
+    sizes: dict[tuple[Cell, PolicyName], str] = {}
+    fixed: list[PolicyName] = [policy for policy in job.policies if policy in FIXED]
     for cell in matrix.cells:
-        for policy in job.policies:
-            if policy not in FIXED:
-                continue
+        for policy in fixed:
             name = f"hindsight: {matrix.same(cell)}, {policy}"
             between = _bracket(matrix, cell, policy)
             sizes[cell, policy] = name

@@ -6,7 +6,7 @@ import shlex
 _MODEL = ("model={type='preset', preset='tiny', vocab_size=400}", "log_every_steps=1")
 _SIMULATE = ("policies=['mars', 'fixed']", "seeds=[0]", "scaling.max_replicas=4")
 _ONE_CELL = ("slos={short={ttft_s=2, time_per_token_s=0.015}}", "cold_starts_s=[5]")
-_STEADY = ("azure-code", "mooncake", "reasoning", "chat", "chat-bursty", "days", "sine")
+_STEADY = ("azure-code", "mooncake", "reasoning", "reasoning-evening", "bursty", "sine")
 _BENCH = ("peers=[]", "modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "repeats=1")
 _BENCH += ("max_new_tokens=4",)
 _STAGE = {"epochs": 1, "global_batch_size": 4, "micro_batch_size": 2}
@@ -63,6 +63,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *(*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
         *(f"traces.{name}.duration_s=60" for name in _STEADY),
     ),
+    "simulate-days": (*_SIMULATE, *_ONE_CELL, "traces.days.duration_s=60"),
     "simulate-overloads": (*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
     "simulate-demo": (*_SIMULATE, *_crowds("flash"), "traces.sine.duration_s=60"),
     "export-demo": (),

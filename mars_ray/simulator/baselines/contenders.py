@@ -47,7 +47,7 @@ class Knob:
 
     def __str__(self) -> str:
         target = "as shipped" if self.target is None else f"target {self.target:g}"
-        return f"{target}, {self.replicas} replicas"
+        return f"{target}, {self.replicas} replica{'s' * (self.replicas != 1)}"
 
 
 # What makes a policy: the case, the requests that a replica holds at its capacity, the target and
