@@ -22,7 +22,7 @@ from mars_ray.provenance import provenance
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCHES = (1, 4)
-PROMPT, SHORT, DECODED, REPEATS = 512, 16, 12, 2
+PROMPT, SHORT, DECODED, REPEATS = 512, 16, 48, 2
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 def _engine(checkpoint: str, rows: int) -> Engine:
     config = EngineConfig(
         max_batch=max(BATCHES),
-        max_context=PROMPT + 2 * DECODED,
+        max_context=PROMPT + DECODED,
         max_step_tokens=max(8, rows),
         prefix_cache=False,
         window_control=False,
