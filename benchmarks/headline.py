@@ -132,6 +132,7 @@ HEADLINES = {
     ),
     "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
+    "policy.lines": Headline("policy_lines", _at("after")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
 }
 
