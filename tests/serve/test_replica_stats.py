@@ -7,12 +7,13 @@ import pytest
 from serve.asking import load_server
 
 from mars_ray.autoscale.operating_points import Rung
-from mars_ray.autoscale.sample import ReplicaCounts
+from mars_ray.autoscale.sample import PINNED, Collector, ReplicaCounts, Report
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
+from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.serve.protocol import GenerationRequest
-from mars_ray.serve.replica.stats import AnswerStats
+from mars_ray.serve.replica.stats import AnswerStats, Tally
 
 
 class Kept:
@@ -128,6 +129,80 @@ def test_the_policy_hears_what_happened(engine):
     assert grown.tokens_at[0.0] >= grown.tokens_at[1.0] >= grown.verified_forwards
     assert (after.running, after.waiting) == (0, 0)
     assert after.step_cost.keys() == before.step_cost.keys()
+
+
+SLO = Slo(ttft_s=2.0, time_per_token_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "started", "slow", "late"),
+    [
+        ({"first_token_s": 1.5, "total_s": 2.4, "completion_tokens": 11}, 1, 1, 0),  # 90 ms each
+        ({"first_token_s": 1.5, "total_s": 2.2, "completion_tokens": 11}, 1, 0, 0),
+        ({"first_token_s": 1.6, "total_s": 2.2, "completion_tokens": 11}, 1, 1, 0),
+        ({"first_token_s": 2.1, "total_s": 9.0, "completion_tokens": 11}, 1, 1, 1),  # by both, once
+        ({"first_token_s": 0.1, "total_s": 1.2, "completion_tokens": 11}, 1, 1, 1),
+        (
+            {"first_token_s": 1.6, "total_s": 2.8, "completion_tokens": 11},
+            1,
+            1,
+            1,
+        ),  # slow, then late
+        ({"first_token_s": 0.1, "total_s": 9.0, "completion_tokens": 1}, 1, 0, 0),  # no more tokens
+        (
+            {"first_token_s": 0.1, "total_s": 9.0, "completion_tokens": 3, "ending": "abort"},
+            1,
+            0,
+            0,
+        ),
+        (
+            {"first_token_s": 2.1, "total_s": 9.0, "completion_tokens": 3, "ending": "abort"},
+            1,
+            1,
+            1,
+        ),
+        ({"total_s": 9.0, "ending": "abort"}, 0, 0, 0),
+        ({"total_s": 9.0, "ending": "deadline"}, 0, 1, 1),
+        ({"total_s": 1.0, "ending": "deadline"}, 0, 0, 0),
+    ],
+)
+def test_an_answer_is_slow_and_late_once(answer, started, slow, late):
+    """By its first token or its mean time per token. Guards a policy that learns from counts which
+    grow twice for one request, or from clients that left."""
+    seen = AnswerStats("exact", 5, "fast", **{"ending": "stop"} | answer)
+    tally = Tally(SLO)
+    if seen.first_token_s is not None:
+        tally.began(seen)
+    tally.ended(seen)
+    counts = [tally.started["fast"], tally.slow["fast"], tally.late["fast"]]
+    assert counts == [started, slow, late]
+
+
+def test_the_policy_hears_of_late_answers_by_class(job):
+    """From the engine's steps to the rates of a sample: two replies, four seconds apart."""
+    strict = job.model_copy(update={"scaling": ScalingConfig(slo=Slo(ttft_s=1e-6))})
+    engine = load_server(strict)
+    engine.start()
+    collector = Collector()
+
+    async def ask(name: str | None, choices: int) -> None:
+        prompt = ("one two three",)
+        call = GenerationRequest("d", prompt, VerifiedMode(), Sampling(), 4, 100, n=choices)
+        async for _ in engine.generate(replace(call, quality_class=name)):
+            pass
+
+    async def sampled() -> list:
+        samples = []
+        for at_s, name, choices in ((0.0, "fast", 1), (4.0, "fast", 2), (8.0, None, 1)):
+            await ask(name, choices)
+            report = Report(at_s, ReplicaCounts.from_metrics(await engine.sums()))
+            samples.append(collector.sample({"a": report}, 1, 1, at_s, at_s))
+        return samples
+
+    _, second, third = asyncio.run(sampled())
+    engine.stop()
+    assert second.started == second.slow == second.late == {"fast": 0.5}
+    assert third.started == third.late == {"fast": 0.0, PINNED: 0.25}
 
 
 def test_what_the_engine_refuses_is_no_failure(engine, kept):
