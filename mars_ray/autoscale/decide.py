@@ -151,7 +151,7 @@ def _need(sample: Sample, state: State, config: ScalingConfig, best: Rung, cold_
     starting_s = sum(min(age, cold_s) for age in sample.starting_ages_s)
     return Need(
         floor=caution * floor,
-        present=caution * (present + demands.rise(demand, cold_s)),
+        present=caution * present,
         backlog=backlog(waiting, present, best.requests_per_s, starting_s, sample.running, cold_s),
         utilisation=state.feedback.utilisation,
     )

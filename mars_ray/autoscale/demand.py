@@ -16,8 +16,6 @@ WINDOW_S = 30.0
 KEPT = 120
 # The newest windows' rates, from which the burst index is taken.
 _RATES = 20
-# Windows of each half of a trend: a ramp rises in both halves, a step and a spike only in one.
-_HALF = 6
 # A rate of seconds counts without this many standard deviations of its noise.
 _NOISE = 2.0
 # A burst index above the first is not believed; the second holds before anything is known.
@@ -94,15 +92,3 @@ def burst_index(rates: Sequence[float]) -> float:
     if len(indices) < 4:
         return _UNKNOWN_BURST
     return min(_MOST_BURST, max(1.0, median(indices) / 0.455))
-
-
-def rise(demand: Demand, ahead_s: float) -> float:
-    """Replicas that a steady rise adds in `ahead_s` seconds: 0 unless both halves of the last six
-    minutes rise."""
-    newer, older = demand.windows[-_HALF:], demand.windows[-2 * _HALF : -_HALF]
-    if len(older) < _HALF:
-        return 0.0
-    third = _HALF // 2
-    across = (fmean(newer) - fmean(older)) / _HALF
-    within = (fmean(newer[-third:]) - fmean(newer[:third])) / third
-    return max(0.0, min(across, within)) * (ahead_s / WINDOW_S + third / 2)

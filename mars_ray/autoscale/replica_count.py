@@ -1,9 +1,9 @@
 """How many replicas to ask for.
 
-    N = max(floor, present + rise + backlog) / utilisation
+    N = max(floor, present + backlog) / utilisation
 
 floor        for what is known and not known of this service (`floor.py`)
-present      what arrives now (`demand.py`), with a steady rise until a replica ordered now is ready
+present      what arrives now (`demand.py`)
 backlog      what has piled up by then, drained within a second cold start; replicas on their way
              are credited for the time that they will have served
 utilisation  share of the modelled capacity at which requests are in time (`feedback.py`)

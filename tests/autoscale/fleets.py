@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.demand import KEPT, Demand
+from mars_ray.autoscale.feedback import Feedback
+from mars_ray.autoscale.floor import Floor
 from mars_ray.autoscale.operating_points import ladder
 from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
@@ -32,9 +35,17 @@ CONFIG = ScalingConfig.model_validate(
         "max_replicas": 20,
         "cold_start_s": 40,
         "threshold": {"floor": 0.1},
-        "prices": {"point_hour": 0.1},
         "quality_budget_points": None,
     }
+)
+
+
+# A service that has been watched for long, whose replicas keep all that they are said to carry.
+WATCHED = State(
+    demand=Demand(windows=(0.0,) * KEPT),
+    floor=Floor(age_s=1e6),
+    feedback=Feedback(utilisation=1.0),
+    traffic=Traffic(output_tokens=100),
 )
 
 
@@ -65,7 +76,7 @@ class Fleet:
     model: ServiceModel = MEMORY_BOUND
     running: int = 1
     pinned: float = 0.0  # share of the requests
-    state: State = field(default_factory=lambda: State(traffic=Traffic(output_tokens=100)))
+    state: State = WATCHED
     starting: list[float] = field(default_factory=list)
     in_system: float = 0.0
     now: float = 0.0
@@ -89,12 +100,20 @@ class Fleet:
             target=self.running + len(self.starting),
             starting_ages_s=tuple(self.starting),
             class_shares={PINNED: self.pinned},
+            wall_s=self.now,
+            **self._in_time(rate, slots),
         )
         decision = decide(seen, self.state, self.config, self.model, self.now)
         self.log.append(decision)
         self.state = decision.state
         self._order(decision.replicas)
         self.now += 1
+
+    def _in_time(self, rate: float, slots: int) -> dict[str, dict[str, float]]:
+        """All requests start; they are late while what waits takes longer than they are owed."""
+        wait_s = max(0.0, self.in_system - slots) / max(1e-9, 10 * self.running)
+        late = rate if wait_s > self.config.slo.ttft_s else 0.0
+        return {"started": {"open": rate}, "slow": {"open": late}, "late": {"open": late}}
 
     def _serve(self, rate: float) -> None:
         ready = sum(age + 1 >= self.config.cold_start_s for age in self.starting)

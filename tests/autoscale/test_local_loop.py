@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_ray.autoscale.operating_points import ladder
-from mars_ray.autoscale.valve import LocalLoop
 from mars_ray.autoscale.traffic import Traffic
+from mars_ray.autoscale.valve import RAISE_DWELL_S, LocalLoop
 
 RUNGS = ladder(MEMORY_BOUND, CONFIG, Traffic(output_tokens=100))
 # A tenth of a second, as a replica ticks; 10 requests/s are what it carries at the set-point.
@@ -20,7 +20,7 @@ def test_a_queue_lowers_the_threshold_at_once_and_its_end_raises_it_again():
     assert loop.tick(200, 50, 100 * TICK_S) == RUNGS[-1].threshold
     begin = 101
     later = [loop.tick(4, 50, (begin + tick) * TICK_S) for tick in range(400)]
-    dwell = CONFIG.raise_dwell_s / TICK_S
+    dwell = RAISE_DWELL_S / TICK_S
     assert dwell <= later.index(1.0) + 1 <= 2 * dwell + 1 / TICK_S
 
 

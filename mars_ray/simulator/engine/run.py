@@ -50,10 +50,12 @@ class Policy(Protocol):
 class Deciding:
     """Our own policy, which also runs under Ray Serve."""
 
-    def __init__(self, config: ScalingConfig, model: ServiceModel) -> None:
+    def __init__(
+        self, config: ScalingConfig, model: ServiceModel, state: State | None = None
+    ) -> None:
         self._config = config
         self._model = model
-        self._state = State()
+        self._state = state or State()
 
     def __call__(self, sample: Sample, now: float) -> Decision:
         """The result of `decide`, called with the state that it returned last time."""

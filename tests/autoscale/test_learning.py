@@ -1,0 +1,164 @@
+"""What the policy keeps from the past: the floor, the utilisation, the error budget."""
+
+from dataclasses import replace
+
+import pytest
+from autoscale.fleets import CONFIG, WATCHED, Fleet, config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars_ray.autoscale import floor as floors
+from mars_ray.autoscale.demand import KEPT, WINDOW_S, Demand, burst_index, observe, present
+from mars_ray.autoscale.feedback import Counts, Feedback, learn
+from mars_ray.autoscale.feedback import observe as counted
+from mars_ray.autoscale.floor import Floor, quantile
+from mars_ray.autoscale.state import State
+from mars_ray.errors import DataError
+
+WEEK_S = 7 * 86_400.0
+
+
+def watched(hours: int, needed, floor: Floor | None = None, start: int = 0) -> tuple[Floor, Demand]:
+    """The floor after these hours, in which an hour needs so many replicas."""
+    floor, demand = floor or Floor(), Demand()
+    for window in range(hours * KEPT):
+        wall_s = (start * KEPT + window) * WINDOW_S
+        rate = float(needed(int(wall_s // 3600)))
+        demand = observe(demand, rate, WINDOW_S, 4.0, capacity=1.0)
+        floor = floors.watch(floor, demand, True, WINDOW_S, wall_s, 0.99)
+    return floor, demand
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=KEPT), st.floats(0.5, 0.999))
+def test_the_quantile_counts_requests_and_not_windows(windows, q):
+    """What needs more than the quantile holds at most 1 - q of the demand."""
+    kept = quantile(tuple(windows), q)
+    above = sum(window for window in windows if window > kept)
+    assert above <= (1 - q) * sum(windows) + 1e-6
+    assert kept in (*windows, 0.0)
+
+
+def test_a_new_service_has_room_for_three_times_its_demand():
+    """Nobody knows yet what will come; after hours of the same the record alone counts."""
+    demand = Demand(windows=(2.0,), rates=(2.0,))
+    assert floors.replicas(Floor(), demand, 60, 0.0, 0.99) == pytest.approx(6.0)
+    floor, demand = watched(4, lambda hour: 2)
+    assert floors.replicas(floor, demand, 60, 0.0, 0.99) == pytest.approx(2.0, rel=0.01)
+
+
+def test_unequal_windows_ask_for_more_than_equal_ones():
+    """A burst in one of ten windows says that a larger one may come."""
+    equal = Demand(windows=(1.0,) * 10)
+    bursts = Demand(windows=(0.5,) * 9 + (5.5,))
+    old = Floor(age_s=1e6)
+    assert floors.replicas(old, equal, 60, 0.0, 0.99) == pytest.approx(1.0)
+    assert floors.replicas(old, bursts, 60, 0.0, 0.99) > 5.5
+
+
+def test_the_same_hour_of_the_week_is_remembered():
+    """Before Tuesday's peak replicas are ordered as Monday's needed them, and a week later as
+    that Tuesday did."""
+
+    def load(hour: int) -> int:
+        return 8 if hour % 24 == 9 else 1
+
+    floor, demand = watched(34, load)
+    nine = 33 * 3600.0
+    quiet = replace(demand, windows=(1.0,) * KEPT)
+    assert floors.replicas(floor, quiet, 60, nine, 0.99) == pytest.approx(8.0)
+    assert floors.replicas(floor, quiet, 60, nine - 3 * 3600, 0.99) == pytest.approx(1.0, rel=0.01)
+    ahead = floors.replicas(floor, quiet, 60, nine - 80, 0.99)
+    assert ahead == pytest.approx(8.0), "a cold start before the hour begins"
+    assert floors.replicas(floor, quiet, 60, nine + WEEK_S, 0.99) == pytest.approx(8.0)
+
+
+def test_seconds_count_only_beyond_their_noise():
+    """Four requests in four seconds are no load; a hundred a second are at once."""
+    calm = Demand(fast_per_s=1.0, fast_span_s=4.0, windows=(0.1,) * 5, rates=(1.0,) * 5)
+    assert present(calm, 10.0) == pytest.approx(0.1)
+    assert present(replace(calm, fast_per_s=100.0), 10.0) == pytest.approx(9.0, abs=0.1)
+    assert burst_index([1.0, 5.0] * 5) > burst_index([2.9, 3.0] * 5) == 1
+
+
+def window(feedback: Feedback, load: float, late: float, slow: float = 0.0) -> Feedback:
+    """A window of 100 requests on one replica."""
+    counts = {"open": Counts(100.0, 100 * max(slow, late), 100 * late)}
+    return learn(counted(feedback, counts, 1, WINDOW_S), load, 0.99)
+
+
+def test_lateness_at_a_load_that_was_believed_lowers_the_belief():
+    """And a load above it explains lateness by itself."""
+    before = Feedback(utilisation=0.8)
+    assert window(before, 0.6, late=0.5).utilisation == pytest.approx(0.8 * 0.85)
+    assert window(before, 0.6, late=0.02).utilisation == pytest.approx(0.8 * 0.97)
+    assert window(before, 1.5, late=0.5).utilisation == 0.8
+    assert window(before, 0.6, late=0.009).utilisation >= 0.8
+
+
+def test_belief_rises_slowly_where_requests_are_near_their_limits_and_not_beyond_what_was_tried():
+    """Guards trying the cliff at full speed, and trusting what nobody has tried."""
+    before = Feedback(utilisation=0.6)
+    free, near = window(before, 0.6, 0.0), window(before, 0.6, 0.0, slow=0.5)
+    assert free.utilisation == pytest.approx(0.6 * 1.014)
+    assert near.utilisation == pytest.approx(0.6 * 1.002)
+    assert window(before, 0.1, 0.0).utilisation == 0.6
+    for _ in range(200):
+        before = window(before, 0.5, 0.0)
+    assert before.utilisation == pytest.approx(0.75)
+
+
+def test_the_class_that_is_late_counts():
+    """Guards a few gold requests that are always late among many others in time."""
+    counts = {"open": Counts(1000.0), "gold": Counts(10.0, 10.0, 10.0)}
+    late = learn(counted(Feedback(), counts, 1, WINDOW_S), 0.5, 0.99)
+    assert late.utilisation < Feedback().utilisation
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 1), st.floats(0, 1)), max_size=60))
+def test_belief_stays_within_its_bounds(windows):
+    """Whatever comes."""
+    feedback = Feedback()
+    for load, late, slow in windows:
+        feedback = window(feedback, load, late, slow)
+        assert 0.2 <= feedback.utilisation <= 1.0
+        assert 1.0 <= feedback.caution(0.99) <= 1.25
+
+
+def test_a_spent_error_budget_buys_replicas():
+    """Late requests of the last hour: up to a quarter more demand is provided for."""
+    spent = replace(WATCHED.feedback, hour=Counts(1e6, 2e4, 2e4))
+    fleets = [
+        Fleet(CONFIG, running=4, state=replace(WATCHED, feedback=feedback))
+        for feedback in (WATCHED.feedback, spent)
+    ]
+    few, more = (fleet.run(400, lambda _: 38.0)[-1].replicas for fleet in fleets)
+    assert (few, more) == (4, 5)
+
+
+def test_what_was_learnt_outlives_the_controller():
+    """The memory comes back whole, and decisions go on from it."""
+    fleet = Fleet(CONFIG, state=State(traffic=WATCHED.traffic))
+    fleet.run(900, lambda now: 60.0 if now % 300 > 200 else 5.0)
+    again = State.from_json(fleet.state.to_json())
+    assert (again.demand, again.floor, again.feedback, again.traffic) == (
+        fleet.state.demand,
+        fleet.state.floor,
+        fleet.state.feedback,
+        fleet.state.traffic,
+    )
+    old, new = Fleet(CONFIG, running=3, state=again), Fleet(CONFIG, running=3)
+    assert old.run(30, lambda _: 5.0)[-1].replicas > new.run(30, lambda _: 5.0)[-1].replicas
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"demand": 3}', "[1, 2]"])
+def test_a_memory_that_is_none_is_an_error(text):
+    """Guards half a memory."""
+    with pytest.raises(DataError, match="not a memory of the autoscaling policy"):
+        State.from_json(text)
+
+
+def test_a_floor_of_minutes_is_in_the_reason():
+    """The sentence says why replicas are kept."""
+    fleet = Fleet(config(max_replicas=20), state=State(traffic=WATCHED.traffic))
+    log = fleet.run(500, lambda _: 10.0)
+    assert any("kept by the record of 0.1 h, at " in decision.reason for decision in log)
