@@ -33,7 +33,7 @@ def measure_steps(backend: Backend, card: ModelCard, config: EngineConfig) -> St
     depth = max(1, card.block_size)
     widest = 1 + 2 * depth
     most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth)
-    most = min(config.max_step_tokens, most)
+    most = min(config.step_tokens, most)
 
     def seconds(rows: int, sequences: int) -> float:
         return _least_seconds(backend, card, config, rows, sequences)

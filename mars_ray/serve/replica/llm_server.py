@@ -92,8 +92,11 @@ class LLMServer:
         tokenizer: PreTrainedTokenizerBase,
         job: ServeJob,
         observer: Observer | None = None,
+        warning: str | None = None,
     ) -> None:
-        """Raises ModelError if the model does not define how an answer ends."""
+        """`warning` is part of the status. Raises ModelError if the model does not define how an
+        answer ends."""
+        self._warning = warning
         self._observer = observer
         self._engine = engine
         self._facts = facts = engine.facts
@@ -138,10 +141,17 @@ class LLMServer:
 
     async def status(self) -> tuple[ReplicaStatus]:
         """The current status of this engine. Raises EngineError if it is dead."""
-        return (self._live.status(self._job, await self.seen(), time.monotonic()),)
+        status = self._live.status(self._job, await self.seen(), time.monotonic())
+        return (replace(status, warning=self._warning),)
 
     async def decided(self) -> None:
         """Always None: no policy controls a single engine."""
+
+    async def learnt(self) -> None:
+        """Always None, too."""
+
+    async def relearn(self, memory: str | None) -> None:
+        """Does nothing: there is no policy that could go on from it."""
 
     async def sums(self) -> dict[str, float]:
         """The sums for the autoscaling policy. Raises EngineError if the engine is dead."""

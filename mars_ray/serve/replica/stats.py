@@ -116,6 +116,7 @@ class Live:
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
             engine=seen.info,
+            step_tokens=seen.step_tokens,
         )
 
     def _forget(self, now: float) -> None:
