@@ -135,51 +135,36 @@ SLO = Slo(ttft_s=2.0, time_per_token_s=0.1)
 
 
 @pytest.mark.parametrize(
-    ("answer", "started", "slow", "late"),
+    ("first_token_s", "total_s", "tokens", "ending", "expected"),
     [
-        ({"first_token_s": 1.5, "total_s": 2.4, "completion_tokens": 11}, 1, 1, 0),  # 90 ms each
-        ({"first_token_s": 1.5, "total_s": 2.2, "completion_tokens": 11}, 1, 0, 0),
-        ({"first_token_s": 1.6, "total_s": 2.2, "completion_tokens": 11}, 1, 1, 0),
-        ({"first_token_s": 2.1, "total_s": 9.0, "completion_tokens": 11}, 1, 1, 1),  # by both, once
-        ({"first_token_s": 0.1, "total_s": 1.2, "completion_tokens": 11}, 1, 1, 1),
-        (
-            {"first_token_s": 1.6, "total_s": 2.8, "completion_tokens": 11},
-            1,
-            1,
-            1,
-        ),  # slow, then late
-        ({"first_token_s": 0.1, "total_s": 9.0, "completion_tokens": 1}, 1, 0, 0),  # no more tokens
-        (
-            {"first_token_s": 0.1, "total_s": 9.0, "completion_tokens": 3, "ending": "abort"},
-            1,
-            0,
-            0,
-        ),
-        (
-            {"first_token_s": 2.1, "total_s": 9.0, "completion_tokens": 3, "ending": "abort"},
-            1,
-            1,
-            1,
-        ),
-        ({"total_s": 9.0, "ending": "abort"}, 0, 0, 0),
-        ({"total_s": 9.0, "ending": "deadline"}, 0, 1, 1),
-        ({"total_s": 1.0, "ending": "deadline"}, 0, 0, 0),
+        (1.5, 2.2, 11, "stop", (1, 0, 0)),
+        (1.6, 2.2, 11, "stop", (1, 1, 0)),
+        (1.5, 2.4, 11, "stop", (1, 1, 0)),  # 90 ms a token
+        (0.1, 1.2, 11, "stop", (1, 1, 1)),  # 110 ms
+        (1.6, 2.8, 11, "stop", (1, 1, 1)),  # slow by one, then late by the other
+        (2.1, 9.0, 11, "stop", (1, 1, 1)),  # late by both
+        (0.1, 9.0, 1, "stop", (1, 0, 0)),  # there is no other token
+        (0.1, 9.0, 3, "abort", (1, 0, 0)),
+        (2.1, 9.0, 3, "abort", (1, 1, 1)),
+        (None, 9.0, 0, "abort", (0, 0, 0)),
+        (None, 9.0, 0, "deadline", (0, 1, 1)),
+        (None, 1.0, 0, "deadline", (0, 0, 0)),
     ],
 )
-def test_an_answer_is_slow_and_late_once(answer, started, slow, late):
+def test_an_answer_is_slow_and_late_once(first_token_s, total_s, tokens, ending, expected):
     """By its first token or its mean time per token. Guards a policy that learns from counts which
     grow twice for one request, or from clients that left."""
-    seen = AnswerStats("exact", 5, "fast", **{"ending": "stop"} | answer)
+    seen = AnswerStats("exact", 5, "fast", ending, tokens)
+    seen.first_token_s, seen.total_s = first_token_s, total_s
     tally = Tally(SLO)
     if seen.first_token_s is not None:
         tally.began(seen)
     tally.ended(seen)
-    counts = [tally.started["fast"], tally.slow["fast"], tally.late["fast"]]
-    assert counts == [started, slow, late]
+    assert (tally.started["fast"], tally.slow["fast"], tally.late["fast"]) == expected
 
 
 def test_the_policy_hears_of_late_answers_by_class(job):
-    """From the engine's steps to the rates of a sample: two replies, four seconds apart."""
+    """From the engine's steps to the rates of a sample: reports four seconds apart."""
     strict = job.model_copy(update={"scaling": ScalingConfig(slo=Slo(ttft_s=1e-6))})
     engine = load_server(strict)
     engine.start()
