@@ -31,7 +31,7 @@ class MemoryExchange:
         self._model = model
         self._control = control
         self._at_s: float | None = None  # `Learnt.at_s` of what is here; None: no answer yet
-        self._answer: Any = None  # reference to an answer that has not come yet
+        self._answer: ray.ObjectRef[Learnt | None] | None = None  # that has not come yet
         self._began_s: float | None = None
         self._next_ask_s = self._next_keep_s = 0.0
 
