@@ -285,8 +285,9 @@ def test_a_service_at_zero_wakes_for_a_request_and_stays_awake(service):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
-    """And both come back: the threshold rises again, the replica leaves. Every request is answered,
-    some after a refusal that says when to try again, and none below the threshold it has pinned."""
+    """The threshold rises again afterwards; the replica stays, for the record remembers the burst.
+    Every request is answered, some after a refusal that says when to try again, and none below the
+    threshold it has pinned. The policy goes on from the memory that it was given."""
 
     def ask(number: int) -> tuple[bool, float]:
         pinned = number % 5 == 0
@@ -331,7 +332,8 @@ def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
     assert any("2 replicas" in reason for reason in reasons)
     assert {threshold for pinned, threshold in answers if pinned} == {1.0}
     assert min(threshold for pinned, threshold in answers if not pinned) < 1
-    deadline = time.monotonic() + 90
-    while (replicas(), in_force()) != (1, 1.0):
-        assert time.monotonic() < deadline, (replicas(), in_force())
+    deadline = time.monotonic() + 60
+    while in_force() != 1.0:
+        assert time.monotonic() < deadline, in_force()
         time.sleep(0.5)
+    assert replicas() == 2
