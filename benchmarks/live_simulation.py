@@ -24,6 +24,7 @@ from live_load import Asked
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.config.serve import ServeJob
+from mars_ray.serve.step_tokens import sized
 from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import DONE
 from mars_ray.simulator.engine.result import Outcome
@@ -79,7 +80,7 @@ def simulated(
         tick_s=LOOK_S,
         metrics_lag_s=LOOK_S,
         routing="least-outstanding",
-        step_tokens=job.engine.max_step_tokens,
+        step_tokens=sized(model, job.engine, job.scaling.slo.time_per_token_s).step_rows,
         kills=(Kill(at_s=kill_at_s),) if kill_at_s else (),
     )
     run = partial(_run, job, model, rows, watched.quiet_s)

@@ -201,7 +201,7 @@ def service_model(engine: Engine, cost: StepCost, levels: tuple[Level, ...]) -> 
         tuple(cost.table(size).items()),
         levels,
         max_batch=size,
-        step_rows=engine.config.max_step_tokens,
+        step_rows=engine.step_tokens,
         cache_token_s=cost.cache_token_s,
         prompt_attention_s=cost.prompt_attention_s,
     )
@@ -331,7 +331,7 @@ def held(engine: Engine, mode: Mode, work: Workload, levels: tuple[Level, ...]) 
     """Run one mode several times, and hold the predictions to it."""
     assert engine.control, "engine.window_control has costs measured"
     cost, stops = engine.control.cost, frozenset(stop_ids(engine.model))
-    depth, rows = max(1, engine.card.block_size), decoding_rows(engine.config)
+    depth, rows = max(1, engine.card.block_size), decoding_rows(engine.step_tokens)
     runs: list[Run] = []
     for _ in range(RUNS):
         engine.control = DraftControl(Unlearned(cost), depth, rows)

@@ -42,6 +42,7 @@ ONLY_IN = {
         "generate/on_ray.py",
         "serve/autoscaler.py",
         "serve/deploy.py",
+        "serve/policy_memory.py",
         "serve/threshold_actor.py",
         "serve/ingress/metrics_endpoint.py",
         "serve/ingress/deployment.py",

@@ -66,7 +66,9 @@ def decide(
     state = replace(state, fleet=fleet, quality=quality)
     allowed = _allowed(rungs, quality)
     reason = explain(needed, state, allowed, pressure, cold_s, config)
-    return Decision(fleet.asked or 0, quality.threshold, quality.shed, reason, state, allowed)
+    return Decision(
+        fleet.asked or 0, quality.threshold, quality.shed, reason, state, allowed, needed
+    )
 
 
 def _elapsed(before: float | None, now: float, config: ScalingConfig) -> float:

@@ -1,6 +1,6 @@
 """The policy's answer, and its memory between two ticks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -8,7 +8,7 @@ from mars_ray.autoscale.demand import Demand
 from mars_ray.autoscale.feedback import Feedback
 from mars_ray.autoscale.floor import Floor
 from mars_ray.autoscale.operating_points import Rung
-from mars_ray.autoscale.replica_count import Fleet
+from mars_ray.autoscale.replica_count import Fleet, Need
 from mars_ray.autoscale.traffic import Traffic
 from mars_ray.autoscale.valve import Quality
 from mars_ray.errors import DataError
@@ -34,6 +34,20 @@ class State:
         return _MEMORY.dump_json(
             Memory(self.demand, self.floor, self.feedback, self.traffic)
         ).decode()
+
+    def relearnt(self, text: str | None) -> "State":
+        """This state with what `to_json` wrote in place of what it has learnt; None: nothing.
+
+        Replicas and threshold stay. Raises DataError.
+        """
+        other = State() if text is None else State.from_json(text)
+        return replace(
+            self,
+            demand=other.demand,
+            floor=other.floor,
+            feedback=other.feedback,
+            traffic=other.traffic,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "State":
@@ -78,3 +92,4 @@ class Decision:
     state: State
     # The rungs that a replica may choose from by itself (`LocalLoop`), the set-point first.
     rungs: tuple[Rung, ...] = ()
+    needed: Need | None = None  # by what the number of replicas was chosen; None: it holds

@@ -1,6 +1,7 @@
 """The base class of all configuration, and the types that several sections share."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -15,6 +16,8 @@ class Config(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+    # Keys of earlier releases, and what has taken their place: errors say it.
+    gone: ClassVar[Mapping[str, str]] = {}
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -38,13 +38,20 @@ class Sampling(Config):
         )
 
 
+# Rows of a forward where nobody says for how long it may take.
+_STEP_TOKENS = 512
+
+
 class EngineConfig(Config):
     """Size of one decoding engine."""
 
     max_batch: int = Field(default=16, ge=1, description="sequences decoded together")
     max_context: int = Field(default=1024, ge=8, description="prompt and answer, tokens")
-    max_step_tokens: int = Field(
-        default=512, ge=8, description="rows of one forward: long prompts are cut into chunks"
+    max_step_tokens: int | None = Field(
+        default=None,
+        ge=8,
+        description="rows of one forward: long prompts are cut into chunks; default: in a service "
+        "as many as `scaling.slo.time_per_token_s` allows, elsewhere 512",
     )
     page_size: int = Field(default=16, ge=1, description="tokens of a page of the KV cache")
     cache_bytes: int | None = Field(
@@ -84,6 +91,11 @@ class EngineConfig(Config):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads; default: torch's choice"
     )
+
+    @property
+    def step_tokens(self) -> int:
+        """Most rows of one forward."""
+        return self.max_step_tokens or _STEP_TOKENS
 
     @model_validator(mode="after")
     def _one_size(self) -> "EngineConfig":

@@ -138,6 +138,9 @@ def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
 
 def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]]) -> str:
     key, sections = known[-1]
+    for section in sections:
+        if issubclass(section, Config) and (instead := section.gone.get(str(key))):
+            return f"; it is gone: {instead}"
     fields = sorted({name for section in sections for name in section.model_fields})
     close = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(fields)}"

@@ -1,6 +1,7 @@
 """An operator's targets and limits for a fleet."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -33,8 +34,21 @@ class ThresholdBounds(Config):
         return self
 
 
+_LEARNT = "the policy learns from latencies how much of a replica can be used"
+
+
 class ScalingConfig(Config):
     """Replicas and threshold of one fleet (docs/autoscaling.md)."""
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "aim": _LEARNT,
+        "caution": _LEARNT,
+        "prices": "`slo.attainment` says what is owed, `quality_budget_points` what may be lost",
+        "budget_window_s": "`quality_budget_points` is a mean over an hour",
+        "scale_down_window_s": "it follows the cold start",
+        "lower_dwell_s": "the threshold falls as soon as it has to",
+        "raise_dwell_s": "the threshold rises once a higher one has been enough for 15 s",
+    }
 
     slo: Slo = Slo()
     min_replicas: int = Field(default=1, ge=1)

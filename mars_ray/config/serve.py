@@ -91,9 +91,11 @@ class ServedModel(Config):
         if self.replicas == "auto":
             return self
         # A resolved job has all fields, and must remain loadable.
-        if self.scaling != ScalingConfig(threshold=self.scaling.threshold):
+        scaling = self.scaling
+        if scaling != ScalingConfig(threshold=scaling.threshold, slo=scaling.slo):
             raise ValueError(
-                "with a fixed number of replicas, only `scaling.threshold` has an effect"
+                "with a fixed number of replicas, only `scaling.threshold` and `scaling.slo` have "
+                "an effect"
             )
         if self.service_model:
             raise ValueError("`service_model` has no effect with a fixed number of replicas")

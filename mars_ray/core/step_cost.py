@@ -17,6 +17,9 @@ _RATE = 0.05
 # cost nothing where a sequence was measured as dearer than whole steps.
 _LEAST_SHARE = 0.1
 
+# Cached tokens of each sequence for which tables of steps by rows are made.
+CONTEXT = 128
+
 
 class StepCost:
     """Seconds of a forward: measured at some numbers of rows, linear between them.

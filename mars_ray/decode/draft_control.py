@@ -63,7 +63,7 @@ class DraftControl:
     def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
         """`most_rows` is the most rows of a step."""
         self.cost = cost
-        self._most_rows = most_rows
+        self.most_rows = most_rows
         # Sampled drafts are accepted less often than greedy ones.
         self.forget(depth)
         self._speed_up = _SpeedUp()
@@ -95,7 +95,7 @@ class DraftControl:
         accept = [self._accept(sequence) for sequence in members]
         price, prospects = self._price, self._prospects(members, self._price)
         rows = least + _choose_at(prospects, members, accept)
-        while least < rows > self._most_rows:
+        while least < rows > self.most_rows:
             # All must fit, or some would wait for another step.
             price *= _DEARER
             prospects = self._prospects(members, price)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode, widest_rows
+from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of
 from mars_ray.decode.draft_control import DraftControl
@@ -43,7 +44,7 @@ from mars_ray.decode.stats import (
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
 from mars_ray.decode.thresholds import Budget, Thresholds
-from mars_ray.decode.warm_up import CONTEXT, Clock, StepTimer, measure_steps
+from mars_ray.decode.warm_up import Clock, StepTimer, measure_steps
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
@@ -78,7 +79,7 @@ class Engine:
         self.config = config
         depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
         # Rows of an answer's last step may lie beyond the limit.
-        rows = config.max_step_tokens
+        rows = config.step_tokens
         self._spare = rows if draft_engine else min(rows, widest_rows(depth))
         positions = config.max_context + self._spare
         runner = FusedModel(model, positions)
@@ -92,6 +93,7 @@ class Engine:
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
         self.totals = StepTotals()
+        self.cost: StepCost | None = None  # until `warm_up`
         self.control: DraftControl | None = None  # until `warm_up`
         self.last_rows = 0  # positions of the last forward
         self.adapter_name: str | None = None  # of the adapter that makes drafts now
@@ -103,6 +105,20 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._sequences)
+
+    @property
+    def step_tokens(self) -> int:
+        """Most rows of a step, but for a single sequence that needs more."""
+        return self._scheduler.step_tokens
+
+    def set_step_tokens(self, rows: int) -> None:
+        """Let steps have so many rows from the next one on, within what the configuration leaves
+        room for, and at least what a sequence of the default mode may need."""
+        depth = max(self.card.block_size, self._own_card.block_size, _ADAPTERS_DEPTH)
+        rows = min(max(rows, VerifiedMode().most_rows(depth)), self.config.step_tokens)
+        self._scheduler.step_tokens = rows
+        if self.control:
+            self.control.most_rows = decoding_rows(rows)
 
     @property
     def overlaps(self) -> bool:
@@ -148,6 +164,7 @@ class Engine:
             adapter=self.adapter_name,
             can_draft=self.card.block_size > 0,
             set_point=self.thresholds.set_point,
+            step_tokens=self.step_tokens,
             step_cost=control.cost.table(self.config.max_batch, CONTEXT) if control else {},
             totals=replace(self.totals),
             by_mode=deepcopy(self.measures.by_mode),
@@ -169,7 +186,7 @@ class Engine:
         self._fitting(adapter)
 
     def _fitting(self, adapter: DraftAdapter) -> FusedAdapter:
-        own, rows = fused(adapter, self.model), self.config.max_step_tokens
+        own, rows = fused(adapter, self.model), self.config.step_tokens
         if (
             min(rows, widest_rows(own.depths)) > self._spare
             or VerifiedMode().most_rows(own.depths) > rows
@@ -204,10 +221,10 @@ class Engine:
         assert not self.has_work, "the engine is at work"
         assert not self.pool.kept, "warming up would overwrite what is kept"
         self._backend.warm_up()
-        cost = measure_steps(StepTimer(self._backend, self.card, self.config, clock))
+        self.cost = measure_steps(StepTimer(self._backend, self.card, self.config, clock))
         if self.config.window_control:
             depth = max(1, self.card.block_size)
-            self.control = DraftControl(cost, depth, decoding_rows(self.config))
+            self.control = DraftControl(self.cost, depth, decoding_rows(self.step_tokens))
 
     def time_step(self, sequences: int, positions: int) -> float:
         """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
@@ -223,10 +240,10 @@ class Engine:
                 "mode 'speculative' needs an engine with a draft_model", field="mode"
             )
         rows = request.mode.most_rows(window_of(request.mode, self.card))
-        if rows > self.config.max_step_tokens:
+        if rows > self.config.step_tokens:
             raise RequestError(
                 f"mode {request.mode.type!r} needs forwards of {rows} rows, more than "
-                f"max_step_tokens={self.config.max_step_tokens}",
+                f"max_step_tokens={self.config.step_tokens}",
                 field="mode",
             )
         if rows > self._spare:

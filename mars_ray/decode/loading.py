@@ -53,7 +53,7 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     changes = {
         "draft_model": None,
         "draft_adapter": None,
-        "max_context": config.max_context + config.max_step_tokens,
+        "max_context": config.max_context + config.step_tokens,
         "page_size": 4,
         "cache_bytes": None,
         "cache_memory_share": None,

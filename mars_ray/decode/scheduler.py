@@ -12,9 +12,9 @@ from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan
 
 
-def decoding_rows(config: EngineConfig) -> int:
-    """Rows of a step that decoding sequences may fill whatever else waits."""
-    return config.max_step_tokens - config.max_step_tokens // PROMPTS_SHARE
+def decoding_rows(step_tokens: int) -> int:
+    """Rows of a step of so many that decoding sequences may fill whatever else waits."""
+    return step_tokens - step_tokens // PROMPTS_SHARE
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, pool: PagePool) -> None:
         self._config = config
+        self.step_tokens = config.step_tokens  # rows of a step; it may be lowered
         self._pool = pool
         self._steps = 0
         self._arrivals = 0
@@ -92,21 +93,23 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def schedule(self) -> list[Work]:
-        """The next forward's work, at most `max_step_tokens` rows; empty only without sequences.
+        """The next forward's work, at most `step_tokens` rows; empty only without sequences.
 
         Decoding sequences go before prompts, so a long prompt fills the rows that they leave. While
-        a prompt waits, they always leave some.
+        a prompt waits, they always leave some. One decoding sequence has its rows in any case.
         """
         self._steps += 1
         work: dict[int, Work] = {}
-        budget = self._config.max_step_tokens
-        kept = budget - decoding_rows(self._config) if self._has_prompts() else 0
+        budget = self.step_tokens
+        kept = budget - decoding_rows(budget) if self._has_prompts() else 0
         for sequence in sorted(self._running.values(), key=_turn):
             # A sequence before it may have caused it to be sent back.
             if sequence.arrival in self._running:
                 # The first may take all rows: it could be larger than the share for decoding.
-                own = 0 if _is_prompt(sequence) or not work else kept
-                budget -= self._enter(sequence, max(0, budget - own), work)
+                room = budget if _is_prompt(sequence) else budget - kept
+                if not work and not _is_prompt(sequence):
+                    room = self._config.step_tokens
+                budget -= self._enter(sequence, max(0, room), work)
         while self._waiting and budget > 0 and self.running < self._config.max_batch:
             sequence = self._waiting[0][1]
             if not self._admit(sequence):

@@ -129,6 +129,7 @@ class Snapshot:
     adapter: str | None  # the draft adapter in force
     can_draft: bool  # whether the adapter or the model itself makes drafts
     set_point: float  # threshold of requests that pin none, as far as they tolerate it
+    step_tokens: int  # most rows of a step
     step_cost: dict[int, float]  # seconds of a step by its rows, as far as measured
     totals: StepTotals
     by_mode: dict[str, ModeMeasures]

@@ -8,7 +8,7 @@ import torch
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.core.step_cost import StepCost, row_counts
+from mars_ray.core.step_cost import CONTEXT, StepCost, row_counts
 from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.model_runner import forward, nothing
 from mars_ray.decode.request import Request
@@ -18,11 +18,12 @@ from mars_ray.decode.stats import prompt_pairs
 from mars_ray.decode.strategies.base import MaskGroup, Plan
 from mars_ray.model.card import ModelCard
 
-CONTEXT = 128  # tokens before the rows
 # Tokens before the rows where the cost of context is measured: the more, the clearer it is.
 _LONG_CONTEXT = 512
 # Rows of a prompt where the cost of its attention is measured.
 _CHUNK = 128
+# Most rows of a prompt that are measured at once, since a cold start should be short.
+_MOST_PROMPT = 512
 # Most and least runs of a step: short steps vary most; one of two long ones may be disturbed.
 _TIMES, _LEAST = 10, 2
 _ENOUGH_S = 0.1
@@ -97,11 +98,12 @@ class StepTimer:
 
 def measure_steps(timer: StepTimer) -> StepCost:
     """The cost of steps, measured up to the most rows of the largest batch in `verified` with one
-    group, and of one sequence with a group for every outcome; and of a prompt that fills a step."""
+    group, and of one sequence with a group for every outcome; and of a prompt that fills a step, or
+    a part of a large one."""
     config, depth = timer.config, max(1, timer.card.block_size)
     widest = 1 + 2 * depth
     most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth)
-    most = min(config.max_step_tokens, most)
+    most = min(config.step_tokens, most)
     context, long = (min(n, config.max_context // 2) for n in (CONTEXT, _LONG_CONTEXT))
 
     def seconds(rows: int, sequences: int, context: int = context) -> float:
@@ -111,7 +113,7 @@ def measure_steps(timer: StepTimer) -> StepCost:
         return timer.least(lambda: timer.prompt(rows, context))
 
     batch = min(config.max_batch, most)
-    few, chunk = -(-batch // widest), min(_CHUNK, config.max_step_tokens, long)
+    few, chunk = -(-batch // widest), min(_CHUNK, config.step_tokens, long)
     cache_token_s = _slope(lambda n: seconds(batch, batch, n), context, long) / batch
     # Each comes with its context.
     sequence_s = _slope(lambda n: seconds(batch, n), few, batch) - cache_token_s * context
@@ -125,7 +127,7 @@ def measure_steps(timer: StepTimer) -> StepCost:
         total_s = seconds(rows, sequences)
         own_s = sequences * (sequence_s + cache_token_s * context)
         seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - own_s)
-    rows = config.max_step_tokens
+    rows = min(config.step_tokens, _MOST_PROMPT)
     if rows >= 2 * most:
         # Linear between the two; a few rows less or more would measure how prompts' rows differ.
         work = timer.prompt(rows)

@@ -9,6 +9,7 @@ Ray.
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
@@ -17,9 +18,12 @@ from mars_ray.autoscale.decide import decide
 from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.autoscale.state import Decision, State
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
+from mars_ray.serve.policy_memory import MemoryExchange
 from mars_ray.serve.status import Decided
+from mars_ray.serve.step_tokens import sized
 from mars_ray.serve.threshold_actor import Setting, control_of
 
 logger = logging.getLogger("ray.serve")
@@ -48,6 +52,7 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
                     update={"quality_classes": job.qualities}
                 ).model_dump_json(),
                 "model": model.to_json(),
+                "engine": job.engine.model_dump_json(),
                 "measures_steps": job.service_model is None,
             },
         ),
@@ -58,17 +63,25 @@ class Autoscaler:
     """The policy of one model as Serve calls it; created with every deployment and when the
     controller restarts.
 
-    Until the replicas have reported, it keeps the previous target and publishes nothing.
+    Until the replicas have reported, and the model's actor has said what was learnt before, it
+    keeps the previous target and publishes nothing.
     """
 
-    def __init__(self, name: str, config: str, model: str, measures_steps: bool) -> None:
+    def __init__(
+        self, name: str, config: str, model: str, engine: str, measures_steps: bool
+    ) -> None:
         """`measures_steps`: step times come from the replicas, not from the service model."""
         self._name = name
         self._config = ScalingConfig.model_validate_json(config)
         self._model = ServiceModel.from_json(model, "the service model")
+        self._engine = EngineConfig.model_validate_json(engine)
         self._measures_steps = measures_steps
         self._collector = Collector(self._config.cold_start_s)
         self._state = State()
+        # Build time 0, so that a setting from a replica, which knows the real one, is newer.
+        setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
+        self._control = partial(control_of, name, setting)
+        self._memory = MemoryExchange(name, self._control)
         self._decision: Decision | None = None
         self._next_s = 0.0
 
@@ -95,6 +108,9 @@ class Autoscaler:
         running, target = context.current_num_replicas, context.target_num_replicas
         sample = self._collector.sample(reports, running, target, now, time.time())
         self._take_step_costs(reports)
+        self._state = self._memory.exchange(self._state, now)
+        if self._memory.is_awaited(now):
+            return
         decision = decide(sample, self._state, self._config, self._model, now)
         self._state = decision.state
         self._publish(decision)
@@ -103,20 +119,29 @@ class Autoscaler:
     def _take_step_costs(self, reports: dict[str, Report]) -> None:
         """Takes, once, the step costs that replicas measure at their start; they do not change."""
         if self._measures_steps and (costs := step_costs(reports.values())):
-            self._model = replace(self._model, seconds_at=costs)
+            model = replace(self._model, seconds_at=costs)
+            self._model = sized(model, self._engine, self._config.slo.time_per_token_s)
             self._measures_steps = False
 
     def _publish(self, decision: Decision) -> None:
         """Sends the decision to the model's actor, without waiting for it to arrive."""
         threshold = decision.threshold_setpoint
         if threshold is not None:
-            # Build time 0, so that a setting from a replica, which knows the real one, is newer.
-            setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
-            control = control_of(self._name, setting)
-            decided = Decided(
-                time.time(), decision.replicas, threshold, decision.shed, decision.reason
-            )
-            control.record.remote(decided, decision.rungs)
+            decided = self._decided(decision, threshold)
+            self._control().record.remote(decided, decision.rungs)
+
+    def _decided(self, decision: Decision, threshold: float) -> Decided:
+        needed, feedback = decision.needed, decision.state.feedback
+        return Decided(
+            at_s=time.time(),
+            replicas=decision.replicas,
+            threshold=threshold,
+            shed=decision.shed,
+            reason=decision.reason,
+            utilisation=feedback.utilisation,
+            floor_replicas=needed.floor / needed.utilisation if needed else 0.0,
+            error_budget_spent=feedback.spent(self._config.slo.attainment),
+        )
 
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:

@@ -23,6 +23,7 @@ from mars_ray.serve.ingress.api_keys import ApiKeys
 from mars_ray.serve.ingress.deployment import Ingress
 from mars_ray.serve.ingress.router import PrefixRouter
 from mars_ray.serve.replica.deployment import Replica
+from mars_ray.serve.step_tokens import sized
 from mars_ray.serve.swap import swap_adapters
 from mars_ray.serve.threshold_actor import Setting, end_controls
 from mars_ray.storage.place import Place, shown
@@ -105,8 +106,7 @@ def service_model(job: ServeJob) -> ServiceModel:
 
     Raises ConfigError.
     """
-    engine = job.engine
-    return replace(_given(job), max_batch=engine.max_batch, step_rows=engine.max_step_tokens)
+    return sized(_given(job), job.engine, job.scaling.slo.time_per_token_s)
 
 
 def _given(job: ServeJob) -> ServiceModel:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mars_ray.decode.info import EngineInfo
 from mars_ray.serve.openai.response_models import Part
@@ -23,18 +23,22 @@ class ReplicaStatus:
     forwards: int
     disagreed: int
     engine: EngineInfo
+    step_tokens: int  # most rows of a step
+    warning: str | None = None  # of settings that contradict each other
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision of the autoscaling policy, in seconds of Unix time, and why; `shed` is the share
-    refused of the new requests that pin nothing."""
+    """A decision of the autoscaling policy, and why."""
 
-    at_s: float
+    at_s: float  # Unix time
     replicas: int
     threshold: float
-    shed: float
+    shed: float  # share refused of the new requests that pin nothing
     reason: str
+    utilisation: float  # of a replica's modelled capacity, as far as it is believed
+    floor_replicas: float  # kept by the record, with a fraction
+    error_budget_spent: float  # share of it, by the last hour's late requests
 
 
 class ModelStatus(Part):
@@ -52,6 +56,8 @@ class ModelStatus(Part):
     adapter: str | None
     threshold: float | None
     engine: EngineInfo | None
+    step_tokens: int | None
+    warning: str | None
     policy: Decided | None
 
 
@@ -60,6 +66,13 @@ class MarsStatusReply(Part):
 
     object: Literal["list"]
     data: list[ModelStatus]
+
+
+class MemoryReply(Part):
+    """What a model's autoscaling policy has learnt; null: nothing yet."""
+
+    model: str
+    memory: dict[str, Any] | None
 
 
 def model_status(
@@ -88,5 +101,7 @@ def model_status(
         "threshold": min(thresholds, default=None),
         # All replicas have the same job, but may run on different kinds of nodes.
         "engine": replicas[0].engine if replicas else None,
+        "step_tokens": min((replica.step_tokens for replica in replicas), default=None),
+        "warning": next((replica.warning for replica in replicas if replica.warning), None),
         "policy": decided,
     }

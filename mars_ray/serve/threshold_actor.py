@@ -1,5 +1,5 @@
-"""Settings that change while a service runs: a small named actor for each model, on which replicas
-wait for the set-point and for another draft adapter.
+"""What changes while a service runs: a small named actor for each model, on which replicas wait for
+the set-point and for another draft adapter, and which keeps what the policy has learnt.
 
 A publisher does not wait; a replica has the news some milliseconds later, and a new one asks for it
 first. The actor outlives the process that made it, and updates of the service. Replicas report
@@ -10,18 +10,20 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections import deque
-from collections.abc import Callable, Container, Coroutine
+from collections.abc import Awaitable, Callable, Container, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
+from ray.util.metrics import Gauge
 
 from mars_ray.autoscale.operating_points import Rung
 from mars_ray.config.serve import ServeJob
-from mars_ray.errors import ConfigError
+from mars_ray.errors import ClusterError, ConfigError
 from mars_ray.serve.status import Decided
 
 _NAMESPACE = "mars-ray"
@@ -32,6 +34,7 @@ _ANSWER_S = 2.0
 _KEPT = 4096  # decisions of half an hour
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,23 @@ class SetPoint:
     swap: Swap | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a model's policy has learnt. An operator's newer one replaces an older one; between two
+    of an operator's the policy writes its own."""
+
+    at_s: float = 0.0  # wall-clock time at which an operator last replaced it; 0: never
+    memory: str | None = None  # `State.to_json`; None: nothing yet, or forgotten
+
+
 class ThresholdActor:
     """The actor. A version counts changes; each new actor begins at another number."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, model: str = "") -> None:
+        """`model` is the label of the metrics."""
         self._setting = setting
+        self._learnt = Learnt()
+        self._gauges = _Gauges(model)
         self._point = SetPoint(secrets.randbits(48), setting.set_point)
         self._changed = asyncio.Event()
         self._history: deque[Decided] = deque(maxlen=_KEPT)
@@ -105,7 +120,28 @@ class ThresholdActor:
         if not self._setting.is_auto:
             return
         self._history.append(decided)
+        self._gauges.set(decided)
         await self.publish(decided.threshold, decided.shed, rungs)
+
+    async def exchange(self, learnt: Learnt | None) -> Learnt | None:
+        """Keeps what a policy has learnt; None asks only.
+
+        Returns what is here if the policy has to take that up instead: it asks for the first time,
+        or an operator has replaced it since.
+        """
+        if learnt is None or learnt.at_s < self._learnt.at_s:
+            return self._learnt
+        # A new actor learns everything from the policy, after the loss of the old one.
+        self._learnt = Learnt(learnt.at_s, learnt.memory or self._learnt.memory)
+        return None
+
+    async def learnt(self) -> str | None:
+        """What the policy had learnt when it last wrote it here, at most a minute ago."""
+        return self._learnt.memory
+
+    async def relearn(self, memory: str | None) -> None:
+        """Makes the policy go on from this memory, or from an empty one."""
+        self._learnt = Learnt(max(time.time(), self._learnt.at_s + 1e-3), memory)
 
     async def history(self) -> list[Decided]:
         """The last decisions, oldest first."""
@@ -148,6 +184,35 @@ class ThresholdActor:
         return self._point
 
 
+class _Gauges:
+    """Metrics of the policy, on every Ray node's Prometheus endpoint under `ray_mars_...`."""
+
+    def __init__(self, model: str) -> None:
+        self._tags = {"model": model}
+        self._utilisation = _gauge(
+            "mars_autoscaling_utilisation",
+            "Share of a replica's modelled capacity at which requests are in time, as learnt.",
+        )
+        self._floor = _gauge(
+            "mars_autoscaling_floor_replicas",
+            "Replicas kept for what this service is known to get.",
+        )
+        self._spent = _gauge(
+            "mars_autoscaling_error_budget_spent",
+            "Late requests of the last hour over those that the objective allows.",
+        )
+
+    def set(self, decided: Decided) -> None:
+        """Exports the newest decision's."""
+        self._utilisation.set(decided.utilisation, self._tags)
+        self._floor.set(decided.floor_replicas, self._tags)
+        self._spent.set(decided.error_budget_spent, self._tags)
+
+
+def _gauge(name: str, text: str) -> Gauge:
+    return Gauge(name, text, ("model",))
+
+
 def control_of(model: str, setting: Setting) -> Any:
     """The handle of a model's actor, made with this setting if there is none."""
     options: dict[str, Any] = {
@@ -158,7 +223,7 @@ def control_of(model: str, setting: Setting) -> Any:
         "max_restarts": -1,
         "num_cpus": 0,
     }
-    return ray.remote(ThresholdActor).options(**options).remote(setting)
+    return ray.remote(ThresholdActor).options(**options).remote(setting, model)
 
 
 async def swapped(model: str, built_s: float) -> Swap | None:
@@ -184,6 +249,26 @@ async def newest_decision(model: str) -> Decided | None:
             return await control.newest.remote()
     except (ValueError, TimeoutError, RayError):
         return None
+
+
+async def learnt(model: str) -> str | None:
+    """What the model's policy has learnt; None if nothing yet. Raises ClusterError."""
+    return await _told(model, lambda control: control.learnt.remote())
+
+
+async def relearn(model: str, memory: str | None) -> None:
+    """Makes the model's policy go on from this memory, or from an empty one, within seconds.
+    Raises ClusterError."""
+    await _told(model, lambda control: control.relearn.remote(memory))
+
+
+async def _told(model: str, ask: Callable[[Any], Awaitable[Answer]]) -> Answer:
+    """The actor's answer. Raises ClusterError if there is none in time."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await ask(await asyncio.to_thread(_actor, model))
+    except (ValueError, TimeoutError, RayError) as error:
+        raise ClusterError(f"the policy of {model!r} does not answer; ask again") from error
 
 
 def publish(model: str, threshold: float) -> None:

@@ -58,9 +58,9 @@ def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
         return
     asked, depth = job.objectives, objective.max_block_size
     rows = VerifiedMode(groups=asked.groups).most_rows(depth)
-    if rows > asked.engine.max_step_tokens:
+    if rows > asked.engine.step_tokens:
         raise ConfigError(
-            f"objectives.engine.max_step_tokens {asked.engine.max_step_tokens} is too small: with "
+            f"objectives.engine.max_step_tokens {asked.engine.step_tokens} is too small: with "
             f"groups {asked.groups}, a model of block size {depth} generates by forwards of {rows} "
             "rows; set it to that at least, or lower objectives.groups"
         )

@@ -11,6 +11,7 @@ from config_reference import reference
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job, read_toml
 from mars_ray.config.model import PretrainedModel
+from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.train import BestCheckpoint, MarsObjective, TrainJob
 from mars_ray.errors import ConfigError
 from mars_ray.simulator.config import KINDS
@@ -307,3 +308,12 @@ def test_help_is_quick():
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 1.0
+
+
+@pytest.mark.parametrize("key", sorted(ScalingConfig.gone))
+def test_a_key_of_an_earlier_release_says_what_has_taken_its_place(key):
+    """Guards an operator who is told of a slip of the pen."""
+    assert key not in ScalingConfig.model_fields
+    table = {"kind": "serve", "checkpoint": "m", "scaling": {key: 1}}
+    with pytest.raises(ConfigError, match=rf"unknown key 'scaling\.{key}'; it is gone: .{{20}}"):
+        parse_job(table, source="job.toml")

@@ -50,6 +50,31 @@ def test_priorities_go_first(model):
     assert order == ["running", "urgent", "late", "later"]
 
 
+def test_steps_can_be_made_shorter_and_nobody_starves(model):
+    """A sequence that needs more rows than a step now has is decoded alone, and says the same."""
+    size = EngineConfig(max_batch=3, max_context=200, page_size=8)
+    wide = VerifiedMode(groups=4)
+    asked = [request("wide", pattern(0, 1, 90), wide, max_new_tokens=20, stop=-1)]
+    asked += [
+        request(name, pattern(1, 2, 60), ExactMode(), max_new_tokens=20, stop=-1)
+        for name in ("plain", "other")
+    ]
+    expected = generate_all(Engine(model, CARD, size), asked)
+    engine = Engine(model, CARD, size)
+    engine.set_step_tokens(1)
+    assert 8 <= engine.step_tokens < wide.most_rows(CARD.block_size)
+    done, rows = {}, []
+    for each in asked:
+        engine.submit(each)
+    while engine.has_work:
+        events = engine.step()
+        rows.append((engine.last_rows, len(events)))
+        done |= {event.request_id: event.completion for event in events if event.completion}
+    assert [done[each.request_id].tokens for each in expected] == [e.tokens for e in expected]
+    assert all(count <= engine.step_tokens or events == 1 for count, events in rows)
+    assert any(count > engine.step_tokens for count, _ in rows)
+
+
 def test_a_long_prompt_does_not_hold_up_the_others(model):
     """Chunked prefill: the sequence that decodes gets a token in every forward meanwhile."""
     engine = Engine(

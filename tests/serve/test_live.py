@@ -29,6 +29,7 @@ def seen(set_point: float = 1.0) -> Snapshot:
         adapter=None,
         can_draft=True,
         set_point=set_point,
+        step_tokens=512,
         step_cost={},
         totals=StepTotals(),
         by_mode={},
@@ -94,6 +95,8 @@ def test_replicas_add_up():
         forwards=30,
         disagreed=9,
         engine=INFO,
+        step_tokens=256,
+        warning="too many",
     )
     two = ReplicaStatus(
         "verified",
@@ -107,8 +110,9 @@ def test_replicas_add_up():
         forwards=10,
         disagreed=1,
         engine=INFO,
+        step_tokens=240,
     )
-    decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why")
+    decided = Decided(9.0, 2, 0.5, 0.0, "2 replicas: why", 0.7, 1.5, 0.25)
     assert jsonable_encoder(model_status("m", [one, two], decided)) == {
         "id": "m",
         "replicas": 2,
@@ -130,12 +134,17 @@ def test_replicas_add_up():
             "cache_bytes": 4096,
             "cache_tokens": 64,
         },
+        "step_tokens": 240,
+        "warning": "too many",
         "policy": {
             "at_s": 9.0,
             "replicas": 2,
             "threshold": 0.5,
             "shed": 0.0,
             "reason": "2 replicas: why",
+            "utilisation": 0.7,
+            "floor_replicas": 1.5,
+            "error_budget_spent": 0.25,
         },
     }
     nobody = model_status("m", [], None)

@@ -115,7 +115,8 @@ def test_a_phone_shows_everything(page, text_engine, monkeypatch):
     decides it says why."""
 
     async def decided() -> Decided:
-        return Decided(0.0, 3, 0.3, 0.0, "3 replicas: 12 ± 3 requests/s in 60 s take 2.4 " * 3)
+        why = "3 replicas: 12 ± 3 requests/s in 60 s take 2.4 " * 3
+        return Decided(0.0, 3, 0.3, 0.0, why, 0.7, 2.5, 0.0)
 
     playwright.expect(page.locator("#policy")).to_be_hidden()
     monkeypatch.setattr(text_engine, "decided", decided)

@@ -7,12 +7,13 @@ import pytest
 from serve.asking import load_server
 
 from mars_ray.autoscale.operating_points import Rung
-from mars_ray.autoscale.sample import ReplicaCounts
+from mars_ray.autoscale.sample import PINNED, Collector, ReplicaCounts, Report
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
+from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.serve.protocol import GenerationRequest
-from mars_ray.serve.replica.stats import AnswerStats
+from mars_ray.serve.replica.stats import AnswerStats, Tally
 
 
 class Kept:
@@ -156,6 +157,65 @@ def test_the_policy_hears_of_thresholds_in_the_mode_of_the_service(job, kept, po
     assert other.tokens_at == {}
     assert bool(own.tokens_at) == (point < 1)
     assert own.verified_forwards == (kept.answers[-1].forwards if point < 1 else 0)
+
+
+SLO = Slo(ttft_s=2.0, time_per_token_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("first_token_s", "total_s", "tokens", "ending", "expected"),
+    [
+        (1.5, 2.2, 11, "stop", (1, 0, 0)),
+        (1.6, 2.2, 11, "stop", (1, 1, 0)),
+        (1.5, 2.4, 11, "stop", (1, 1, 0)),  # 90 ms a token
+        (0.1, 1.2, 11, "stop", (1, 1, 1)),  # 110 ms
+        (1.6, 2.8, 11, "stop", (1, 1, 1)),  # slow by one, then late by the other
+        (2.1, 9.0, 11, "stop", (1, 1, 1)),  # late by both
+        (0.1, 9.0, 1, "stop", (1, 0, 0)),  # there is no other token
+        (0.1, 9.0, 3, "abort", (1, 0, 0)),
+        (2.1, 9.0, 3, "abort", (1, 1, 1)),
+        (None, 9.0, 0, "abort", (0, 0, 0)),
+        (None, 9.0, 0, "deadline", (0, 1, 1)),
+        (None, 1.0, 0, "deadline", (0, 0, 0)),
+    ],
+)
+def test_an_answer_is_slow_and_late_once(first_token_s, total_s, tokens, ending, expected):
+    """By its first token or its mean time per token. Guards a policy that learns from counts which
+    grow twice for one request, or from clients that left."""
+    seen = AnswerStats("exact", 5, "fast", ending, tokens)
+    seen.first_token_s, seen.total_s = first_token_s, total_s
+    tally = Tally(SLO)
+    if seen.first_token_s is not None:
+        tally.began(seen)
+    tally.ended(seen)
+    assert (tally.started["fast"], tally.slow["fast"], tally.late["fast"]) == expected
+
+
+def test_the_policy_hears_of_late_answers_by_class(job):
+    """From the engine's steps to the rates of a sample: reports four seconds apart."""
+    strict = job.model_copy(update={"scaling": ScalingConfig(slo=Slo(ttft_s=1e-6))})
+    engine = load_server(strict)
+    engine.start()
+    collector = Collector()
+
+    async def ask(name: str | None, choices: int) -> None:
+        prompt = ("one two three",)
+        call = GenerationRequest("d", prompt, VerifiedMode(), Sampling(), 4, 100, n=choices)
+        async for _ in engine.generate(replace(call, quality_class=name)):
+            pass
+
+    async def sampled() -> list:
+        samples = []
+        for at_s, name, choices in ((0.0, "fast", 1), (4.0, "fast", 2), (8.0, None, 1)):
+            await ask(name, choices)
+            report = Report(at_s, ReplicaCounts.from_metrics(await engine.sums()))
+            samples.append(collector.sample({"a": report}, 1, 1, at_s, at_s))
+        return samples
+
+    _, second, third = asyncio.run(sampled())
+    engine.stop()
+    assert second.started == second.slow == second.late == {"fast": 0.5}
+    assert third.started == third.late == {"fast": 0.0, PINNED: 0.25}
 
 
 def test_what_the_engine_refuses_is_no_failure(engine, kept):

@@ -12,6 +12,7 @@ from ray.util import list_named_actors
 from mars_ray.serve import threshold_actor
 from mars_ray.serve.status import Decided
 from mars_ray.serve.threshold_actor import (
+    Learnt,
     SetPoint,
     Setting,
     Swap,
@@ -123,7 +124,7 @@ async def told(control: ThresholdActor) -> tuple[float, float]:
 def test_what_a_policy_has_said_ends_with_it():
     """Guards a service with a fixed number of replicas that goes on refusing, as a policy which is
     gone has said last, or says while it goes."""
-    full = Decided(0.0, 4, 0.1, 0.5, "full")
+    full = Decided(0.0, 4, 0.1, 0.5, "full", 0.7, 2.5, 0.0)
 
     async def scenario() -> None:
         control = ThresholdActor(Setting(0.0, 1.0, is_auto=True))
@@ -137,6 +138,32 @@ def test_what_a_policy_has_said_ends_with_it():
         assert await told(control) == (1.0, 0.0)
         assert await control.history() == []
         assert not await control.is_auto()
+
+    asyncio.run(scenario())
+
+
+def test_a_policy_goes_on_from_what_was_learnt():
+    """Also after the loss of the actor. Guards a new policy that overwrites days of record with
+    its own first minute, and an operator whose reset is overwritten by the policy."""
+
+    async def scenario() -> None:
+        control = ThresholdActor(FIXED)
+        assert await control.exchange(None) == Learnt(0.0, None)
+        assert await control.exchange(Learnt(0.0, "days")) is None
+        assert await control.exchange(Learnt(0.0, None)) is None
+        assert await control.exchange(None) == Learnt(0.0, "days")
+        await control.relearn(None)
+        told = await control.exchange(Learnt(0.0, "minutes"))
+        assert told is not None
+        assert (told.memory, await control.learnt()) == (None, None)
+        assert await control.exchange(Learnt(told.at_s, "seconds")) is None
+        await control.relearn("another's")
+        again = await control.exchange(Learnt(told.at_s, "hours"))
+        assert again is not None
+        assert again.memory == "another's"
+        lost = ThresholdActor(FIXED)
+        assert await lost.exchange(Learnt(again.at_s, "hours")) is None
+        assert await lost.exchange(None) == Learnt(again.at_s, "hours")
 
     asyncio.run(scenario())
 

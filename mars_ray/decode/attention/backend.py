@@ -53,6 +53,6 @@ def backend_of(
         )
     wants_kernels = kind == "triton" or (kind == "auto" and runner.device.type == "cuda")
     if wants_kernels and not reason:
-        rows, sequences = config.max_step_tokens, config.max_batch
+        rows, sequences = config.step_tokens, config.max_batch
         return PagedBackend(runner, cache, rows, sequences, positions)
     return DenseBackend(runner, cache)

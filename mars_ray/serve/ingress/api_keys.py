@@ -8,6 +8,7 @@ They come from a TOML file, in plain text or, better, as their SHA-256 in hexade
     answers = 8          # in progress at the same time
     new_tokens = 256     # per answer
     models = ["small"]   # that it may use; default: all
+    admin = true         # it may read and replace what the autoscaling policy has learnt
 """
 
 import hashlib
@@ -38,6 +39,7 @@ class ApiKey(Config):
     answers: int | None = Field(default=None, ge=1, description="at the same time, per ingress")
     new_tokens: int | None = Field(default=None, ge=1, description="per answer")
     models: tuple[str, ...] | None = Field(default=None, min_length=1, description="it may use")
+    admin: bool = Field(default=False, description="may read and replace the policy's memory")
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -77,6 +79,14 @@ class ApiKeys:
             message = "give a valid API key in the header 'Authorization: Bearer ...'"
             raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
         return right[0]
+
+    def admin(self, authorization: str | None) -> ApiKey | None:
+        """The same for what only an admin's key may do. Raises ApiError."""
+        key = self.holder(authorization)
+        if key and not key.admin:
+            message = f"key {key.name!r} is not an admin's: set admin = true in the file of keys"
+            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+        return key
 
     def check_models(self, names: Collection[str]) -> None:
         """Raises ConfigError if a key is for a model that is not in `names`."""

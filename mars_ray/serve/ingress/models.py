@@ -38,6 +38,14 @@ class Backend(Protocol):
         """The latest decision of the autoscaling policy, if one is in charge."""
         ...
 
+    async def learnt(self) -> str | None:
+        """What the autoscaling policy has learnt, as JSON; None: nothing yet. Raises ApiError."""
+        ...
+
+    async def relearn(self, memory: str | None) -> None:
+        """Makes the policy go on from this memory, or from an empty one. Raises ApiError."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

@@ -8,7 +8,8 @@ before.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -17,10 +18,11 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mars_ray.config.serve import ServeJob
+from mars_ray.errors import ClusterError
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized
 from mars_ray.serve.status import Decided, ReplicaStatus
-from mars_ray.serve.threshold_actor import newest_decision
+from mars_ray.serve.threshold_actor import learnt, newest_decision, relearn
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +172,23 @@ class ReplicaClient:
 
     async def decided(self) -> Decided | None:
         return await self._decided.get() if self._job.replicas == "auto" else None
+
+    async def learnt(self) -> str | None:
+        with self._policy():
+            return await learnt(self._job.name)
+
+    async def relearn(self, memory: str | None) -> None:
+        with self._policy():
+            await relearn(self._job.name, memory)
+
+    @contextmanager
+    def _policy(self) -> Iterator[None]:
+        """For questions to the policy's actor. Raises ApiError if it does not answer."""
+        try:
+            yield
+        except ClusterError as error:
+            lost = ErrorInfo(503, str(error), code="policy_lost", retry_after_s=1)
+            raise ApiError(lost) from error
 
     async def _asked_for_status(self) -> Sequence[ReplicaStatus] | None:
         """The status of the replicas that answer, or None if there are no replicas."""

@@ -17,8 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mars_ray import __version__
-from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.config.serve import ServeJob
 from mars_ray.serve.ingress.api_keys import ApiKey, ApiKeys
+from mars_ray.serve.ingress.body import read_body
+from mars_ray.serve.ingress.memory_routes import MemoryRoutes
 from mars_ray.serve.ingress.metrics_endpoint import page
 from mars_ray.serve.ingress.middleware import Entry, Gate, entry_of, logged
 from mars_ray.serve.ingress.models import Backend, Model, Models
@@ -95,6 +97,9 @@ def build_api(
         ("/detokenize", routes.detokenize),
     ):
         api.add_api_route(path, route, methods=["POST"], response_model=None)
+    memory = routes.memory
+    for method, route in (("GET", memory.get), ("DELETE", memory.delete), ("PUT", memory.put)):
+        api.add_api_route("/v1/mars/autoscaling", route, methods=[method], response_model=None)
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
     # The middleware added last runs first, so that requests refused by the gate are logged.
@@ -116,6 +121,7 @@ class _Routes:
         self._models = models
         self._gate = gate
         self._keys = ApiKeys(job.keys_file)
+        self.memory = MemoryRoutes(job.limits, models, self._keys)
         self._started = int(time.time())
 
     async def page(self) -> Response:
@@ -190,7 +196,7 @@ class _Routes:
         key = self._holder(request)
         entry.key = key.name if key else None
         try:
-            body = await _read(request, self._job.limits)
+            body = await read_body(request, self._job.limits)
             return await answer(body, entry, key)
         except ApiError:
             raise
@@ -298,26 +304,6 @@ async def _collect(
         if all(answer.finish for answer in answers):
             return
         message = await anext(rest)
-
-
-async def _read(request: Request, limits: Limits) -> bytes:
-    """The body, read within the limits of size and time."""
-    message = f"the body has more than {limits.body_bytes} bytes, this server's limit"
-    too_large = ApiError(ErrorInfo(413, message, code="body_too_large"))
-    # The HTTP parser has checked that it is a number.
-    if int(request.headers.get("content-length", "0")) > limits.body_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.body_bytes:
-                    raise too_large
-    except TimeoutError:
-        message = f"the body did not arrive within {limits.body_s:g} s"
-        raise ApiError(ErrorInfo(408, message, code="body_too_slow")) from None
-    return bytes(body)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from mars_ray.serve.openai.request_models import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    MemoryBody,
     TokenizeBody,
 )
 from mars_ray.serve.openai.response_models import (
@@ -29,7 +30,7 @@ from mars_ray.serve.openai.response_models import (
     VersionReply,
 )
 from mars_ray.serve.openai.sse import DONE_DATA
-from mars_ray.serve.status import MarsStatusReply
+from mars_ray.serve.status import MarsStatusReply, MemoryReply
 
 _REFS = "#/components/schemas/"
 _ERRORS = {
@@ -45,6 +46,7 @@ _ERRORS = {
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
 _TOKEN_ERRORS = (400, 401, 404, 408, 413, 500, 503)
 _ANSWER_ERRORS = (*_TOKEN_ERRORS, 429)
+_MEMORY_ERRORS = (400, 401, 404, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class _Route:
     errors: tuple[int, ...] = ()
     is_open: bool = False  # needs no key
     text: str = ""  # the media type of a reply that is not JSON
+    method: str = ""  # otherwise POST with a body and GET without
+    asks_model: bool = False  # whether `?model=` names one
 
 
 _ROUTES = (
@@ -69,6 +73,29 @@ _ROUTES = (
     _Route("/version", "The version of the service.", VersionReply, errors=(401, 503)),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401, 503)),
     _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
+    _Route(
+        "/v1/mars/autoscaling",
+        "What the autoscaling policy has learnt.",
+        MemoryReply,
+        errors=_MEMORY_ERRORS,
+        asks_model=True,
+    ),
+    _Route(
+        "/v1/mars/autoscaling",
+        "Have the policy forget what it has learnt.",
+        MemoryReply,
+        errors=_MEMORY_ERRORS,
+        method="delete",
+        asks_model=True,
+    ),
+    _Route(
+        "/v1/mars/autoscaling",
+        "Have the policy go on from what another one has learnt.",
+        MemoryReply,
+        MemoryBody,
+        errors=(*_MEMORY_ERRORS, 408, 413, 500),
+        method="put",
+    ),
     _Route(
         "/v1/chat/completions",
         "The next turn of a conversation.",
@@ -108,6 +135,9 @@ def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
         _name_models(schemas["$defs"][body.__name__], names)
     if with_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    paths: dict[str, Any] = {}
+    for route in _ROUTES:
+        paths.setdefault(route.path, {}).update(_operation(route, with_keys))
     return {
         "openapi": "3.1.0",
         "info": {
@@ -115,7 +145,7 @@ def openapi(names: Sequence[str], with_keys: bool) -> dict[str, Any]:
             "version": __version__,
             "description": "OpenAI's API, with the choice between quality and speed.",
         },
-        "paths": {route.path: _operation(route, with_keys) for route in _ROUTES},
+        "paths": paths,
         "components": components,
     }
 
@@ -131,10 +161,13 @@ def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
         described["responses"].pop("401", None)
     elif not route.is_open:
         described["security"] = [{"key": []}]
+    if route.asks_model:
+        schema = {"type": "string"}
+        described["parameters"] = [{"name": "model", "in": "query", "schema": schema}]
     if route.body is None:
-        return {"get": described}
+        return {route.method or "get": described}
     described["requestBody"] = {"required": True, "content": _json(route.body)}
-    return {"post": described}
+    return {route.method or "post": described}
 
 
 def _responses(route: _Route) -> dict[str, Any]:

@@ -342,6 +342,13 @@ class TokenizeBody(Wire):
     messages: Messages | None = None
 
 
+class MemoryBody(Wire):
+    """What a policy is to go on from: the reply of `GET /v1/mars/autoscaling`."""
+
+    model: str | None = None
+    memory: dict[str, Any]
+
+
 class DetokenizeBody(Wire):
     """Tokens to read."""
 

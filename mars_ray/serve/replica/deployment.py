@@ -26,6 +26,7 @@ from mars_ray.serve.replica.adapters import Adapters
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
+from mars_ray.serve.step_tokens import measured, warning, with_room
 from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swapped
 from mars_ray.storage.place import Place
 
@@ -53,11 +54,17 @@ class Replica:
         place = job.engine.draft_adapter
         if place and engine_config.draft_adapter:
             engine.adapter_name = adapter_name(place, Path(engine_config.draft_adapter))
-        # The first line of this process's log states the engine that runs here.
-        print(f"{job.name}: {engine.info}", flush=True)
+        assert engine.cost is not None, "the engine is not warmed up"
+        model = measured(job, engine.cost, engine.card.block_size)
+        engine.set_step_tokens(model.step_rows)
+        problem = warning(job, model)
+        # The first lines of this process's log state the engine that runs here.
+        print(f"{job.name}: {engine.info}, steps of {engine.step_tokens} rows", flush=True)
+        if problem:
+            print(f"{job.name}: warning: {problem}", flush=True)
         self._metrics = ReplicaMetrics()
         client = AsyncEngine(engine, checkpoint)
-        self._engine = LLMServer(client, tokenizer, job, self._metrics)
+        self._engine = LLMServer(client, tokenizer, job, self._metrics, problem)
         self._adapters = Adapters(client, job.model_cache)
         self._built_s = setting.at_s
         self._engine.start()
@@ -149,7 +156,7 @@ class Replica:
 def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
     """The checkpoint's local directory, and the engine's configuration with its other models
     fetched."""
-    engine = job.engine
+    engine = with_room(job.engine)
     checkpoint = local_copy(Place(job.checkpoint, job.revision), job.model_cache)
     changes = {}
     if engine.draft_model:

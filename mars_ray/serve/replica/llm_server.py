@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.autoscale.operating_points import Rung
+from mars_ray.autoscale.sample import PINNED
 from mars_ray.autoscale.valve import LocalLoop
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
@@ -91,8 +92,11 @@ class LLMServer:
         tokenizer: PreTrainedTokenizerBase,
         job: ServeJob,
         observer: Observer | None = None,
+        warning: str | None = None,
     ) -> None:
-        """Raises ModelError if the model does not define how an answer ends."""
+        """`warning` is part of the status. Raises ModelError if the model does not define how an
+        answer ends."""
+        self._warning = warning
         self._observer = observer
         self._engine = engine
         self._facts = facts = engine.facts
@@ -102,7 +106,7 @@ class LLMServer:
         grammars = Grammars(tokenizer, facts.vocabulary, facts.stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._live = Live()
-        self._tally = Tally()
+        self._tally = Tally(job.scaling.slo)
         self._local = LocalLoop(job.scaling, job.set_point)
         self._threshold: float | None = None  # last one set on the engine
         self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
@@ -137,10 +141,17 @@ class LLMServer:
 
     async def status(self) -> tuple[ReplicaStatus]:
         """The current status of this engine. Raises EngineError if it is dead."""
-        return (self._live.status(self._job, await self.seen(), time.monotonic()),)
+        status = self._live.status(self._job, await self.seen(), time.monotonic())
+        return (replace(status, warning=self._warning),)
 
     async def decided(self) -> None:
         """Always None: no policy controls a single engine."""
+
+    async def learnt(self) -> None:
+        """Always None, too."""
+
+    async def relearn(self, memory: str | None) -> None:
+        """Does nothing: there is no policy that could go on from it."""
 
     async def sums(self) -> dict[str, float]:
         """The sums for the autoscaling policy. Raises EngineError if the engine is dead."""
@@ -297,7 +308,8 @@ class LLMServer:
 
     def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
         output = OutputProcessor(call, request, choice, self._decode, self._token_text)
-        return _Answer(output, AnswerStats(request.mode.type, len(request.prompt)))
+        name = call.quality_class or PINNED
+        return _Answer(output, AnswerStats(request.mode.type, len(request.prompt), name))
 
     def _added(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
@@ -329,7 +341,10 @@ class LLMServer:
         now, stats = time.monotonic(), answer.stats
         disagreed = event.disagreed - stats.disagreed
         self._live.add(now, len(event.tokens), event.forward - stats.forwards, disagreed)
+        is_first = stats.first_token_s is None
         _count(stats, event, now - answer.last_s)
+        if is_first:
+            self._tally.began(stats)
         stats.degraded = self._is_degraded(call, event)
         answer.last_s = now
         answer.held = joined(answer.held, delta) if answer.held else delta

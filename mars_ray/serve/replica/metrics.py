@@ -17,6 +17,7 @@ _TOKENS = [1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_00
 _PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
 _MODE = ("mode",)
 _ADAPTER = ("adapter",)
+_CLASS = ("quality_class",)
 # Ray's annotation allows only one tag, its code any number.
 _MODE_AND_REASON: Any = ("mode", "finished_reason")
 _MODE_AND_THRESHOLD: Any = ("mode", "threshold")
@@ -41,6 +42,7 @@ class ReplicaMetrics:
             "Answers for which the threshold was lowered below the set-point at rest.",
             _MODE,
         )
+        self._late = Counter("mars_late_requests", "Answers beyond a limit of the SLO.", _CLASS)
         self._first_token = _histogram("mars_time_to_first_token_seconds", _SECONDS)
         self._inter_token = _histogram("mars_inter_token_latency_seconds", _SECONDS)
         self._queue = _histogram("mars_request_queue_time_seconds", _SECONDS)
@@ -91,6 +93,7 @@ class ReplicaMetrics:
         _add(self._forwards, seen.forwards, mode)
         _add(self._disagreed, seen.disagreed, mode)
         _add(self._degraded, seen.degraded, mode)
+        _add(self._late, seen.strain > 1, {"quality_class": seen.quality_class})
         self._latency.observe(seen.total_s, mode)
         if seen.queue_s is not None:
             self._queue.observe(seen.queue_s, mode)

@@ -11,8 +11,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from mars_ray.autoscale.sample import PINNED, ReplicaCounts
+from mars_ray.autoscale.sample import PINNED, SLOW, ReplicaCounts
 from mars_ray.config.modes import ExactMode, Mode
+from mars_ray.config.scaling import Slo
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.stats import THRESHOLDS, Snapshot
 from mars_ray.serve.protocol import GenerationRequest
@@ -23,6 +24,8 @@ _BUCKET_S = 0.5
 _RATE_S = 5.0
 # Window of shares: over a few seconds they would jump with every answer.
 _SHARE_S = 60.0
+# Endings that come from the service; of other answers nobody knows how fast they would have been.
+_JUDGED = frozenset({"stop", "length", "tool_calls", "deadline"})
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class AnswerStats:
 
     mode: str
     prompt_tokens: int
+    quality_class: str = PINNED
     ending: Ending = "abort"
     completion_tokens: int = 0
     forwards: int = 0
@@ -41,6 +45,15 @@ class AnswerStats:
     total_s: float = 0.0
     # Time between two of its steps, and the number of tokens of the later one.
     gaps: list[tuple[float, int]] = field(default_factory=list)
+    # The largest of its times so far as a share of the SLO's limit: above 1 it is late.
+    strain: float = 0.0
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Mean over the tokens after the first, once the answer is over."""
+        if self.first_token_s is None or self.completion_tokens < 2:
+            return 0.0
+        return (self.total_s - self.first_token_s) / (self.completion_tokens - 1)
 
 
 class Observer(Protocol):
@@ -101,6 +114,7 @@ class Live:
             forwards=sum(bucket.forwards for bucket in self._buckets),
             disagreed=sum(bucket.disagreed for bucket in self._buckets),
             engine=seen.info,
+            step_tokens=seen.step_tokens,
         )
 
     def _forget(self, now: float) -> None:
@@ -118,10 +132,15 @@ def _in_force(mode: Mode, job: ServeJob, set_point: float) -> float | None:
 class Tally:
     """Sums over answers since the start."""
 
+    slo: Slo = field(default_factory=Slo)
     refused: int = 0
     finished: int = 0
     output_tokens: int = 0
     quality_class: Counter[str] = field(default_factory=Counter)
+    # Answers by class: with a first token, and those found slow or late, each once (`SLOW`).
+    started: Counter[str] = field(default_factory=Counter)
+    slow: Counter[str] = field(default_factory=Counter)
+    late: Counter[str] = field(default_factory=Counter)
 
     def offered(self, call: GenerationRequest, *, refused: bool = False) -> None:
         """Counts an arrived call, whether it is answered or refused."""
@@ -131,10 +150,27 @@ class Tally:
         if refused:
             self.refused += call.choices
 
+    def began(self, seen: AnswerStats) -> None:
+        """Counts an answer whose first token has come."""
+        assert seen.first_token_s is not None
+        self.started[seen.quality_class] += 1
+        self._judge(seen, seen.first_token_s / self.slo.ttft_s)
+
     def ended(self, seen: AnswerStats) -> None:
         """Counts an answer at its end, whatever the ending."""
         self.finished += 1
         self.output_tokens += seen.completion_tokens
+        if seen.ending not in _JUDGED:
+            return
+        if seen.first_token_s is None:
+            self._judge(seen, seen.total_s / self.slo.ttft_s)
+        self._judge(seen, seen.time_per_token_s / self.slo.time_per_token_s)
+
+    def _judge(self, seen: AnswerStats, strain: float) -> None:
+        """Counts an answer as slow or late if one of its times is, and none has been before."""
+        before, seen.strain = seen.strain, max(seen.strain, strain)
+        self.slow[seen.quality_class] += before <= SLOW < seen.strain
+        self.late[seen.quality_class] += before <= 1 < seen.strain
 
 
 def to_metrics(seen: Snapshot, tally: Tally, mode: Mode) -> dict[str, float]:
@@ -155,6 +191,9 @@ def to_metrics(seen: Snapshot, tally: Tally, mode: Mode) -> dict[str, float]:
         finished=tally.finished,
         output_tokens=tally.output_tokens,
         quality_class=dict(tally.quality_class),
+        started=dict(tally.started),
+        slow=dict(tally.slow),
+        late=dict(tally.late),
         prompts=totals.prompts,
         prompt_tokens=totals.prompt_tokens,
         steps=totals.steps,

@@ -1,0 +1,54 @@
+"""Rows of a full step in a service: the job's number, or as many as the SLO's time per token
+allows.
+
+The law is `autoscale/step_size.py`'s. A replica applies it to the step costs that it has measured
+at its start, the policy to those that replicas report, or to the job's service model until then.
+"""
+
+from dataclasses import replace
+
+from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.autoscale.service_model_fit import prior_model
+from mars_ray.autoscale.step_size import contradiction, step_rows
+from mars_ray.config.decode import EngineConfig
+from mars_ray.config.serve import ServeJob
+from mars_ray.core.step_cost import CONTEXT, StepCost
+
+# Most rows that are chosen. Each row more saves little by then, and its activations need memory.
+_MOST_ROWS = 2048
+
+
+def with_room(engine: EngineConfig) -> EngineConfig:
+    """The configuration of an engine whose steps can have any size that may be chosen.
+
+    A draft model's sequences are as long as a step besides the context, so it gets no more room.
+    """
+    rows = engine.step_tokens if engine.max_step_tokens or engine.draft_model else _MOST_ROWS
+    return engine.model_copy(update={"max_step_tokens": rows})
+
+
+def sized(model: ServiceModel, engine: EngineConfig, time_per_token_s: float) -> ServiceModel:
+    """The service model for steps and batches of this engine."""
+    rows = engine.max_step_tokens
+    if rows is None:
+        rows = min(step_rows(model, time_per_token_s), with_room(engine).step_tokens)
+    return replace(model, max_batch=engine.max_batch, step_rows=rows)
+
+
+def measured(job: ServeJob, cost: StepCost, depth: int) -> ServiceModel:
+    """The service model of a replica whose steps cost this, with `depth` masks."""
+    size = job.engine.max_batch
+    model = replace(
+        prior_model(job.name, None, depth, size),
+        seconds_at=tuple(cost.table(size, CONTEXT).items()),
+    )
+    return sized(model, job.engine, job.scaling.slo.time_per_token_s)
+
+
+def warning(job: ServeJob, model: ServiceModel) -> str | None:
+    """What is wrong with the job's own number, if it has one that contradicts its SLO."""
+    rows = job.engine.max_step_tokens
+    if rows is None:
+        return None
+    problem = contradiction(model, rows, job.scaling.slo.time_per_token_s)
+    return None if problem is None else f"engine.max_step_tokens = {rows}: {problem}"
