@@ -193,6 +193,12 @@ PANELS = (
         },
     ),
     Panel(
+        "Late answers per second",
+        "reqps",
+        "Beyond a limit of the SLO, by quality class.",
+        {"{{quality_class}}": _rate("ray_mars_late_requests_total", "quality_class")},
+    ),
+    Panel(
         "Accepted beyond the first, by place",
         "short",
         "Tokens per second that steps commit at each place of their drafts.",

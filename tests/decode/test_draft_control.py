@@ -141,7 +141,7 @@ def test_what_masks_bring_lasts_where_drafts_have_some_behind():
 
 def engine_with(model, cost: StepCost, **size) -> Engine:
     engine = Engine(model, CARD, EngineConfig(max_batch=3, max_context=64, **size))
-    engine.control = DraftControl(cost, CARD.block_size, engine.config.max_step_tokens)
+    engine.control = DraftControl(cost, CARD.block_size, engine.config.step_tokens)
     return engine
 
 
@@ -222,7 +222,7 @@ def test_warming_up_measures_steps(model):
     engine = Engine(model, CARD, size)
     engine.warm_up()
     assert engine.control
-    assert list(engine.control.cost.table()) == [*row_counts(4 * 9), size.max_step_tokens]
+    assert list(engine.control.cost.table()) == [*row_counts(4 * 9), size.step_tokens]
     item = request("a", [1, 2, 3], VerifiedMode())
     assert generate_all(engine, [item])[0].tokens == reference.generate(model, CARD, item).tokens
 

@@ -42,11 +42,12 @@ class Brittle(Engine):
         if part == "forward":
             self._backend.runner = BrittleRunner(model, 220)
 
-    def _prepare(self, running, meanwhile) -> None:
+    def _prepare(self, meanwhile) -> None:
+        running = self._scheduler.running_sequences()
         bad = any(POISON in s.request.prompt and s.forwards >= 3 for s in running)
         if self.part == "always" or (self.part == "prepare" and bad):
             raise RuntimeError("cannot prepare")
-        super()._prepare(running, meanwhile)
+        super()._prepare(meanwhile)
 
     def _absorb(self, sequence, *others):
         if self.part == "absorb" and POISON in sequence.request.prompt and sequence.forwards >= 3:

@@ -176,7 +176,7 @@ def test_control_of_trees_changes_no_text(unsure, cost, sampling):
     modes = [VerifiedMode(), VerifiedMode(branches=2), VerifiedMode(branches=3, groups=2)]
     exact = generate_all(Engine(unsure, PLAIN, SIZE), items([ExactMode()], sampling))
     engine = Engine(unsure, PLAIN, SIZE, adapter=good_adapter(unsure))
-    engine.control = DraftControl(cost, 4, SIZE.max_step_tokens)
+    engine.control = DraftControl(cost, 4, SIZE.step_tokens)
     for _ in range(2):
         got = generate_all(engine, items(modes, sampling))
         assert [c.tokens for c in got] == [c.tokens for c in exact] * len(modes)
@@ -191,7 +191,7 @@ def test_control_chooses_trees_where_rows_are_free(unsure):
         ("chain", FREE, VerifiedMode(branches=1)),
         ("dear", BY_ROW, VerifiedMode()),
     ):
-        engine.control = DraftControl(cost, 4, SIZE.max_step_tokens)
+        engine.control = DraftControl(cost, 4, SIZE.step_tokens)
         requests = items([mode], new=40)
         seen = set()
         for each in requests:
@@ -209,7 +209,7 @@ def test_control_chooses_trees_where_rows_are_free(unsure):
 def test_below_threshold_one_trees_are_followed_too(unsure):
     """The service's set-point is in force; a fixed threshold without branches is a chain."""
     engine = Engine(unsure, PLAIN, SIZE, adapter=good_adapter(unsure))
-    engine.control = DraftControl(FREE, 4, SIZE.max_step_tokens)
+    engine.control = DraftControl(FREE, 4, SIZE.step_tokens)
     engine.thresholds.set_point = 0.3
     open_ones = [replace(each, quality=Elastic(0.3)) for each in items([VerifiedMode()], new=40)]
     fixed = items([VerifiedMode(threshold=0.3)], new=40)

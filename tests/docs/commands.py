@@ -37,7 +37,7 @@ EXECUTED_BY = {
     "python tools/servegen.py ": _PLAIN + "data",
     "mars-ray evaluate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray advise trace.csv ": _ADVISE + "test_advise.py::test_the_documented_command",
-    "mars-ray advise http": _ADVISE + "test_prometheus.py::test_the_documented_command_on_a_server",
+    "mars-ray advise http": _ADVISE + "test_rates.py::test_the_documented_command_on_a_server",
     "mars-ray simulate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray import ": _PLAIN + "test_a_model_of_others_is_imported",
     # With a cluster of their own.
@@ -73,6 +73,8 @@ NOT_HERE = {
     "make test": "executes the tests, this one among them",
     "make image ": "needs Docker, and bases from a registry",
     "kubectl ": "needs a Kubernetes cluster",
+    "curl -X PUT --data @memory.json ": "routes of a policy: tests/serve/test_memory_routes.py",
+    "curl -X DELETE ": "routes of a policy: tests/serve/test_memory_routes.py",
     "git revert COMMIT && kubectl ": "needs a Kubernetes cluster",
     _SUBMIT + "--entrypoint-num-cpus 8 --entrypoint-num-gpus 1 ": "needs a GPU",
 }

@@ -58,6 +58,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "simulate_overloads.json",
         "test_minutes.json",
         "step_replay.json",
+        "policy_lines.json",
     }
 
 
