@@ -16,13 +16,11 @@ from typing import Any
 
 from headline import headlines, speed_ratio
 from render_simulations import (
+    ablation,
     cells,
-    cold_starts,
     comparison,
-    fleets,
     live,
     overloads,
-    simulation,
     simulator_speed,
 )
 from render_step_replay import step_replay
@@ -325,14 +323,10 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "decode_0_5b_xeon": decode,
     "serve_load": serve_load,
     "serve_load_0_5b": serve_load,
+    "policy_ablation": ablation,
     "simulate": comparison,
     "cells_simulate": cells,
     "simulate_overloads": overloads,
-    "simulate_fast": simulation,
-    "simulate_usual": simulation,
-    "simulate_usual_2048": fleets,
-    "simulate_kills": simulation,
-    "simulate_cold_starts": cold_starts,
     "live": live,
     "live_lossless": live,
     "live_kill": live,

@@ -7,88 +7,12 @@ from render_sweeps import machine
 
 from mars_ray.simulator.plots import best_fixed
 from mars_ray.simulator.printed import policy_rows
-from mars_ray.simulator.verdict import margin, percent, verdicts
-
-
-def _knob(knob: dict[str, Any]) -> str:
-    value, aim, caution = knob["value"], knob["manner"]["aim"], knob["manner"]["caution"]
-    said = [value] if aim == 1 else [value, aim] if caution == 1 else [value, aim, caution]
-    return ", ".join(f"{number:g}" for number in said)
-
-
-def simulation(result: dict[str, Any]) -> list[str]:
-    """A comparison of policies, one block per trace; rows that miss the objective are marked."""
-    job = result["job"]
-    wanted = job["scaling"]["slo"]["attainment"]
-    traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
-    lines = [
-        "| trace | policy | tuned to | mean replicas | `mars` takes | in time "
-        "| effective accuracy | points lost |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for trace, policies in traces.items():
-        own_s = policies["mars"]["mean"]["replica_s"]
-        for policy, row in policies.items():
-            mean, half = row["mean"], row["half_width"]
-            mark = "" if mean["attainment"] >= wanted else " *"
-            lines.append(
-                f"| {trace} | `{policy}` | {_knob(row['knob'])} | {mean['mean_replicas']:.2f}"
-                f"{margin(half['mean_replicas'])} | {own_s / mean['replica_s']:.0%} | "
-                f"{mean['attainment']:.2%}{mark} | "
-                f"{mean['effective_accuracy']:.2f}{margin(half['effective_accuracy'])} | "
-                f"{mean['points_lost']:.2f} |"
-            )
-    return [
-        *lines,
-        "",
-        f"{result['model']['name']}, {len(job['seeds'])} seeds, 95% intervals; `mars` takes: its "
-        "replica-seconds as a share of this policy's; tuned to: replicas or a share, the aim, and "
-        f"the caution where it is not 1; * misses {percent(wanted)} in time. "
-        f"Commit {result['provenance']['commit']}.",
-    ]
-
-
-def cold_starts(result: dict[str, Any]) -> list[str]:
-    """The same comparison by the start time of a replica."""
-    job, colds = result["job"], result["cold_starts"]
-    wanted = job["scaling"]["slo"]["attainment"]
-    ordered = sorted(colds, key=float)
-    lines = [
-        "| trace | policy | " + " | ".join(f"{cold} s" for cold in ordered) + " |",
-        "|---|---|" + "---|" * len(ordered),
-    ]
-    for trace in job["traces"]:
-        for policy in job["policies"]:
-            means = [colds[cold][trace][policy]["mean"] for cold in ordered]
-            cells = [_fleet(mean, wanted) for mean in means]
-            lines.append(f"| {trace} | `{policy}` | {' | '.join(cells)} |")
-    return [*lines, "", _fleets_facts(result)]
-
-
-def fleets(result: dict[str, Any]) -> list[str]:
-    """The size of each policy's fleet, trace by trace."""
-    job = result["job"]
-    wanted = job["scaling"]["slo"]["attainment"]
-    traces = result["cold_starts"][f"{job['cluster']['cold_start_s']:g}"]
-    lines = ["| policy | " + " | ".join(traces) + " |", "|---|" + "---|" * len(traces)]
-    for policy in job["policies"]:
-        cells = [_fleet(policies[policy]["mean"], wanted) for policies in traces.values()]
-        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
-    return [*lines, "", _fleets_facts(result)]
+from mars_ray.simulator.verdict import margin, verdicts
 
 
 def _fleet(mean: dict[str, float], wanted: float) -> str:
     mark = "" if mean["attainment"] >= wanted else " *"
     return f"{mean['mean_replicas']:.2f} ({mean['attainment']:.1%}{mark})"
-
-
-def _fleets_facts(result: dict[str, Any]) -> str:
-    job = result["job"]
-    return (
-        f"Mean replicas (in time), {len(job['seeds'])} seeds; "
-        f"* misses {percent(job['scaling']['slo']['attainment'])}. "
-        f"{result['model']['name']}. Commit {result['provenance']['commit']}."
-    )
 
 
 def comparison(result: dict[str, Any]) -> list[str]:
@@ -176,6 +100,20 @@ def _cells_facts(result: dict[str, Any]) -> str:
         f"{result['model']['name']}, {seeds}, 95% intervals; {cost['runs']:,} runs. Commit "
         f"{result['provenance']['commit']}."
     )
+
+
+def ablation(result: dict[str, Any]) -> list[str]:
+    """What is left of the policy without each of its parts."""
+    lines = [
+        "| policy | cells attained | in time | replicas over the best fixed fleet |",
+        "|---|---|---|---|",
+    ]
+    for name, row in result["variants"].items():
+        lines.append(
+            f"| {name} | {row['attained']} of {row['cells']} | {row['in_time']:.2%} | "
+            f"{row['over_best_fixed']:.2f} |"
+        )
+    return [*lines, "", f"Means over cells, one seed. Commit {result['provenance']['commit']}."]
 
 
 def live(result: dict[str, Any]) -> list[str]:
