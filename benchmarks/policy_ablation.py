@@ -40,7 +40,7 @@ def _record(windows: tuple[float, ...], q: float) -> float:
 
 # What a part's absence is: other values of a module's names.
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "all parts": (floor, {}),
+    "all parts": (floor, {"_UNSEEN": floor._UNSEEN}),
     "no room for what nobody has seen": (floor, {"_UNSEEN": 0.0}),
     "no prediction from few windows": (floor, {"_early": _record}),
     "no record of the last hour": (floor, {"_early": _nothing}),
