@@ -5,9 +5,8 @@ from typing import Any
 
 from render_sweeps import machine
 
-from mars_ray.simulator.plots import best_fixed
 from mars_ray.simulator.printed import policy_rows
-from mars_ray.simulator.verdict import margin, verdicts
+from mars_ray.simulator.verdict import best_fixed, margin, verdicts
 
 
 def _fleet(mean: dict[str, float], wanted: float) -> str:

@@ -26,12 +26,13 @@ pre { background: #8882; padding: .6rem .8rem; overflow-x: auto; font-size: 13px
 """
 
 
-def html(title: str, body: str) -> str:
-    """A page of this body, which is HTML already; the title is plain text."""
+def html(title: str, body: str, style: str = "") -> str:
+    """A page of this body, which is HTML already; the title is plain text, and `style` is CSS of
+    this page alone."""
     viewport = "<meta name=viewport content='width=device-width, initial-scale=1'>"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8>{viewport}"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style><body>{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}{style}</style><body>{body}</body></html>\n"
     )
 
 

@@ -9,21 +9,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mars_ray.autoscale.service_model import Level, Mix, ServiceModel
+from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.autoscale.step_size import step_rows
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.simulator.baselines.fixed import Fixed
+from mars_ray.simulator.cells import Case
 from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.result import summarise
-from mars_ray.simulator.engine.run import EXACT, Deciding, Fixture, simulate
+from mars_ray.simulator.engine.run import EXACT, Deciding, simulate
 from mars_ray.simulator.traces.trace import Trace
 
 HOUR_S = 3600.0
 # A fixed fleet's decisions do not change, so it needs few ticks; our policy's are a second apart,
 # and more over a long trace, but not more than its metrics may be old.
 _FIXED_TICK_S, _TICK_S, _LONG_TICK_S, _TICKS = 60.0, 1.0, 5.0, 3600
-# The fleet that our policy begins with is sized for these seconds, times this spare factor.
-_BEGINNING_S, _SPARE = 120.0, 1.5
 # Points of a timeline on the page.
 _POINTS = 300
 
@@ -45,26 +44,6 @@ class Way:
     def lossless(self) -> bool:
         """Whether answers are those of the model."""
         return not self.level.points_lost
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A trace, and what its requests are owed."""
-
-    trace: Trace
-    model: ServiceModel  # with steps of the size that suits the objective
-    slo: Slo
-    cold_start_s: float
-    most: int  # replicas
-
-    def capacity(self, way: Way) -> float:
-        """Requests per second that a replica carries, by the model; 0 if even a lone sequence
-        takes longer than its time per token."""
-        trace, slo_s = self.trace, self.slo.time_per_token_s
-        mix = Mix(float(trace.prompt_tokens.mean()), float(trace.output_tokens.mean()))
-        if not self.model.largest_batch(way.level, mix, slo_s):
-            return 0.0
-        return self.model.capacity(way.level, mix, slo_s).requests_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +109,39 @@ def ways(model: ServiceModel, threshold: float | None) -> list[Way]:
 def case(trace: Trace, model: ServiceModel, slo: Slo, cold_start_s: float, most: int) -> Case:
     """The case of an objective, with the step size that suits it."""
     rows = step_rows(model, slo.time_per_token_s)
-    return Case(trace, replace(model, step_rows=rows), slo, cold_start_s, most)
+    return Case(
+        config=ScalingConfig(slo=slo, max_replicas=most, cold_start_s=max(1e-3, cold_start_s)),
+        model=replace(model, step_rows=rows),
+        cluster=Cluster(cold_start_s=cold_start_s, step_tokens=rows),
+        trace=trace,
+        accuracy=100.0,
+        seed=0,
+    )
+
+
+def capacity(given: Case, way: Way) -> float:
+    """Requests per second that a replica carries, by the model; 0 if even a lone sequence takes
+    longer than its time per token."""
+    slo_s, mix = given.slo.time_per_token_s, given.mix()
+    if not given.model.largest_batch(way.level, mix, slo_s):
+        return 0.0
+    return given.model.capacity(way.level, mix, slo_s).requests_per_s
 
 
 def fleets(given: Case, way: Way) -> Fleets:
     """The fleets of a case in one way of decoding."""
-    trace, capacity = given.trace, given.capacity(way)
-    by_hour = [_of_hour(given, way, part, capacity) for part in _hours(trace)]
+    trace, carried = given.trace, capacity(given, way)
+    by_hour = [_of_hour(given, way, part, carried) for part in _hours(trace)]
     largest = max((n for n in by_hour if n), default=1)
-    fixed = _smallest_fleet(given, way, trace, largest) if capacity else None
+    fixed = _smallest_fleet(given, way, trace, largest) if carried else None
     return Fleets(
-        capacity_rps=capacity,
+        capacity_rps=carried,
         by_hour=by_hour,
         fixed=fixed,
         fixed_attainment=_attained(given, way, trace, fixed) if fixed else None,
         hours=max(trace.duration_s, 1.0) / HOUR_S,
         points_lost=way.level.points_lost,
-        scaled=_scaled(given, way, capacity) if capacity else None,
+        scaled=_scaled(given, way) if carried else None,
     )
 
 
@@ -180,62 +175,40 @@ def _hours(trace: Trace) -> list[Trace | None]:
     ]
 
 
-def _of_hour(given: Case, way: Way, part: Trace | None, capacity: float) -> int | None:
+def _of_hour(given: Case, way: Way, part: Trace | None, carried: float) -> int | None:
     """The smallest fleet for an hour by itself."""
     if part is None:
         return 1
     # No fleet helps where a lone sequence is too slow already.
-    if not capacity:
+    if not carried:
         return None
-    return _smallest_fleet(given, way, part, math.ceil(len(part) / HOUR_S / capacity))
+    return _smallest_fleet(given, way, part, math.ceil(len(part) / HOUR_S / carried))
 
 
 def _smallest_fleet(given: Case, way: Way, part: Trace, guess: int) -> int | None:
     wanted = given.slo.attainment
-    return smallest(lambda n: _attained(given, way, part, n) >= wanted, guess, given.most)
+    return smallest(
+        lambda n: _attained(given, way, part, n) >= wanted, guess, given.config.max_replicas
+    )
 
 
 def _attained(given: Case, way: Way, part: Trace, replicas: int) -> float:
     """The share of requests that a fixed fleet answers in time."""
-    fixture = Fixture(
-        trace=part,
-        model=given.model,
-        cluster=_cluster(given, _FIXED_TICK_S),
-        levels=(way.level,),
-        set_point=way.level.threshold,
-        replicas=replicas,
-        most=replicas,
-        seed=0,
-        slo=given.slo,
-    )
-    return float(simulate(fixture, Fixed(replicas, way.level.threshold)).within(given.slo).mean())
+    here = replace(_ticking(given, _FIXED_TICK_S), trace=part)
+    threshold = way.level.threshold
+    fixture = here.fixture((way.level,), threshold, replicas)
+    return float(simulate(fixture, Fixed(replicas, threshold)).within(given.slo).mean())
 
 
-def _scaled(given: Case, way: Way, capacity: float) -> Scaled:
+def _scaled(given: Case, way: Way) -> Scaled:
     """Our policy's run; it may lower the threshold to the way's level."""
-    trace = given.trace
-    config = ScalingConfig(
-        slo=given.slo,
-        max_replicas=given.most,
-        cold_start_s=max(1e-3, given.cold_start_s),
-        threshold=ThresholdBounds(set_point=1.0, floor=way.level.threshold),
-    )
-    rate = np.count_nonzero(trace.arrival_s < _BEGINNING_S) / _BEGINNING_S
-    begin = min(given.most, max(1, math.ceil(_SPARE * rate / capacity)))
-    fixture = Fixture(
-        trace=trace,
-        model=given.model,
-        cluster=_cluster(given, min(_LONG_TICK_S, max(_TICK_S, trace.duration_s // _TICKS))),
-        levels=way.levels,
-        set_point=1.0,
-        replicas=begin,
-        most=given.most,
-        seed=0,
-        slo=given.slo,
-    )
-    policy = Deciding(config, replace(given.model, levels=way.levels))
-    outcome = simulate(fixture, policy)
-    figures = summarise(outcome, given.slo, 100.0)
+    bounds = ThresholdBounds(set_point=1.0, floor=way.level.threshold)
+    config = given.config.model_copy(update={"threshold": bounds})
+    tick_s = min(_LONG_TICK_S, max(_TICK_S, given.trace.duration_s // _TICKS))
+    begin = given.begins_with(way.levels[0], config.min_replicas)
+    fixture = _ticking(given, tick_s).fixture(way.levels, 1.0, begin)
+    outcome = simulate(fixture, Deciding(config, replace(given.model, levels=way.levels)))
+    figures = summarise(outcome, given.slo, given.accuracy)
     line = outcome.timeline
     spans = np.array_split(np.arange(len(line.at_s)), min(_POINTS, len(line.at_s)))
     return Scaled(
@@ -250,7 +223,6 @@ def _scaled(given: Case, way: Way, capacity: float) -> Scaled:
     )
 
 
-def _cluster(given: Case, tick_s: float) -> Cluster:
-    return Cluster(
-        cold_start_s=given.cold_start_s, tick_s=tick_s, step_tokens=given.model.step_rows
-    )
+def _ticking(given: Case, tick_s: float) -> Case:
+    """The case with policies that look so often."""
+    return replace(given, cluster=given.cluster.model_copy(update={"tick_s": tick_s}))

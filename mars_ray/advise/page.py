@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mars_ray.advise.draw import ASSUMED
-from mars_ray.advise.fleets import HOUR_S, Fleets, Way, case
+from mars_ray.advise.fleets import HOUR_S, Fleets, Way, capacity, case
 from mars_ray.advise.run import Advice, Objective, objective, recommendation
 from mars_ray.advise.verdict import best
 from mars_ray.files import write_whole
@@ -171,7 +171,7 @@ def _capacities(advice: Advice) -> str:
         for pace in paces_s.tolist()
     ]
     for way, colour, width in zip(found, _COLOURS, _WIDTHS, strict=False):
-        values = [each.capacity(way) for each in cases]
+        values = [capacity(each, way) for each in cases]
         axes.plot(1e3 * paces_s, values, color=colour, lw=width, label=way.name)
     for each in advice.objectives:
         axes.axvline(1e3 * each.case.slo.time_per_token_s, color=GREY, lw=0.8, ls=":")

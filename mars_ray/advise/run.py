@@ -10,13 +10,14 @@ from rich.console import Console
 
 from mars_ray.advise.config import AdviseJob
 from mars_ray.advise.draw import draw
-from mars_ray.advise.fleets import HOUR_S, Case, Fleets, case, fleets, ways
+from mars_ray.advise.fleets import HOUR_S, Fleets, case, fleets, ways
 from mars_ray.advise.objectives import objectives
 from mars_ray.advise.prometheus import Measured, Prometheus, measure
 from mars_ray.advise.verdict import Found, Verdict, best, verdicts
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
+from mars_ray.simulator.cells import Case
 from mars_ray.simulator.config import FileTrace
 from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.traces.load import load_trace
@@ -87,7 +88,7 @@ def objective(given: Case) -> str:
 
 def recommendation(given: Objective) -> str:
     """One sentence: mode, step size and fleets."""
-    rows, most = given.case.model.step_rows, given.case.most
+    rows, most = given.case.model.step_rows, given.case.config.max_replicas
     chosen = best(given.found)
     if chosen is None:
         return f"No lossless fleet of up to {most} replicas keeps every hour."

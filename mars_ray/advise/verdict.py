@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mars_ray.advise.fleets import Case, Fleets, Way
+from mars_ray.advise.fleets import Fleets, Way
+from mars_ray.simulator.cells import Case
 
 # Less is within the error of a service model.
 _LEAST = 5.0  # percent of replica-hours

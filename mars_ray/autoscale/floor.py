@@ -42,9 +42,9 @@ class Floor:
 
 
 def watch(floor: Floor, demand: Demand, full: bool, dt: float, wall_s: float, q: float) -> Floor:
-    """The floor after `dt` seconds; `full` if a window has been filled, `wall_s` the time of day.
+    """The floor after `dt` seconds; `full` if a window has been filled, `wall_s` the wall clock.
 
-    Hours count from Monday, as time.gmtime counts them; any other constant shift does as well.
+    Hours of the week count from wherever the clock does: only their distance matters.
     """
     floor = replace(floor, age_s=floor.age_s + dt)
     if not full:

@@ -70,7 +70,7 @@ class ReplicaCounts:
     prompt_rows: float = 0.0
     # Forwards in the service's mode, `verified` or `confidence`, that say something of other
     # thresholds, and the tokens that each would have given in them.
-    verified_forwards: float = 0.0
+    measured_forwards: float = 0.0
     tokens_at: Mapping[float, float] = field(default_factory=dict)
 
     def to_metrics(self) -> dict[str, float]:
@@ -170,7 +170,7 @@ class Sample:
     started: Mapping[str, float] = field(default_factory=dict)
     slow: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)
-    wall_s: float | None = None  # time of day, in seconds since any Monday 00:00
+    wall_s: float | None = None  # wall clock, by which hours of the day and week are told
     # T/F that each threshold would have given on the same steps (decode/stats.py).
     tokens_per_forward: Mapping[float, float] = field(default_factory=dict)
     # Share of the requests by quality class, and of those that pin their own mode or threshold
@@ -328,7 +328,7 @@ def _flows(grown: list[tuple[float, ReplicaCounts]]) -> dict[str, Any]:
     counts = [each for _, each in grown]
     answers, prompts = (sum(each.finished for each in counts), sum(each.prompts for each in counts))
     offered = sum(each.arrived for each in counts) + sum(each.refused for each in counts)
-    forwards = sum(each.verified_forwards for each in counts)
+    forwards = sum(each.measured_forwards for each in counts)
     return {
         "arrivals_per_s": sum(each.arrived / seconds for seconds, each in grown),
         "refused_per_s": sum(each.refused / seconds for seconds, each in grown),

@@ -20,6 +20,7 @@ _BEGINNING_S, _SPARE = 120.0, 1.5
 # Load varies if within this many seconds the mean of some window is less than half of another's.
 _SPAN_S, _WINDOW_S = 3600.0, 300.0
 _UNWATCHED_S = 5.0
+_ALL = slice(None)
 _SOURCE: TypeAdapter[TraceSource] = TypeAdapter(TraceSource)
 
 
@@ -53,11 +54,11 @@ class Case:
 
     def need(self, level: Level) -> float:
         """Replicas, with fractions, that would carry the trace if it came evenly."""
-        return self._need(level, slice(None), max(1.0, self.trace.duration_s))
+        return self._need(level, _ALL, max(1.0, self.trace.duration_s))
 
     def load(self, level: Level) -> float:
         """Requests that a replica holds at its capacity."""
-        return self.model.capacity(level, self._mix(slice(None)), self.slo.time_per_token_s).batch
+        return self.model.capacity(level, self.mix(), self.slo.time_per_token_s).batch
 
     def begins_with(self, level: Level, least: int) -> int:
         """Replicas that are warm when the run begins: what the beginning needs, with some spare."""
@@ -98,7 +99,8 @@ class Case:
             slo=self.slo,
         )
 
-    def _mix(self, here: slice) -> Mix:
+    def mix(self, here: slice = _ALL) -> Mix:
+        """The mean request of a part of the trace."""
         trace = self.trace
         return Mix(float(trace.prompt_tokens[here].mean()), float(trace.output_tokens[here].mean()))
 
@@ -106,7 +108,7 @@ class Case:
         count = len(self.trace.arrival_s[here])
         if not count:
             return 0.0
-        capacity = self.model.capacity(level, self._mix(here), self.slo.time_per_token_s)
+        capacity = self.model.capacity(level, self.mix(here), self.slo.time_per_token_s)
         return count / span_s / capacity.requests_per_s
 
 

@@ -5,21 +5,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mars_ray.simulator.plots import best_fixed, cell_map, timelines
+from mars_ray.page import html
+from mars_ray.simulator.plots import cell_map, timelines
 from mars_ray.simulator.printed import policy_rows
-from mars_ray.simulator.verdict import margin, percent, verdicts
+from mars_ray.simulator.verdict import best_fixed, margin, percent, verdicts
 
+# What the tables of cells need beside the style of all reports; the shades of cells are light ones.
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 84rem; margin: 2rem auto; padding: 0 1rem;
-  color: #222 }
-h1 { font-size: 1.6rem } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid #ddd;
-  padding-top: 1rem }
-p { max-width: 62rem } table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid #eee }
-th { border-bottom: 1px solid #999; vertical-align: bottom }
-th:first-child, td:first-child { text-align: left }
+:root { color-scheme: light }
+body { max-width: 84rem } p { max-width: 62rem }
+h2 { border-top: 1px solid #8884; padding-top: 1rem }
+th { vertical-align: bottom }
 table.text th, table.text td { text-align: left; vertical-align: top; max-width: 34rem }
-tr.mars { font-weight: 600 } .wide { overflow-x: auto }
+tr.mars { font-weight: 600 }
 table.map { font-size: 10px; font-variant-numeric: tabular-nums }
 table.map th, table.map td { padding: 1px 2px; border: 1px solid #fff; text-align: center;
   white-space: nowrap; min-width: 20px; font-weight: inherit }
@@ -28,7 +26,6 @@ table.map th.trace { border-left: 2px solid #666; font-weight: 600; max-width: 6
 table.map th.regime { border-left: 1px solid #999 } table.map tr > th:first-child,
 table.map td.group { text-align: left; padding-right: 6px; font-size: 12px }
 td.missed { background: #e4e4e4; color: #a33 } td.alone { background: #b7e0c8 }
-svg { max-width: 100%; height: auto } .facts { color: #555; font-size: 13px }
 td.yes { color: #00704f } td.no { color: #b03000 } details { font-size: 13px }
 """
 _HOLDS = {True: ("yes", "yes"), False: ("no", "no"), None: ("", "-")}
@@ -43,9 +40,9 @@ def write_report(result: dict[str, Any], folder: Path) -> None:
 
 def page(result: dict[str, Any]) -> str:
     """The comparison as HTML."""
-    name = escape(result["job"]["name"])
+    title = result["job"]["name"]
     parts = [
-        f"<h1>{name}</h1>{_head(result)}",
+        f"<h1>{escape(title)}</h1>{_head(result)}",
         _verdicts(result),
         f"<h2>Over all cells</h2>{_policies(result)}",
         f"<h2>Cell by cell</h2>{_map(result)}",
@@ -54,10 +51,7 @@ def page(result: dict[str, Any]) -> str:
         *_timelines(result),
         _foot(result),
     ]
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title>"
-        f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
-    )
+    return html(title, "".join(parts), _STYLE)
 
 
 def _head(result: dict[str, Any]) -> str:

@@ -1,22 +1,18 @@
 """The report's pictures: a map of all cells, and load and replicas over time."""
 
-import io
 from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import groupby
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 
-from mars_ray.simulator.baselines.contenders import FIXED
+from mars_ray.page import GREY, plain, svg
+from mars_ray.simulator.verdict import best_fixed
 
-# Okabe and Ito's colours.
+# Okabe and Ito's, of which more are needed than other pages have.
 _COLOURS = ("#D55E00", "#009E73", "#56B4E9", "#000000", "#CC79A7", "#E69F00")
-_GREY = "#888888"
 # Replicas over those of the best fixed fleet: half of them, as many, and three times as many.
 _SHADES = LinearSegmentedColormap.from_list("cost", ["#1b7f5c", "#b7e0c8", "#fbe6b5", "#f0a35c"])
 _CHEAP, _DEAR = 0.5, 3.0
@@ -80,12 +76,6 @@ def _square(cell: dict[str, Any], policy: str, group: str, wanted: float) -> str
     return f"<td style='background:{shade}' title='{title}'>{over:.{2 if over < 9.95 else 1}f}"
 
 
-def best_fixed(cell: dict[str, Any]) -> float | None:
-    """Replica-seconds of the cheapest fixed fleet known in hindsight; None if none attains."""
-    known = [cell["policies"].get(policy, {}).get("hindsight") for policy in FIXED]
-    return min((row["mean"]["replica_s"] for row in known if row), default=None)
-
-
 def timelines(lines: dict[str, dict[str, list[float]]]) -> str:
     """Load, replicas and threshold over time, for the first seed, as SVG."""
     figure = Figure(figsize=(10, 5.2), layout="constrained")
@@ -94,7 +84,7 @@ def timelines(lines: dict[str, dict[str, list[float]]]) -> str:
     # Who takes longer to answer has the longer line.
     last_min = max(line["at_s"][-1] for line in lines.values()) / 60
     load.fill_between(
-        [at / 60 for at in first["at_s"]], first["arrivals_per_s"], color=_GREY, alpha=0.4, lw=0
+        [at / 60 for at in first["at_s"]], first["arrivals_per_s"], color=GREY, alpha=0.4, lw=0
     )
     load.set_ylabel("requests/s")
     for (name, line), colour in zip(lines.items(), _COLOURS, strict=False):
@@ -111,21 +101,5 @@ def timelines(lines: dict[str, dict[str, list[float]]]) -> str:
     threshold.set_xlabel("minutes")
     for axes in (load, replicas, threshold):
         axes.set_xlim(0, last_min)
-        _plain(axes)
-    return _svg(figure)
-
-
-def _plain(axes: Axes) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _svg(figure: Figure) -> str:
-    """The figure as SVG, without the XML header, which may not stand inside a page."""
-    FigureCanvasSVG(figure)
-    text = io.StringIO()
-    # The same plot always gets the same internal names, and its text stays text.
-    with rc_context({"svg.hashsalt": "mars-ray", "svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+        plain(axes)
+    return svg(figure)

@@ -76,6 +76,12 @@ def margin(half_width: float | None) -> str:
     return "" if half_width is None else f" ± {half_width:.2f}"
 
 
+def best_fixed(cell: Row) -> float | None:
+    """Replica-seconds of the cheapest fixed fleet known in hindsight; None if none attains."""
+    known = [cell["policies"].get(policy, {}).get(_HINDSIGHT) for policy in FIXED]
+    return min((row["mean"]["replica_s"] for row in known if row), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
     """A cell, seen from our policy as it ships."""
@@ -109,10 +115,8 @@ class _View:
 
     def over_best_fixed(self) -> float | None:
         """Our replica-seconds over those of the cheapest fixed fleet with hindsight."""
-        known = [row for policy in FIXED if (row := self.row(policy, _HINDSIGHT))]
-        if not known:
-            return None
-        return self.ours["mean"]["replica_s"] / min(row["mean"]["replica_s"] for row in known)
+        best = best_fixed(self.cell)
+        return None if best is None else self.ours["mean"]["replica_s"] / best
 
     def dominated_by(self, policy: str) -> bool:
         """Whether the fixed fleet of twice the mean need is at least as good in all, and better in

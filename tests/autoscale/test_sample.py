@@ -123,7 +123,7 @@ def test_shares_and_curves():
         "quality_class:pinned",
         "tokens_at:1",
         "tokens_at:0.3",
-        "verified_forwards",
+        "measured_forwards",
     )
     look(collector, {"a": report(0, **dict.fromkeys(names, 0.0))}, 1, 1, 0)
     sums = dict(zip(names, (3.0, 1.0, 20.0, 30.0, 10.0), strict=True))
@@ -195,7 +195,7 @@ COUNTS = st.builds(
     quality_class=st.dictionaries(st.text(max_size=5), NUMBER),
     prompt_steps=st.none() | NUMBER,
     tokens_at=st.dictionaries(st.floats(0, 1), NUMBER),
-    **dict.fromkeys(("arrived", "output_tokens", "step_s", "verified_forwards"), NUMBER),
+    **dict.fromkeys(("arrived", "output_tokens", "step_s", "measured_forwards"), NUMBER),
 )
 
 

@@ -129,8 +129,8 @@ def test_the_policy_hears_what_happened(engine):
     grown = after.since(before)
     assert (grown.arrived, grown.finished, grown.output_tokens) == (2, 2, 24)
     assert grown.quality_class["fast"] == 2
-    assert grown.steps >= grown.verified_forwards / 2 > 0
-    assert grown.tokens_at[0.0] >= grown.tokens_at[1.0] >= grown.verified_forwards
+    assert grown.steps >= grown.measured_forwards / 2 > 0
+    assert grown.tokens_at[0.0] >= grown.tokens_at[1.0] >= grown.measured_forwards
     assert (after.running, after.waiting) == (0, 0)
     assert after.step_cost.keys() == before.step_cost.keys()
 
@@ -156,7 +156,7 @@ def test_the_policy_hears_of_thresholds_in_the_mode_of_the_service(job, kept, po
     engine.stop()
     assert other.tokens_at == {}
     assert bool(own.tokens_at) == (point < 1)
-    assert own.verified_forwards == (kept.answers[-1].forwards if point < 1 else 0)
+    assert own.measured_forwards == (kept.answers[-1].forwards if point < 1 else 0)
 
 
 SLO = Slo(ttft_s=2.0, time_per_token_s=0.1)

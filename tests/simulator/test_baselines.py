@@ -15,7 +15,7 @@ from simulator.simulated import MODEL, poisson, trace
 
 from mars_ray.autoscale.sample import ReplicaLoad
 from mars_ray.config.scaling import ScalingConfig, Slo
-from mars_ray.simulator.baselines.clairvoyant import clairvoyant
+from mars_ray.simulator.baselines.clairvoyant import Clairvoyant, clairvoyant
 from mars_ray.simulator.baselines.contenders import (
     FIXED,
     KNOWING,
@@ -26,7 +26,6 @@ from mars_ray.simulator.baselines.contenders import (
     run,
     shipped,
 )
-from mars_ray.simulator.baselines.fixed import Clairvoyant
 from mars_ray.simulator.baselines.keda import Keda
 from mars_ray.simulator.baselines.knative import Knative
 from mars_ray.simulator.baselines.llm_d import LlmD, LlmDTokens

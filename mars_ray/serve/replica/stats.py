@@ -180,7 +180,7 @@ def to_metrics(seen: Snapshot, tally: Tally, mode: Mode) -> dict[str, float]:
     of_mode: dict[str, Any] = {}
     if measured and measured.forwards:
         tokens_at = dict(zip(THRESHOLDS, measured.tokens_at, strict=True))
-        of_mode = {"verified_forwards": measured.forwards, "tokens_at": tokens_at}
+        of_mode = {"measured_forwards": measured.forwards, "tokens_at": tokens_at}
     return ReplicaCounts(
         running=seen.running,
         waiting=seen.waiting,

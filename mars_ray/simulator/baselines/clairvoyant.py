@@ -4,11 +4,14 @@ It is no bound: who lets a few requests be late at the right moment takes fewer 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mars_ray.simulator.baselines.fixed import Clairvoyant, Fixed
+from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.state import Decision, State
+from mars_ray.simulator.baselines.fixed import Fixed
 from mars_ray.simulator.cells import Case
 from mars_ray.simulator.engine.result import summarise
 from mars_ray.simulator.engine.run import simulate
@@ -19,6 +22,27 @@ _SHARES = (0.9, 0.97, 0.99, 1.0)
 # Ratio of the sizes of fixed fleets that are tried.
 _RATIO = 1.3
 _ALL = 0.9995
+
+
+class Clairvoyant:
+    """A policy that knows the trace, and has replicas ready when they are needed.
+
+    `needs` gives the replicas for each window of `window_s` seconds. Replicas needed by the time
+    that one ordered now would be ready are ordered now.
+    """
+
+    def __init__(self, needs: Sequence[float], window_s: float, cold_start_s: float) -> None:
+        self._needs = needs
+        self._window_s = window_s
+        self._cold_start_s = cold_start_s
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """The most replicas that the trace needs from now until a cold start and a window later."""
+        first = int(now / self._window_s)
+        last = int((now + self._cold_start_s) / self._window_s) + 1
+        ahead = self._needs[min(first, len(self._needs) - 1) : last + 1]
+        replicas = max(1, round(max(ahead)))
+        return Decision(replicas, 1.0, 0.0, "knows the trace", State())
 
 
 def clairvoyant(case: Case) -> dict[str, Any]:
