@@ -57,9 +57,10 @@ def _in_processes(
             for future in as_completed(names):
                 yield names[future], future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
+            # Waits: Python's exit may write to the pipe that the pool's thread is just closing.
+            pool.shutdown(cancel_futures=True)
             raise
 
 
