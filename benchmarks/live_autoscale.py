@@ -6,6 +6,12 @@ made on an otherwise idle machine after `mars-ray train jobs/train-gsm8k.toml`: 
 defaults, live_lossless.json with `--floor 1`, and live_kill.json with
 
     --rates 1 3 1 --stage-s 60 150 60 --ttft-s 1 --kill-at 150
+
+live_smollm2.json is SmolLM2 with its adapter:
+
+    --checkpoint models/smollm2 --draft-adapter adapters/smollm2
+    --model jobs/models/smollm2-cpu.json
+    --rates 0.2 0.7 0.2 --stage-s 120 180 120 --ttft-s 5 --time-per-token-s 0.1 --max-batch 4
 """
 
 import argparse
@@ -112,6 +118,7 @@ def _told_of(kept: dict[str, Any]) -> tuple[list[Asked], Watched]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", default="runs/gsm8k/models/mars")
+    parser.add_argument("--draft-adapter", help="its draft adapter, if it has one")
     parser.add_argument("--model", default="jobs/models/gsm8k-cpu.json", help="its service model")
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
     parser.add_argument("--output", type=Path, help="default: live.json, or the one of --again")
@@ -137,6 +144,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _job(asked: argparse.Namespace) -> ServeJob:
+    engine = EngineConfig(
+        max_batch=asked.max_batch,
+        max_context=512,
+        device="cpu",
+        threads=1,
+        draft_adapter=asked.draft_adapter,
+    )
     return ServeJob(
         checkpoint=asked.checkpoint,
         model_name=NAME,
@@ -145,7 +159,7 @@ def _job(asked: argparse.Namespace) -> ServeJob:
         default_quality="fast",
         replicas="auto",
         service_model=asked.model,
-        engine=EngineConfig(max_batch=asked.max_batch, max_context=512, device="cpu", threads=1),
+        engine=engine,
         limits=Limits(waiting_requests=256),
         scaling=ScalingConfig(
             slo=Slo(ttft_s=asked.ttft_s, time_per_token_s=asked.time_per_token_s, attainment=0.95),

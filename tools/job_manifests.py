@@ -196,6 +196,13 @@ SUBMISSIONS = (
         cpus=2,
     ),
     Submission(
+        "simulate-measured",
+        "simulate",
+        "the same on a small model that was measured",
+        options="--output /shared/runs/simulate-measured",
+        cpus=2,
+    ),
+    Submission(
         "simulate-demo",
         "simulate",
         "a first look at the same, in a minute",

@@ -65,6 +65,10 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "simulate-days": (*_SIMULATE, *_ONE_CELL, "traces.days.duration_s=60"),
     "simulate-overloads": (*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
+    "simulate-measured": (
+        *(*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
+        "traces.sine.duration_s=60",
+    ),
     "simulate-demo": (*_SIMULATE, *_crowds("flash"), "traces.sine.duration_s=60"),
     "export-demo": (),
 }
