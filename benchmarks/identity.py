@@ -1,6 +1,6 @@
 """Are the original model's answers unchanged? Our answers beside those of `transformers.generate`.
 
-    python benchmarks/identity.py jobs/evaluate-smollm2.toml OUTPUT.json [KEY=VALUE ...]
+    python benchmarks/identity.py JOB.toml OUTPUT.json [--bfloat16] [KEY=VALUE ...]
 
 transformers answers every prompt of the job greedily in batches of 16, and the first 100 one by
 one. This engine answers them in `exact` and in every mode of the job at threshold 1, with the job's
@@ -10,8 +10,9 @@ prompts alternate, so that the first 100 include all kinds.
 Answers are compared token by token. float32: for each pair that differs, the first difference is
 listed with the margin between the two likeliest tokens, as transformers computes it. bfloat16, on
 hardware that multiplies it: our modes against our own `exact`, with `exact` against itself in
-batches of another size as the floor. Each answer is written to OUTPUT.answers/ as it finishes, so a
-run that was stopped can continue.
+batches of another size as the floor. With --bfloat16 only this half is made and put into the result
+that is there, since other hardware may have made that. Each decoder's answers are written to
+OUTPUT.answers/, so a run that was stopped can continue.
 """
 
 import hashlib
@@ -193,29 +194,39 @@ def tensor_hashes(directory: str) -> str:
 
 def main() -> None:
     """Compare in both precisions, one after the other."""
-    job = load_job(sys.argv[1], sys.argv[3:])
+    settings = [word for word in sys.argv[3:] if word != "--bfloat16"]
+    job = load_job(sys.argv[1], settings)
     assert isinstance(job, EvaluateJob), "a job of kind evaluate"
     output = Path(sys.argv[2])
     run = Comparison(job, output.with_suffix(".answers"), Console(stderr=True))
-    before = tensor_hashes(job.checkpoint)
     lossless = [m for m in job.modes if isinstance(m, VerifiedMode) and m.threshold == 1]
-    single = float32(run, lossless)
+    if "--bfloat16" in sys.argv:
+        result = json.loads(output.read_text())
+        assert result["prompts"] == len(run.prompts), "the prompts of the result that is there"
+    else:
+        result = first_half(run, lossless)
     is_fast = torch.cuda.is_available() or multiplies_bfloat16()
-    result = {
-        "job": job.model_dump(mode="json"),
+    result["bfloat16"] = bfloat16(run, lossless) if is_fast else None
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: result[k] for k in ("prompts", "tokens_per_forward", "base_sha256")}))
+
+
+def first_half(run: Comparison, lossless: Sequence[VerifiedMode]) -> dict[str, Any]:
+    """The result in float32, and the hashes of the base model before and after it."""
+    before = tensor_hashes(run.job.checkpoint)
+    single = float32(run, lossless)
+    return {
+        "job": run.job.model_dump(mode="json"),
         "prompts": len(run.prompts),
         "float32": single,
-        "bfloat16": bfloat16(run, lossless) if is_fast else None,
         "tokens_per_forward": {
             drafts_of(VerifiedMode(**row["mode"])): row["tokens_per_forward"]["without_loops"]
             for row in single["rows"]
             if row.get("mode", {}).get("type") == "verified" and row["batch"] == BATCH
         },
-        "base_sha256": {"before": before, "after": tensor_hashes(job.checkpoint)},
+        "base_sha256": {"before": before, "after": tensor_hashes(run.job.checkpoint)},
         "provenance": provenance(),
     }
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: result[k] for k in ("prompts", "tokens_per_forward", "base_sha256")}))
 
 
 def drafts_of(mode: VerifiedMode) -> str:
@@ -293,6 +304,7 @@ def bfloat16(run: Comparison, modes: Sequence[VerifiedMode]) -> dict[str, Any]:
         "difference_rate": max(1 - row["identical"] for row in rows),
         "rows": rows,
         "floor": floor,
+        "provenance": provenance(),
     }
 
 
