@@ -202,7 +202,8 @@ def main() -> None:
     lossless = [m for m in job.modes if isinstance(m, VerifiedMode) and m.threshold == 1]
     if "--bfloat16" in sys.argv:
         result = json.loads(output.read_text())
-        assert result["prompts"] == len(run.prompts), "the prompts of the result that is there"
+        for name in ("task", "max_new_tokens"):
+            assert result["job"][name] == job.model_dump(mode="json")[name], name
     else:
         result = first_half(run, lossless)
     is_fast = torch.cuda.is_available() or multiplies_bfloat16()

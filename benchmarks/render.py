@@ -100,7 +100,7 @@ def identity_summary(result: dict[str, Any]) -> list[str]:
     single = result["float32"]
     rows = [row for row in single["rows"] if row["name"].endswith(", with adapter, batch 16")]
     named = [row | {"name": row["name"].removesuffix(", with adapter, batch 16")} for row in rows]
-    return identity(result | {"float32": single | {"rows": named}})
+    return identity(result | {"float32": single | {"rows": named}, "bfloat16": None})
 
 
 def identity(result: dict[str, Any]) -> list[str]:
@@ -127,6 +127,32 @@ def identity(result: dict[str, Any]) -> list[str]:
         "",
         f"Against {single['against']}, greedy, at most {limit} new tokens{worst}; "
         f"{machine(result['provenance'])}.",
+        *_in_bfloat16(result["bfloat16"]),
+    ]
+
+
+def _in_bfloat16(half: dict[str, Any] | None) -> list[str]:
+    """Answers in bfloat16 beside those of plain decoding in the same batches."""
+    if not half:
+        return []
+    lines = [
+        "",
+        "| in bfloat16 | answers | identical | T/F without loops | margins: median, largest |",
+        "|---|---|---|---|---|",
+    ]
+    for row in (*half["rows"], half["floor"]):
+        margins = sorted(difference["margin"] for difference in row["differences"]) or [0.0]
+        counted = row.get("tokens_per_forward")
+        speed = f"{counted['without_loops']:.2f}" if counted else "-"
+        lines.append(
+            f"| {row['name']} | {row['answers']} | {row['identical']:.1%} | {speed} | "
+            f"{statistics.median(margins):.3f}, {margins[-1]:.3f} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Against {half['against']}; margins between the two likeliest logits at first "
+        f"differences; {machine(half['provenance'])}.",
     ]
 
 
