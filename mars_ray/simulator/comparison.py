@@ -50,6 +50,8 @@ _DRAWN: tuple[tuple[PolicyName, str], ...] = (
     ("ray-verified", "tuned"),
     ("fixed-verified", "hindsight"),
 )
+# What a job may choose without a change in any part: more or fewer of them are needed.
+_CHOSEN = {"name", "policies", "cold_starts_s", "tune", "tuned_seeds"}
 # About how many runs it takes to find a fleet with hindsight.
 _SEARCH = 6
 
@@ -108,7 +110,7 @@ def _needs(job: SimulateJob, model: ServiceModel) -> dict[tuple[str, str], Needs
 def _work(job: SimulateJob, model: ServiceModel, where: dict[str, Any]) -> str:
     """A digest of all that a part's result depends on besides the part. Code with uncommitted
     changes has no name, so each run of it gets a different digest."""
-    facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s", "tune"})
+    facts = job.model_dump(mode="json", exclude=_CHOSEN)
     code = [where["mars_ray"], where["commit"]]
     if str(where["commit"]).endswith("+"):
         code.append(secrets.token_hex())
@@ -133,11 +135,13 @@ def _estimate(matrix: Matrix, workers: int | None, console: Console) -> None:
     matrix.make(ones.values())
     counts = Counter(run.cell.trace for run in {str(r): r for r in matrix.first()}.values())
     for cell in matrix.cells:
-        tuned = job.tune and len(job.traces) > 1
-        groups = sum(len(shipped(p)) + (tuned and len(grid(p)) > 1) for p in job.policies)
-        searches = sum(policy in FIXED for policy in job.policies)
         seeds = len(job.seeds_of(cell.trace))
-        counts[cell.trace] += (seeds - 1) * groups + searches * (seeds + _SEARCH)
+        counts[cell.trace] += (seeds - 1) * sum(len(shipped(p)) for p in job.policies)
+        if job.tune and len(job.traces) > 1:
+            tuned = min(seeds, job.tuned_seeds or seeds)
+            counts[cell.trace] += (tuned - 1) * sum(len(grid(p)) > 1 for p in job.policies)
+        searches = sum(policy in FIXED for policy in job.policies)
+        counts[cell.trace] += searches * (seeds + _SEARCH)
     seconds = sum(matrix.made[str(one)]["cpu_s"] * counts[trace] for trace, one in ones.items())
     seconds /= workers or os.cpu_count() or 1
     console.print(

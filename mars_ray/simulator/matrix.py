@@ -45,10 +45,12 @@ class Matrix:
         # Quick ones first; those of a trace together, because it is loaded once.
         self.cells = sorted(cells, key=lambda cell: (self._size(cell.trace), cell.trace))
 
-    def seeds(self, trace: str, policy: PolicyName) -> tuple[int, ...]:
-        """The seeds of a policy's runs. Knowing the trace takes a dozen runs, so it has one."""
+    def seeds(self, trace: str, policy: PolicyName, setting: Setting) -> tuple[int, ...]:
+        """The seeds that judge a setting. Knowing the trace takes a dozen runs, so it has one."""
         seeds = self.job.seeds_of(trace)
-        return seeds[:1] if policy == KNOWING else seeds
+        if policy == KNOWING:
+            return seeds[:1]
+        return seeds if setting in shipped(policy).values() else seeds[: self.job.tuned_seeds]
 
     def first(self) -> Iterator[Run]:
         """Every setting of every policy in every cell, with the first seed."""
@@ -60,7 +62,7 @@ class Matrix:
                     yield self.run(cell, policy, setting, seed)
 
     def others(self) -> Iterator[Run]:
-        """The settings of all groups with all seeds. The first seed's runs must be made."""
+        """The settings of all groups with all their seeds. The first seed's must be made."""
         for cell in self.cells:
             for policy in self.job.policies:
                 for setting in self.settings(cell, policy).values():
@@ -113,7 +115,7 @@ class Matrix:
         return Cell(cell.trace, cell.regime, self.job.colds_s[0])
 
     def _all_seeds(self, cell: Cell, policy: PolicyName, setting: Setting) -> Iterator[Run]:
-        for seed in self.seeds(cell.trace, policy):
+        for seed in self.seeds(cell.trace, policy, setting):
             yield self.run(cell, policy, setting, seed)
 
     def _trial(self, cell: Cell, policy: PolicyName, setting: Setting) -> Trial:
