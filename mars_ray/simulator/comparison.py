@@ -1,8 +1,9 @@
 """All policies in all cells with all seeds, as shipped and tuned on other traces.
 
-One matrix of runs has every setting of every policy in every cell with the first seed. From it each
-policy gets, for each cell, the setting that did best on the other traces; then these settings, and
-those that policies ship with, are run with the other seeds. No run is made twice.
+One matrix of runs has what every policy ships with in every cell, and at the last cold start all its
+settings, with the first seed. From it each policy gets, for each trace and regime, the setting
+that did best on the other traces; then these settings, and those that policies ship with, are run
+in all cells with their other seeds. No run is made twice.
 """
 
 import hashlib
@@ -139,7 +140,8 @@ def _estimate(matrix: Matrix, workers: int | None, console: Console) -> None:
         counts[cell.trace] += (seeds - 1) * sum(len(shipped(p)) for p in job.policies)
         if job.tune and len(job.traces) > 1:
             tuned = min(seeds, job.tuned_seeds or seeds)
-            counts[cell.trace] += (tuned - 1) * sum(len(grid(p)) > 1 for p in job.policies)
+            tuned -= cell.cold_start_s == job.colds_s[-1]  # one of them has been made
+            counts[cell.trace] += tuned * sum(len(grid(p)) > 1 for p in job.policies)
         searches = sum(policy in FIXED for policy in job.policies)
         counts[cell.trace] += searches * (seeds + _SEARCH)
     seconds = sum(matrix.made[str(one)]["cpu_s"] * counts[trace] for trace, one in ones.items())
@@ -179,7 +181,8 @@ def _bracket(matrix: Matrix, cell: Cell, policy: PolicyName) -> tuple[int, int]:
     wanted = matrix.job.slos[cell.regime].attainment
     settings = [*shipped(policy).values(), *(grid(policy) if matrix.job.tune else ())]
     runs = [matrix.run(cell, policy, setting, seed) for setting in settings]
-    attained = {r.knob.replicas: matrix.made[str(r)]["attainment"] >= wanted for r in runs}
+    made = {run.knob.replicas: matrix.made.get(str(run)) for run in runs}
+    attained = {size: one["attainment"] >= wanted for size, one in made.items() if one}
     scaling = matrix.job.scaling
     high = min([size for size, ok in attained.items() if ok], default=scaling.max_replicas)
     missed = [size for size, ok in attained.items() if not ok and size < high]
