@@ -1,7 +1,7 @@
 """All policies in all cells with all seeds, as shipped and tuned on other traces.
 
-One matrix of runs has what every policy ships with in every cell, and at the last cold start all its
-settings, with the first seed. From it each policy gets, for each trace and regime, the setting
+One matrix of runs has what every policy ships with in every cell, and at the last cold start all
+its settings, with the first seed. From it each policy gets, for each trace and regime, the setting
 that did best on the other traces; then these settings, and those that policies ship with, are run
 in all cells with their other seeds. No run is made twice.
 """
