@@ -34,19 +34,15 @@ def _nothing(*_: object) -> float:
     return 0.0
 
 
-def _record(windows: tuple[float, ...], q: float) -> float:
-    return floor.quantile(windows, q)
-
-
 # What a part's absence is: other values of a module's names.
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "all parts": (floor, {"_UNSEEN": floor._UNSEEN}),
     "no room for what nobody has seen": (floor, {"_UNSEEN": 0.0}),
-    "no prediction from few windows": (floor, {"_early": _record}),
-    "no record of the last hour": (floor, {"_early": _nothing}),
+    "no record of the last hour": (floor, {"quantile": _nothing}),
     "no record of the same hour": (floor, {"_season": _nothing}),
     "utilisation not learnt": (feedback, {"_LESS": 0.0, "_MORE": 0.0, "_MUCH_MORE": 0.0}),
     "tried at one speed": (feedback, {"_MUCH_MORE": 0.0}),
+    "empty replicas teach": (feedback, {"_TRIED": 0.0}),
     "no error budget": (feedback, {"_HALF": 1e9}),
     "overloads lower the utilisation": (feedback, {"_ABOVE": 1e9}),
     "no backlog": (decide, {"backlog": _nothing}),

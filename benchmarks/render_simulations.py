@@ -42,7 +42,7 @@ def cells(result: dict[str, Any]) -> list[str]:
         ("ray", "default"),
         ("ray", "tuned"),
         ("ray-verified", "tuned"),
-        ("keda", "default"),
+        ("keda-verified", "default"),
         ("fixed-verified", "default"),
     )
     heads = " | ".join(f"`{policy}`, {group}" for policy, group in columns)

@@ -6,7 +6,8 @@ window, with the largest demand per replica of the last ones as the load that wa
 
 - more late than the objective allows, at a load that was believed to be carried: less is believed,
   by up to 15%, in proportion to how many were late;
-- in time: more is believed, faster the fewer requests came near their limits.
+- in time, at half of that load at least: more is believed, faster the fewer requests came near
+  their limits. Replicas that are nearly empty teach nothing.
 
 The objective is a share over time. Of the requests of the last hour, those that were late spend an
 error budget (Google's Site Reliability Workbook, chapter 2). Above half of it, belief rises slowly.
@@ -25,6 +26,8 @@ _MORE, _MUCH_MORE = 0.002, 0.012
 _NEAR = 0.05  # a share of requests near their limits that leaves no room
 # A load above the belief explains lateness; by this factor it does not count as above.
 _ABOVE = 1.1
+# A load below this share of the belief says nothing of whether more could be carried.
+_TRIED = 0.5
 _LOADS = 6  # windows over which lateness may come from an earlier load
 _BUDGET_S = 3600.0
 _HALF = 0.5  # of the error budget
@@ -95,6 +98,8 @@ def learn(feedback: Feedback, needed: float, attainment: float) -> Feedback:
     late = max(count.share(count.late) for _, count in feedback.counts)
     if late > 1 - attainment:
         return closed if max(loads) >= _ABOVE * feedback.utilisation else _less(closed, late)
+    if max(loads) < _TRIED * feedback.utilisation:
+        return closed
     tight = closed.spent(attainment) >= _HALF
     return _more(closed, _NEAR if tight else seen.share(seen.slow))
 

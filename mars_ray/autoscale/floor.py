@@ -3,32 +3,25 @@
     quantile  the smallest number of replicas such that of the last hour's demand only a share of
               1 - attainment came in windows that needed more (weighted by demand, since the
               objective counts requests, not windows)
-    early     before an hour has been seen, in part the upper bound of a normal prediction from the
-              windows that have (mean + t s sqrt(1 + 1/n)): few or unequal windows raise it
-    unseen    what no window has shown yet: (1 + e^(-age / 20 min) * 2) times the usual demand
+    unseen    what no window has shown yet: usual + e^(-age / 20 min) min(2 usual, 2.5 sqrt(usual))
     season    the quantile of this hour, a week or else a day ago
 
-The largest counts. A new service is therefore given room for three times its demand, and an old one
-what its own record asks for.
+The largest counts. A new service is therefore given room for three times its demand, a large one
+for less, since what comes from many multiplies less, and an old one what its own record asks for.
 """
 
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import fmean, stdev
 
-from mars_ray.autoscale.demand import KEPT, WINDOW_S, Demand
+from mars_ray.autoscale.demand import WINDOW_S, Demand
 
-# How many times more than usual a service may get that nobody has watched yet, and how fast
-# watching it makes that unlikely.
-_UNSEEN, _WATCHED_S = 2.0, 1200.0
-# A prediction from few windows goes at most so many times beyond the largest of them.
-_BEYOND = 4.0
+# How many times more than usual a service may get that nobody has watched yet, for a large one how
+# many times the root of its replicas, and how fast watching it makes that unlikely.
+_UNSEEN, _LARGE, _WATCHED_S = 2.0, 2.5, 1200.0
 _HOUR_S, _DAY, _WEEK = 3600.0, 24, 168
 # An hour's part that must be seen before the hour counts as known.
 _SEEN_WINDOWS = 90
-# Student's 99% quantiles by degrees of freedom.
-_T99 = (31.8, 6.96, 4.54, 3.75, 3.36, 3.14, 3.0, 2.9, 2.82, 2.76)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +53,12 @@ def watch(floor: Floor, demand: Demand, full: bool, dt: float, wall_s: float, q:
 
 def replicas(floor: Floor, demand: Demand, ahead_s: float, wall_s: float, q: float) -> float:
     """Replicas to keep, at the set-point and with fractions, until `ahead_s` from now."""
-    unseen = (1 + _UNSEEN * math.exp(-floor.age_s / _WATCHED_S)) * demand.usual
+    usual = demand.usual
+    most = min(_UNSEEN * usual, _LARGE * math.sqrt(usual))
+    unseen = usual + math.exp(-floor.age_s / _WATCHED_S) * most
     hours = {int((wall_s + ahead) // _HOUR_S) for ahead in (0.0, ahead_s + WINDOW_S)}
     season = max(_season(floor, hour) for hour in hours)
-    return max(_early(demand.windows, q), unseen, season)
+    return max(quantile(demand.windows, q), unseen, season)
 
 
 def quantile(windows: tuple[float, ...], q: float) -> float:
@@ -72,18 +67,6 @@ def quantile(windows: tuple[float, ...], q: float) -> float:
     total = math.fsum(ordered)
     sums = accumulate(ordered)
     return next((w for w, s in zip(ordered, sums, strict=True) if s >= q * total - 1e-9), 0.0)
-
-
-def _early(windows: tuple[float, ...], q: float) -> float:
-    known = quantile(windows, q)
-    count = len(windows)
-    if not 1 < count < KEPT:
-        return known
-    freedom = count - 1
-    t = _T99[freedom - 1] if freedom <= len(_T99) else 2.33 + 4.3 / freedom
-    bound = fmean(windows) + t * stdev(windows) * math.sqrt(1 + 1 / count)
-    share = count / KEPT
-    return max(known, share * known + (1 - share) * min(bound, _BEYOND * max(windows)))
 
 
 def _season(floor: Floor, hour: int) -> float:

@@ -1,8 +1,9 @@
 """All policies in all cells with all seeds, as shipped and tuned on other traces.
 
-One matrix of runs has every setting of every policy in every cell with the first seed. From it each
-policy gets, for each cell, the setting that did best on the other traces; then these settings, and
-those that policies ship with, are run with the other seeds. No run is made twice.
+One matrix of runs has what every policy ships with in every cell, and at the last cold start all
+its settings, with the first seed. From it each policy gets, for each trace and regime, the setting
+that did best on the other traces; then these settings, and those that policies ship with, are run
+in all cells with their other seeds. No run is made twice.
 """
 
 import hashlib
@@ -50,6 +51,8 @@ _DRAWN: tuple[tuple[PolicyName, str], ...] = (
     ("ray-verified", "tuned"),
     ("fixed-verified", "hindsight"),
 )
+# What a job may choose without a change in any part: more or fewer of them are needed.
+_CHOSEN = {"name", "policies", "cold_starts_s", "tune", "tuned_seeds"}
 # About how many runs it takes to find a fleet with hindsight.
 _SEARCH = 6
 
@@ -108,7 +111,7 @@ def _needs(job: SimulateJob, model: ServiceModel) -> dict[tuple[str, str], Needs
 def _work(job: SimulateJob, model: ServiceModel, where: dict[str, Any]) -> str:
     """A digest of all that a part's result depends on besides the part. Code with uncommitted
     changes has no name, so each run of it gets a different digest."""
-    facts = job.model_dump(mode="json", exclude={"name", "policies", "cold_starts_s", "tune"})
+    facts = job.model_dump(mode="json", exclude=_CHOSEN)
     code = [where["mars_ray"], where["commit"]]
     if str(where["commit"]).endswith("+"):
         code.append(secrets.token_hex())
@@ -133,11 +136,14 @@ def _estimate(matrix: Matrix, workers: int | None, console: Console) -> None:
     matrix.make(ones.values())
     counts = Counter(run.cell.trace for run in {str(r): r for r in matrix.first()}.values())
     for cell in matrix.cells:
-        tuned = job.tune and len(job.traces) > 1
-        groups = sum(len(shipped(p)) + (tuned and len(grid(p)) > 1) for p in job.policies)
-        searches = sum(policy in FIXED for policy in job.policies)
         seeds = len(job.seeds_of(cell.trace))
-        counts[cell.trace] += (seeds - 1) * groups + searches * (seeds + _SEARCH)
+        counts[cell.trace] += (seeds - 1) * sum(len(shipped(p)) for p in job.policies)
+        if job.tune and len(job.traces) > 1:
+            tuned = min(seeds, job.tuned_seeds or seeds)
+            tuned -= cell.cold_start_s == job.colds_s[-1]  # one of them has been made
+            counts[cell.trace] += tuned * sum(len(grid(p)) > 1 for p in job.policies)
+        searches = sum(policy in FIXED for policy in job.policies)
+        counts[cell.trace] += searches * (seeds + _SEARCH)
     seconds = sum(matrix.made[str(one)]["cpu_s"] * counts[trace] for trace, one in ones.items())
     seconds /= workers or os.cpu_count() or 1
     console.print(
@@ -175,7 +181,8 @@ def _bracket(matrix: Matrix, cell: Cell, policy: PolicyName) -> tuple[int, int]:
     wanted = matrix.job.slos[cell.regime].attainment
     settings = [*shipped(policy).values(), *(grid(policy) if matrix.job.tune else ())]
     runs = [matrix.run(cell, policy, setting, seed) for setting in settings]
-    attained = {r.knob.replicas: matrix.made[str(r)]["attainment"] >= wanted for r in runs}
+    made = {run.knob.replicas: matrix.made.get(str(run)) for run in runs}
+    attained = {size: one["attainment"] >= wanted for size, one in made.items() if one}
     scaling = matrix.job.scaling
     high = min([size for size, ok in attained.items() if ok], default=scaling.max_replicas)
     missed = [size for size, ok in attained.items() if not ok and size < high]

@@ -239,6 +239,12 @@ class SimulateJob(Config):
         description="beside the settings that policies ship with, those that did best on the other "
         "traces",
     )
+    tuned_seeds: int | None = Field(
+        default=None,
+        ge=1,
+        description="how many of a trace's seeds judge a tuned setting; default: all, as for those "
+        "that policies ship with",
+    )
     scaling: ScalingConfig = Field(
         default=ScalingConfig(), description="slo and cold_start_s are those of the cell"
     )

@@ -45,22 +45,26 @@ class Matrix:
         # Quick ones first; those of a trace together, because it is loaded once.
         self.cells = sorted(cells, key=lambda cell: (self._size(cell.trace), cell.trace))
 
-    def seeds(self, trace: str, policy: PolicyName) -> tuple[int, ...]:
-        """The seeds of a policy's runs. Knowing the trace takes a dozen runs, so it has one."""
+    def seeds(self, trace: str, policy: PolicyName, setting: Setting) -> tuple[int, ...]:
+        """The seeds that judge a setting. Knowing the trace takes a dozen runs, so it has one."""
         seeds = self.job.seeds_of(trace)
-        return seeds[:1] if policy == KNOWING else seeds
+        if policy == KNOWING:
+            return seeds[:1]
+        return seeds if setting in shipped(policy).values() else seeds[: self.job.tuned_seeds]
 
     def first(self) -> Iterator[Run]:
-        """Every setting of every policy in every cell, with the first seed."""
+        """What every policy ships with in every cell, and where it is tuned every setting, with the
+        first seed."""
         for cell in self.cells:
             seed = self.job.seeds_of(cell.trace)[0]
+            tuning = self.job.tune and cell.cold_start_s == self.job.colds_s[-1]
             for policy in self.job.policies:
-                settings = [*shipped(policy).values(), *(grid(policy) if self.job.tune else ())]
+                settings = [*shipped(policy).values(), *(grid(policy) if tuning else ())]
                 for setting in settings:
                     yield self.run(cell, policy, setting, seed)
 
     def others(self) -> Iterator[Run]:
-        """The settings of all groups with all seeds. The first seed's runs must be made."""
+        """The settings of all groups with all their seeds. The first seed's must be made."""
         for cell in self.cells:
             for policy in self.job.policies:
                 for setting in self.settings(cell, policy).values():
@@ -80,14 +84,14 @@ class Matrix:
 
     def settings(self, cell: Cell, policy: PolicyName) -> dict[str, Setting]:
         """A policy's settings by group; tuned is what did best on the other traces in the same
-        regime and at the same cold start."""
+        regime, at the job's last cold start."""
         found = shipped(policy)
         if not (self.job.tune and len(grid(policy)) > 1):
             return found
         trials = {
             trace: {s: self._trial(other, policy, s) for s in grid(policy)}
             for trace in self.job.traces
-            for other in [Cell(trace, cell.regime, cell.cold_start_s)]
+            for other in [Cell(trace, cell.regime, self.job.colds_s[-1])]
         }
         tuned = best_elsewhere(trials, cell.trace)
         return found | ({"tuned": tuned} if tuned else {})
@@ -113,7 +117,7 @@ class Matrix:
         return Cell(cell.trace, cell.regime, self.job.colds_s[0])
 
     def _all_seeds(self, cell: Cell, policy: PolicyName, setting: Setting) -> Iterator[Run]:
-        for seed in self.seeds(cell.trace, policy):
+        for seed in self.seeds(cell.trace, policy, setting):
             yield self.run(cell, policy, setting, seed)
 
     def _trial(self, cell: Cell, policy: PolicyName, setting: Setting) -> Trial:

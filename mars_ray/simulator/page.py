@@ -69,8 +69,10 @@ def _head(result: dict[str, Any]) -> str:
     seeds = _seeds(len(job["seeds"])) + (f" (but {', '.join(fewer)})" if fewer else "")
     tuned = (
         " <i>default</i> is what a project ships; <i>tuned</i> what attains in the most cells "
-        "of the <i>other</i> traces in the same regime and at the same cold start, and of "
-        "those the cheapest; <i>hindsight</i> knows the very trace."
+        "of the <i>other</i> traces in the same regime, at the last cold start, and of "
+        "those the cheapest"
+        + (f" (judged with {_seeds(few)})" if (few := job.get("tuned_seeds")) else "")
+        + "; <i>hindsight</i> knows the very trace."
         if job["tune"]
         else ""
     )

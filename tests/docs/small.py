@@ -62,6 +62,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "simulate": (
         *(*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
         *(f"traces.{name}.duration_s=60" for name in _STEADY),
+        *(f"per_trace.{name}.seeds=[0]" for name in ("azure-code", "sine")),
     ),
     "simulate-days": (*_SIMULATE, *_ONE_CELL, "traces.days.duration_s=60"),
     "simulate-overloads": (*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
