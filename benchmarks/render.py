@@ -338,6 +338,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "smollm2_identity": identity,
     "summary_smollm2_identity": identity_summary,
     "smollm2_decode": decode,
+    "smollm2_decode_epyc": decode,
     "adapter_step": train_step,
     "adapter_parts": adapter_parts,
     "train_step": train_step,
