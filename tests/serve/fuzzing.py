@@ -15,6 +15,8 @@ PLAIN = (
     "/",
     "/healthz",
     "/readyz",
+    "/health",
+    "/ping",
     "/version",
     "/metrics",
     "/v1/models",

@@ -105,7 +105,7 @@ def test_every_route_asks_for_a_key(client, backend, method, path, headers):
     assert backend.calls == []
 
 
-@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz"])
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/health", "/ping"])
 def test_probes_and_the_page_ask_for_none(client, path):
     """Kubernetes has no key; the page asks for it itself."""
     assert client.get(path).status_code == 200

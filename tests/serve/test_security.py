@@ -18,7 +18,7 @@ from mars_ray.serve.ingress.api_keys import ApiKeys
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.openai.request_models import ApiError, ChatBody, CompletionBody
 
-OPEN = {"/", "/healthz", "/readyz"}
+OPEN = {"/", "/healthz", "/readyz", "/health", "/ping"}
 SECRETS = [f"a-secret-of-24-characters-{number}" for number in range(5)]
 
 
@@ -37,7 +37,7 @@ def routes(api: FastAPI) -> Iterator[tuple[str, str]]:
 
 
 def test_no_route_is_forgotten_where_keys_are_asked_for(keys_file):
-    """Of all that there are, metrics and the description among them: only three are open."""
+    """Of all that there are, metrics and the description too; only page and probes are open."""
     api = build_api(ServeJob(checkpoint="m", keys_file=keys_file), {"m": Saying()})
     client = TestClient(api)
     status = {path: client.request(method, path).status_code for method, path in routes(api)}

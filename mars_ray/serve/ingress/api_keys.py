@@ -85,7 +85,7 @@ class ApiKeys:
         key = self.holder(authorization)
         if key and not key.admin:
             message = f"key {key.name!r} is not an admin's: set admin = true in the file of keys"
-            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+            raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
         return key
 
     def check_models(self, names: Collection[str]) -> None:

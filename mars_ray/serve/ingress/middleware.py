@@ -26,12 +26,12 @@ logger = logging.getLogger("mars_ray.requests")
 # The time until another process answers on this address, or a load balancer looks elsewhere.
 _RETRY_AFTER_S = 5
 # Paths of health checks and scrapers, which pass the gate uncounted.
-_ALWAYS_OPEN = ("/healthz", "/readyz", "/metrics")
+_ALWAYS_OPEN = ("/healthz", "/readyz", "/health", "/ping", "/metrics")
 _CLOSED = ErrorInfo(503, "the service is stopping; try again later", code="draining")
 _ID_CHARS = 128
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 # Paths that are polled every few seconds, whose log lines would be noise.
-_NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
+_NOT_LOGGED = ("/", *_ALWAYS_OPEN)
 
 
 class Gate:

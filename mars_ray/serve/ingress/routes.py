@@ -34,13 +34,14 @@ from mars_ray.serve.openai.request_models import (
     TokenizeBody,
     parse,
 )
-from mars_ray.serve.openai.response_models import ModelsReply
+from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply
 from mars_ray.serve.openai.responses import (
     Answer,
     ChatShape,
     Shape,
     TextShape,
     error_body,
+    model_entry,
     model_list,
     reply,
 )
@@ -83,14 +84,18 @@ def build_api(
         ("/", routes.page),
         ("/healthz", routes.healthz),
         ("/readyz", routes.readyz),
+        ("/health", routes.readyz),
+        ("/ping", routes.readyz),
         ("/version", routes.version),
         ("/metrics", routes.metrics),
         ("/v1/models", routes.models),
+        ("/v1/models/{model:path}", routes.model),
         ("/v1/mars/status", routes.status),
         ("/openapi.json", routes.openapi),
     ):
         api.add_api_route(path, route, methods=["GET"], response_model=None)
     for path, route in (
+        ("/ping", routes.readyz),
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
         ("/tokenize", routes.tokenize),
@@ -132,6 +137,7 @@ class _Routes:
         return {"status": "ok"}
 
     async def readyz(self) -> Response:
+        """Whether a request would be answered now: 200 or 503."""
         if not self._gate.is_open:
             return JSONResponse({"status": "draining"}, 503)
         models = self._models.of(key=None)
@@ -143,7 +149,7 @@ class _Routes:
         key = self._holder(request)
         if len(self._models.of(key)) < len(self._models.of(None)):
             message = "this key is not good for all models, and the metrics are those of all"
-            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+            raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
         text = await self._metrics() if self._metrics else ""
         return await page(text, request.headers.get("accept-encoding", ""))
 
@@ -154,6 +160,11 @@ class _Routes:
     async def models(self, request: Request) -> ModelsReply:
         models = self._models.of(self._holder(request))
         return model_list([model.name for model in models], self._started)
+
+    async def model(self, request: Request) -> ModelEntry:
+        """One of the models; its name may contain slashes, as those of the hub do."""
+        name = request.path_params["model"]
+        return model_entry(self._models.asked(name, self._holder(request)).name, self._started)
 
     async def status(self, request: Request) -> MarsStatusReply:
         """The current status of the models."""
