@@ -27,7 +27,9 @@ def test_bodies_are_described_by_what_checks_them(client):
     """A field of the model is a field of the description, with its bounds and its models."""
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     chat = schemas["ChatBody"]
-    assert chat["additionalProperties"] is False
+    # Null is a field not given, whatever its name.
+    assert chat["additionalProperties"] == {"type": "null"}
+    assert schemas["PlainMessage"]["additionalProperties"] is False
     assert chat["properties"]["model"]["enum"] == ["tiny"]
     assert chat["properties"]["temperature"]["anyOf"][0] == {
         "type": "number",

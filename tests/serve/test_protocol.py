@@ -137,7 +137,7 @@ def test_how_the_answer_is_delivered(fields, delivery, is_streamed):
     assert (made.delivery, made.is_streamed) == (delivery, is_streamed)
 
 
-@pytest.mark.parametrize("field", ["audio", "prediction", "best_of", "store", "treshold"])
+@pytest.mark.parametrize("field", ["audio", "prediction", "functions", "store", "treshold"])
 def test_an_unsupported_field_is_named(field):
     """Known to OpenAI or misspelt: both would otherwise be silently ignored."""
     refused = refusal(**{field: 1})
@@ -171,7 +171,12 @@ def test_an_unsupported_field_is_named(field):
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"best_of": 3}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"seed": 2**63}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -195,6 +200,7 @@ def test_an_unsupported_field_is_named(field):
         ({"stop": ""}, "stop"),
         ({"stop": [""]}, "stop.0"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "x", "nam": None}]}, "messages.0.nam"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"mode": "block_cached"}, "mode"),
         ({"threshold": 1.5}, "threshold"),

@@ -86,6 +86,7 @@ class Entry:
     id: str | None = None  # id of the reply
     key: str | None = None
     user: str | None = None
+    metadata: dict[str, str] | None = None
     model: str | None = None
     mode: str | None = None
     status: int | None = None  # HTTP status; None if the client left before it
@@ -101,11 +102,9 @@ class Entry:
     _unfinished: int = 1  # answers in all
     _started: float = field(default_factory=time.monotonic)
 
-    def called(
-        self, call: GenerationRequest, model: str, user: str | None, *, with_prompt: bool
-    ) -> None:
+    def called(self, call: GenerationRequest, model: str, *, with_prompt: bool) -> None:
         """Notes that the request was valid and goes to a replica."""
-        self.mode, self.model, self.user = call.mode.type, model, user
+        self.mode, self.model = call.mode.type, model
         self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]

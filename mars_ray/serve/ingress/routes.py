@@ -232,7 +232,8 @@ class _Routes:
         model = self._models.asked(body.model, key)
         call = to_generation_request(body, entry.id, secrets.randbits(63), model.job)
         call = _within(call, key, "max_tokens" if body.max_tokens else "max_completion_tokens")
-        entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
+        entry.called(call, model.name, with_prompt=self._job.log_prompts)
+        entry.user, entry.metadata = body.end_user, body.metadata
         created = int(time.time())
         async with AsyncExitStack() as held:
             held.enter_context(self._keys.lease(key, call.choices))

@@ -1,13 +1,13 @@
 """Request bodies, checked field by field.
 
-Nothing that is accepted is ignored: a field this server does not act on is refused by name.
+Nothing that is accepted is ignored: a field this server does not act on is refused by name, unless
+its value changes nothing (`no_op_fields.py`). Null is a field not given, whatever its name.
 """
 
 import json
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -18,6 +18,15 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from mars_ray.config.modes import Threshold
+from mars_ray.serve.openai.no_op_fields import (
+    AnswerNoOps,
+    ChatNoOps,
+    CompletionNoOps,
+    Nothing,
+    Off,
+    no_ops_of,
+)
+from mars_ray.serve.openai.wire import Wire
 from mars_ray.serve.protocol import ErrorInfo, ToolCall, Turn
 
 # OpenAI's own limit; every step's text is searched for each stop string.
@@ -50,12 +59,6 @@ def refuse(param: str, message: str) -> NoReturn:
     raise ApiError(ErrorInfo(400, message, param=param, code="invalid_value"))
 
 
-class Wire(BaseModel):
-    """Part of a request's body: no unknown fields, and no text where a number belongs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
 class TextPart(Wire):
     """A part of a message; text is the only kind."""
 
@@ -82,6 +85,7 @@ class PlainMessage(Wire):
 
     role: Literal["system", "developer", "user"]
     content: Content
+    name: None = None
 
     def turn(self) -> Turn:
         """The message with its parts joined; `developer` is OpenAI's newer name of `system`."""
@@ -115,9 +119,12 @@ class AssistantMessage(Wire):
     tool_calls: Annotated[tuple[MessageToolCall, ...], _FIRST] | None = None
     # The official client sends these fields; answers of this server never have a value in them.
     refusal: None = None
-    annotations: None = None
+    annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
+    name: None = None
+    reasoning: None = None
+    reasoning_content: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "AssistantMessage":
@@ -140,6 +147,7 @@ class ToolMessage(Wire):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+    name: None = None
 
     def turn(self) -> Turn:
         """The message with its parts joined."""
@@ -255,6 +263,8 @@ class StreamOptions(Wire):
     """What a stream contains besides text."""
 
     include_usage: bool | None = None
+    include_obfuscation: Off | None = None
+    continuous_usage_stats: Off | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
@@ -272,15 +282,27 @@ Biases = Annotated[
 ]
 
 
-class AnswerBody(Wire):
-    """What requests for answers have in common; null stands for a field not given."""
+# OpenAI's limits.
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
+
+
+class Body(Wire):
+    """A whole body; null stands for a field not given, also for one that is not known."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+
+class AnswerBody(Body, AnswerNoOps):
+    """What requests for answers have in common."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     # OpenAI's default: a client that names no temperature wants sampling at 1.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: no limit
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
@@ -294,6 +316,10 @@ class AnswerBody(Wire):
     n: Annotated[int, Field(ge=1)] | None = None
     # OpenAI's name for the end user behind the request; it is written to the log.
     user: Annotated[str, Field(max_length=256)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None  # its newer name
+    metadata: Metadata | None = None  # written to the log, too
+    # Another number of answers than `n`, of which the best ones are kept, is not supported.
+    best_of: Annotated[int, Field(ge=1)] | None = None
     # The fields from here on are not in OpenAI's API.
     mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
     threshold: Threshold | None = None
@@ -309,12 +335,17 @@ class AnswerBody(Wire):
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
+    def end_user(self) -> str | None:
+        """The end user behind the request, by either name."""
+        return self.safety_identifier if self.user is None else self.user
+
+    @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatBody(AnswerBody):
+class ChatBody(AnswerBody, ChatNoOps):
     """Body of a chat completion request."""
 
     messages: Messages
@@ -327,14 +358,14 @@ class ChatBody(AnswerBody):
     parallel_tool_calls: bool | None = None
 
 
-class CompletionBody(AnswerBody):
+class CompletionBody(AnswerBody, CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TokenizeBody(Wire):
+class TokenizeBody(Body):
     """A text or a conversation to count."""
 
     model: str | None = None
@@ -342,14 +373,14 @@ class TokenizeBody(Wire):
     messages: Messages | None = None
 
 
-class MemoryBody(Wire):
+class MemoryBody(Body):
     """What a policy is to go on from: the reply of `GET /v1/mars/autoscaling`."""
 
     model: str | None = None
     memory: dict[str, Any]
 
 
-class DetokenizeBody(Wire):
+class DetokenizeBody(Body):
     """Tokens to read."""
 
     model: str | None = None
@@ -364,10 +395,19 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
-        raise ApiError(_refusal(error.errors(include_url=False, include_input=False)[0])) from error
+        faults = [fault for fault in error.errors(include_url=False) if not _is_null(fault)]
+        if faults:
+            raise ApiError(_refusal(faults[0], no_ops_of(kind))) from error
+        parsed = kind.model_validate_json(body, extra="ignore")
     # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)
     return parsed
+
+
+def _is_null(fault: ErrorDetails) -> bool:
+    """Whether the fault is an unknown field of the body itself that is null."""
+    is_unknown = fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1
+    return is_unknown and fault["input"] is None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> None:
@@ -393,7 +433,7 @@ def _param(error: ErrorDetails) -> str:
     return ".".join(places)
 
 
-def _refusal(error: ErrorDetails) -> ErrorInfo:
+def _refusal(error: ErrorDetails, no_ops: set[str]) -> ErrorInfo:
     if error["type"] == "json_invalid":
         return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
@@ -404,4 +444,8 @@ def _refusal(error: ErrorDetails) -> ErrorInfo:
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
-    return ErrorInfo(400, f"'{param}': {error['msg']}", param, code="invalid_value")
+    said = error["msg"].removeprefix("Value error, ")
+    if error["loc"][0] in no_ops:
+        message = f"'{param}' is not supported by this server; leave it out ({said})"
+        return ErrorInfo(400, message, param, code="unsupported_parameter")
+    return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")
