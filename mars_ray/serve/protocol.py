@@ -55,6 +55,8 @@ class Tools:
     named: str | None = None  # the one that must be called
 
 
+# Variables of the chat template that a request sets, by name.
+Switches = tuple[tuple[str, bool | str], ...]
 # A conversation, a text without chat template, or tokens.
 Prompt = tuple[Turn, ...] | str | tuple[int, ...]
 
@@ -70,6 +72,12 @@ class GenerationRequest:
     max_new_tokens: int | None  # None: as many as the limit below and the context allow
     new_tokens_limit: int
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    ignore_eos: bool = False  # the model's own do not end the answer
+    shows_stop: bool = False  # the text has the stop string, or the stop token's text
+    is_echoed: bool = False  # the text begins with the prompt
+    switches: Switches = ()
+    priority: int = 0  # smaller goes first
     n: int = 1  # number of answers to each prompt
     logprobs: int | None = None  # number of likeliest tokens to report with each token
     is_mode_open: bool = False  # the request leaves the mode to the service
@@ -129,6 +137,7 @@ class Finish:
     threshold: float | None = None  # the lowest in force, in modes that have one
     mode: str | None = None  # if it differs from the call's mode
     served: tuple[Served, ...] = ()  # in order of time; their sums are the counts above
+    cached_tokens: int = 0  # of the prompt: those that the prefix cache had
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,7 @@ class OutputDelta:
     choice: int = 0
     forward: int = 0  # number of the last step, counted per answer
     tokens: int = 0  # number of committed tokens
+    prompt_tokens: int = 0
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCallDelta, ...] = ()
 

@@ -88,11 +88,13 @@ def test_rays_own_api_asks_for_a_token(ray_cluster):
 
 
 @pytest.mark.parametrize(
-    "field", ["chat_template", "chat_template_kwargs", "add_generation_prompt", "documents"]
+    "field", ["chat_template", "chat_template_kwargs.x", "add_generation_prompt", "documents"]
 )
 def test_a_template_does_not_come_with_a_request(client, field):
     """A Jinja template is a program."""
-    refused = error_of(ask(client, **{field: "{{ 1 }}"}), 400)
+    outer, _, inner = field.partition(".")
+    asked = {outer: {inner: "{{ 1 }}"} if inner else "{{ 1 }}"}
+    refused = error_of(ask(client, **asked), 400)
     assert (refused["param"], refused["code"]) == (field, "unsupported_parameter")
 
 

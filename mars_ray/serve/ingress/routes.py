@@ -245,7 +245,15 @@ class _Routes:
                 raise ApiError(first)
             forwards = bool(body.return_forwards)
             if body.stream:
-                chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
+                chunks = Chunks(
+                    call,
+                    shape,
+                    model.name,
+                    created,
+                    body.wants_usage,
+                    forwards,
+                    body.wants_usage_so_far,
+                )
                 headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
                 events = stream(chunks, first, messages, entry.told)
                 return EventStream(events, headers, held.pop_all())
@@ -290,11 +298,15 @@ async def _status_of(model: Model) -> ModelStatus:
 def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> GenerationRequest:
     """The call, limited to the tokens that its key allows.
 
-    Raises ApiError if it asks for more, naming `param`, or for more answers than the key may have.
+    Raises ApiError if it asks for more, naming `param`, for more answers than the key may have, or
+    for a more urgent priority.
     """
     if key and key.answers is not None and call.choices > key.answers:
         message = f"key {key.name!r} allows {key.answers} answers at a time, not {call.choices}"
         raise ApiError(ErrorInfo(400, message, param=call.choices_param, code="invalid_value"))
+    if key and call.priority < key.priority:
+        message = f"key {key.name!r} allows no more urgent priority than {key.priority}"
+        raise ApiError(ErrorInfo(400, message, param="priority", code="invalid_value"))
     if key is None or key.new_tokens is None:
         return call
     if call.max_new_tokens is not None and call.max_new_tokens > key.new_tokens:

@@ -27,11 +27,12 @@ from mars_ray.serve.openai.no_op_fields import (
     no_ops_of,
 )
 from mars_ray.serve.openai.wire import Wire
-from mars_ray.serve.protocol import ErrorInfo, ToolCall, Turn
+from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
 
 # OpenAI's own limit; every step's text is searched for each stop string.
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
+_MAX_STOP_TOKENS = 256
 # The chat template is rendered once for each assistant turn.
 _MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
@@ -264,9 +265,18 @@ class StreamOptions(Wire):
 
     include_usage: bool | None = None
     include_obfuscation: Off | None = None
-    continuous_usage_stats: Off | None = None
+    continuous_usage_stats: bool | None = None
 
 
+class ThinkingSwitches(Wire):
+    """The variables of a chat template that a request may set, as Qwen's and DeepSeek's call them.
+    Others would let a request rewrite the prompt."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Stops = Annotated[
     Annotated[StopString, Tag(_TEXT)]
@@ -311,9 +321,15 @@ class AnswerBody(Body, AnswerNoOps):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops | None = None
+    stop_token_ids: (
+        Annotated[tuple[Token, ...], _FIRST, Field(max_length=_MAX_STOP_TOKENS)] | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # OpenAI's name for the end user behind the request; it is written to the log.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None  # its newer name
@@ -344,6 +360,11 @@ class AnswerBody(Body, AnswerNoOps):
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def wants_usage_so_far(self) -> bool:
+        """Whether every chunk has the usage up to it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
 
 class ChatBody(AnswerBody, ChatNoOps):
     """Body of a chat completion request."""
@@ -356,12 +377,22 @@ class ChatBody(AnswerBody, ChatNoOps):
     tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: ThinkingSwitches | None = None
+
+    @property
+    def switches(self) -> Switches:
+        """What the chat template is told."""
+        given = self.chat_template_kwargs or ThinkingSwitches()
+        told = {**given.model_dump(), "reasoning_effort": self.reasoning_effort}
+        return tuple((name, value) for name, value in told.items() if value is not None)
 
 
 class CompletionBody(AnswerBody, CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 

@@ -59,6 +59,9 @@ def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(finish.cached_tokens for finish in finishes[:: call.n])
+        },
         "mars": mars,
     }
 

@@ -50,7 +50,7 @@ def to_generation_request(
 
     Raises ApiError for settings that contradict each other or exceed a limit.
     """
-    if body.wants_usage and not body.stream:
+    if (body.wants_usage or body.wants_usage_so_far) and not body.stream:
         refuse("stream_options", "'stream_options' has no effect without 'stream'")
     if body.best_of not in (None, body.n or 1):
         refuse("best_of", "'best_of' must be 'n': all answers that are written are returned")
@@ -62,6 +62,12 @@ def to_generation_request(
         max_new_tokens=_max_new_tokens(body, job.limits),
         new_tokens_limit=_new_tokens_limit(body, job.limits),
         stop=body.stops,
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=_ignore_eos(body),
+        shows_stop=bool(body.include_stop_str_in_output),
+        is_echoed=_is_echoed(body),
+        switches=body.switches if isinstance(body, ChatBody) else (),
+        priority=body.priority or 0,
         n=body.n or 1,
         logprobs=_logprobs(body),
         is_mode_open=body.mode is None and body.threshold is None and body.window is None,
@@ -78,6 +84,23 @@ def to_generation_request(
     if call.choices > most:
         refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
     return call
+
+
+def _ignore_eos(body: AnswerBody) -> bool:
+    if body.ignore_eos and (_schema(body) is not None or _tools(body) is not None):
+        refuse(
+            "ignore_eos",
+            "'ignore_eos' contradicts 'response_format' and 'tools', by which an answer is over",
+        )
+    return bool(body.ignore_eos)
+
+
+def _is_echoed(body: AnswerBody) -> bool:
+    if not isinstance(body, CompletionBody) or not body.echo:
+        return False
+    if body.logprobs is not None:
+        refuse("echo", "'echo' with 'logprobs' needs those of the prompt, which are not computed")
+    return True
 
 
 def _timeout_s(body: AnswerBody, limits: Limits) -> float:

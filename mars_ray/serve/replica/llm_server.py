@@ -19,7 +19,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import Message as ChatTurn
-from mars_ray.data.chat import encode_prompt, writes_tool_calls
+from mars_ray.data.chat import encode_prompt, encoder_of, writes_tool_calls
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
@@ -39,6 +39,7 @@ from mars_ray.serve.protocol import (
     Message,
     OutputDelta,
     Prompt,
+    Switches,
     Tokenized,
     TokenText,
     Tools,
@@ -47,6 +48,7 @@ from mars_ray.serve.protocol import (
 )
 from mars_ray.serve.replica.admission import Admission
 from mars_ray.serve.replica.engine_client import EngineClient
+from mars_ray.serve.replica.engine_requests import engine_requests
 from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
 from mars_ray.serve.replica.stats import (
@@ -57,6 +59,7 @@ from mars_ray.serve.replica.stats import (
     Tally,
     to_metrics,
 )
+from mars_ray.serve.replica.template_switches import template_options
 from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
@@ -67,7 +70,6 @@ _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
 # Longer texts take the tokenizer milliseconds, which would block all streams of the event loop.
 _LONG_CHARS = 8192
-_SEEDS = 1 << 64
 Made = TypeVar("Made")
 
 
@@ -244,13 +246,16 @@ class LLMServer:
         assert isinstance(text, str)
         return text
 
-    def _encode(self, prompt: Prompt, tools: Tools | None = None) -> tuple[int, ...]:
+    def _encode(
+        self, prompt: Prompt, tools: Tools | None = None, switches: Switches = ()
+    ) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         turns = [_chat_turn(part) for part in prompt if isinstance(part, Turn)]
         if turns:
             definitions = tools.definitions if tools else ()
-            return tuple(encode_prompt(turns, self._tokenizer, definitions))
+            options = template_options(switches, encoder_of(self._tokenizer)) if switches else {}
+            return tuple(encode_prompt(turns, self._tokenizer, definitions, options))
         return tuple(part for part in prompt if isinstance(part, int))
 
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
@@ -280,31 +285,8 @@ class LLMServer:
         return [replace(request, mode=ExactMode(), quality=None) for request in made]
 
     def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        """A request for each choice; those of one prompt differ in their seeds."""
-        requests = []
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        for number, given in enumerate(call.prompts):
-            prompt = self._encode(given, call.tools)
-            # At least one, so that the engine refuses a prompt without room, or with too little
-            # for the least length.
-            least = max(1, call.sampling.min_new_tokens)
-            room = max(least, self._facts.max_context - len(prompt))
-            for copy in range(call.n):
-                seed = (call.sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2
-                request = Request(
-                    id=f"{call.id}-{number * call.n + copy}",
-                    prompt=prompt,
-                    mode=call.mode,
-                    sampling=call.sampling.model_copy(update={"seed": seed}),
-                    max_new_tokens=call.max_new_tokens or min(room, call.new_tokens_limit),
-                    stop_ids=self._facts.stop_ids,
-                    logprobs=call.logprobs,
-                    grammar=grammar,
-                    quality=call.quality,
-                    deadline=deadline,
-                )
-                requests.append(request)
-        return requests
+        prompts = [self._encode(prompt, call.tools, call.switches) for prompt in call.prompts]
+        return engine_requests(call, prompts, self._facts, grammar)
 
     def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
         output = OutputProcessor(call, request, choice, self._decode, self._token_text)
