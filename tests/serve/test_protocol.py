@@ -331,7 +331,9 @@ def answered(*pieces: OutputDelta, logprobs: bool = False, forwards: bool = Fals
     return answer
 
 
-FINISH = Finish("length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3)
+FINISH = Finish(
+    "length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3, cached_tokens=2
+)
 TOKENS = (
     TokenText("a", (97,), -0.5, (TokenText("a", (97,), -0.5), TokenText("b", (98,), -1.5))),
     TokenText("\ufffd", (240,), -0.25),
@@ -351,6 +353,7 @@ def test_replies_have_the_shapes_of_the_official_client():
         "prompt_tokens": 5,
         "completion_tokens": 6,
         "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 2},
         "mars": {
             "forwards": 4,
             "tokens_per_forward": 1.5,
@@ -417,7 +420,7 @@ def test_a_completion_takes_texts_and_tokens():
         ({"prompt": 3}, "prompt"),
         ({"prompt": ["a"] * 17}, "prompt"),
         ({"messages": []}, "messages"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"logprobs": True}, "logprobs"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ],
