@@ -9,7 +9,8 @@ Errors are sent as values, not raised: the first message decides the HTTP status
 exceptions in types of its own.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import Any, Literal
 
 from mars_ray.config.decode import Sampling
@@ -176,6 +177,21 @@ def _joined_calls(
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """The counts of a whole call, however it ended; of a prompt with several answers it counts
+    once."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    forwards: int = 0
+    disagreed: int = 0
+
+    def __add__(self, other: "Used") -> "Used":
+        return Used(*map(add, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """An error the client gets, in OpenAI's terms; `param` is the request's field at fault."""
 
@@ -184,6 +200,7 @@ class ErrorInfo:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    used: Used | None = None  # as far as the replica says it
 
 
 Message = OutputDelta | ErrorInfo

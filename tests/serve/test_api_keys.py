@@ -56,6 +56,9 @@ class Counting:
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return "x"
 
+    async def used(self, call_id: str) -> None:
+        return None
+
     async def is_ready(self) -> bool:
         return True
 

@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_ray.serve.openai.responses import error_body
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn, Used
 
 logger = logging.getLogger("mars_ray.requests")
 
@@ -92,6 +93,7 @@ class Entry:
     status: int | None = None  # HTTP status; None if the client left before it
     ending: str | None = None  # stop, length, tool_calls, abort, or an error's code
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these
     completion_tokens: int = 0
     forwards: int = 0
     disagreed: int = 0
@@ -100,6 +102,8 @@ class Entry:
     prompt: Any = None
     _choices: int = 1  # to each prompt
     _unfinished: int = 1  # answers in all
+    _seen: dict[int, Used] = field(default_factory=dict)  # of each answer
+    _is_settled: bool = False
     _started: float = field(default_factory=time.monotonic)
 
     def called(self, call: GenerationRequest, model: str, *, with_prompt: bool) -> None:
@@ -113,6 +117,8 @@ class Entry:
         """Notes a message of the replica."""
         if isinstance(message, ErrorInfo):
             self.ending = message.code
+            if message.used is not None:
+                self.settle(message.used)
             return
         if self.first_token_s is None:
             self.first_token_s = self._elapsed_s
@@ -120,13 +126,41 @@ class Entry:
             self._unfinished -= 1
             # While an answer is unfinished, the client may still leave.
             if self._unfinished == 0:
-                self.ending = finish.reason
-            if message.choice % self._choices == 0:
-                self.prompt_tokens += finish.prompt_tokens
-            self.completion_tokens += finish.completion_tokens
-            self.forwards += finish.forwards
-            self.disagreed += finish.disagreed
+                self.ending, self._is_settled = finish.reason, True
             self.mode = finish.mode or self.mode
+        self._seen[message.choice] = self._used(message)
+        self._count(sum(self._seen.values(), start=Used()))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the counts are the replica's own, and final."""
+        return self._is_settled
+
+    def settle(self, used: Used) -> None:
+        """Takes the replica's counts of the whole call."""
+        self._is_settled = True
+        self._count(used)
+
+    def _used(self, message: OutputDelta) -> Used:
+        """What an answer has used: by its finish, or as far as it has come."""
+        is_first = message.choice % self._choices == 0  # of its prompt
+        finish, seen = message.finish, self._seen.get(message.choice, Used())
+        if finish is None:
+            prompt_tokens = message.prompt_tokens if is_first else 0
+            tokens = seen.completion_tokens + message.tokens
+            return Used(prompt_tokens, 0, tokens, message.forward)
+        return Used(
+            finish.prompt_tokens if is_first else 0,
+            finish.cached_tokens if is_first else 0,
+            finish.completion_tokens,
+            finish.forwards,
+            finish.disagreed,
+        )
+
+    def _count(self, used: Used) -> None:
+        self.prompt_tokens, self.cached_tokens = used.prompt_tokens, used.cached_tokens
+        self.completion_tokens = used.completion_tokens
+        self.forwards, self.disagreed = used.forwards, used.disagreed
 
     def line(self) -> str:
         """The entry as JSON, without empty fields."""
@@ -140,8 +174,8 @@ class Entry:
         return round(time.monotonic() - self._started, 4)
 
 
-def logged(app: ASGIApp) -> ASGIApp:
-    """The app, with a line in the log for every request."""
+def logged(app: ASGIApp, observe: Callable[[Entry], None] | None = None) -> ASGIApp:
+    """The app, with a line in the log for every request, of which `observe` is told, too."""
 
     async def with_log(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,6 +195,8 @@ def logged(app: ASGIApp) -> ASGIApp:
         finally:
             if entry.path not in _NOT_LOGGED:
                 logger.info(entry.line())
+            if observe:
+                observe(entry)
 
     return with_log
 

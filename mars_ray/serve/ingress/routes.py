@@ -71,10 +71,11 @@ def build_api(
     backends: Mapping[str, Backend],
     gate: Gate | None = None,
     metrics: Callable[[], Awaitable[str]] | None = None,
+    observe: Callable[[Entry], None] | None = None,
 ) -> FastAPI:
     """The API of the job's models behind a gate; `backends` are by the models' names.
 
-    `metrics` returns the text of `/metrics`.
+    `metrics` returns the text of `/metrics`; `observe` is told of each finished request.
     """
     gate = gate or Gate()
     routes = _Routes(job, Models(job, backends), gate, metrics)
@@ -109,7 +110,7 @@ def build_api(
     api.add_exception_handler(HTTPException, _http_error)
     # The middleware added last runs first, so that requests refused by the gate are logged.
     api.add_middleware(gate.around)
-    api.add_middleware(logged)
+    api.add_middleware(logged, observe=observe)
     return api
 
 
@@ -237,11 +238,13 @@ class _Routes:
         created = int(time.time())
         async with AsyncExitStack() as held:
             held.enter_context(self._keys.lease(key, call.choices))
+            held.push_async_callback(_settle, entry, model.backend, call.id)
             messages = model.backend.generate(call)
             await held.enter_async_context(aclosing(messages))
             # The status line depends on the first message.
             first = await anext(messages)
             if isinstance(first, ErrorInfo):
+                entry.told(first)
                 raise ApiError(first)
             forwards = bool(body.return_forwards)
             if body.stream:
@@ -288,6 +291,12 @@ class _Routes:
         if isinstance(text, ErrorInfo):
             raise ApiError(text)
         return JSONResponse({"prompt": text})
+
+
+async def _settle(entry: Entry, backend: Backend, call_id: str) -> None:
+    """Completes the entry of a call whose end was not heard of, as its client has left."""
+    if not entry.is_settled and (used := await backend.used(call_id)):
+        entry.settle(used)
 
 
 async def _status_of(model: Model) -> ModelStatus:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -44,9 +45,11 @@ from mars_ray.serve.protocol import (
     TokenText,
     Tools,
     Turn,
+    Used,
     joined,
 )
 from mars_ray.serve.replica.admission import Admission
+from mars_ray.serve.replica.call_usage import CallUsage, used_by
 from mars_ray.serve.replica.engine_client import EngineClient
 from mars_ray.serve.replica.engine_requests import engine_requests
 from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
@@ -110,6 +113,8 @@ class LLMServer:
         self._live = Live()
         self._tally = Tally(job.scaling.slo)
         self._local = LocalLoop(job.scaling, job.set_point)
+        self._usage = CallUsage()
+        self._discarded = 0  # tokens that the engine has written, and no answer has
         self._threshold: float | None = None  # last one set on the engine
         self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
 
@@ -139,7 +144,8 @@ class LLMServer:
 
     async def seen(self) -> Snapshot:
         """A snapshot of the engine between two steps. Raises EngineError if it is dead."""
-        return await self._engine.snapshot()
+        seen = await self._engine.snapshot()
+        return replace(seen, discarded_tokens=seen.discarded_tokens + self._discarded)
 
     async def status(self) -> tuple[ReplicaStatus]:
         """The current status of this engine. Raises EngineError if it is dead."""
@@ -190,19 +196,23 @@ class LLMServer:
         """
         if refusal := self._admission.refusal(call):
             self._tally.offered(call, refused=True)
-            yield refusal
+            yield replace(refusal, used=Used())
             return
+        self._usage.begin(call.id)
         self._admission.open += call.choices
         self._tally.offered(call)
         answers: dict[str, _Answer] = {}
         unfinished = call.choices
+        unread: deque[list[TokenEvent]] = deque()
         try:
             requests = await self._requests(call)
             answers |= {r.id: self._begun(call, r, choice) for choice, r in enumerate(requests)}
             interval_s = 0.0 if call.delivery == "steps" else self._job.stream_interval_s
             async with aclosing(self._engine.stream(*requests, interval_s=interval_s)) as steps:
                 async for events in steps:
-                    for some in _apart(events, by_step=call.delivery == "steps"):
+                    unread += _apart(events, by_step=call.delivery == "steps")
+                    while unread:
+                        some = unread.popleft()
                         answer = answers[some[0].request_id]
                         delta = self._added(call, answer, some)
                         if delta is None:
@@ -223,11 +233,18 @@ class LLMServer:
                 is_refused = is_refused or answer.stats.ending == "refused"
                 is_unbegun = answer.stats.first_token_s is None
                 self._ended(answer, "refused" if is_refused and is_unbegun else ending)
-            yield _error_info(call, error)
+            used = used_by(answer.stats for answer in answers.values())
+            yield replace(_error_info(call, error), used=used)
         finally:
             self._admission.open -= call.choices
+            self._discarded += sum(map(_tokens, unread))
             for answer in answers.values():
                 self._ended(answer, "abort")
+            self._usage.end(call.id, used_by(answer.stats for answer in answers.values()))
+
+    async def used(self, call_id: str) -> Used | None:
+        """What a call has used whose end nobody has heard of; None if it has not been here."""
+        return await self._usage.of(call_id)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
         """A prompt's tokens as for a request; text of a message never becomes a special token."""
@@ -291,14 +308,16 @@ class LLMServer:
     def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
         output = OutputProcessor(call, request, choice, self._decode, self._token_text)
         name = call.quality_class or PINNED
-        return _Answer(output, AnswerStats(request.mode.type, len(request.prompt), name))
+        prompt_tokens = 0 if choice % call.n else len(request.prompt)
+        return _Answer(output, AnswerStats(request.mode.type, prompt_tokens, name))
 
     def _added(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta | None:
         """The addition of steps to an answer, if it is to be sent now. Raises DeadlineError."""
-        if answer.is_over:
-            return None  # the steps came after a stop string
+        if answer.is_over:  # the steps came after a stop string
+            self._discarded += _tokens(events)
+            return None
         failure = events[-1].failure
         steps = events[:-1] if failure else events
         delta = self._processed(call, answer, steps) if steps else None
@@ -315,12 +334,15 @@ class LLMServer:
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta:
         """The addition of steps to an answer, after what was held back; counts the steps."""
+        stats, before = answer.stats, answer.output.tokens
         try:
             delta, event = answer.output.add(events)
         except Exception as error:
+            self._counted(answer, events, before)
             self._ended(answer, _ending(error))
             raise
-        now, stats = time.monotonic(), answer.stats
+        self._counted(answer, events, before)
+        now = time.monotonic()
         disagreed = event.disagreed - stats.disagreed
         self._live.add(now, len(event.tokens), event.forward - stats.forwards, disagreed)
         is_first = stats.first_token_s is None
@@ -331,6 +353,12 @@ class LLMServer:
         answer.last_s = now
         answer.held = joined(answer.held, delta) if answer.held else delta
         return answer.held
+
+    def _counted(self, answer: "_Answer", events: list[TokenEvent], before: int) -> None:
+        """Counts the steps' tokens: those of the answer, and those behind its end."""
+        new = answer.output.tokens - before
+        answer.stats.completion_tokens += new
+        self._discarded += _tokens(events) - new
 
     def _ended(self, answer: "_Answer", ending: Ending) -> None:
         """Reports, once, to the counters of answers that this one is over."""
@@ -383,7 +411,8 @@ def _count(stats: AnswerStats, event: TokenEvent, gap_s: float) -> None:
         stats.first_token_s, stats.queue_s = gap_s, event.queue_s
     elif event.tokens:
         stats.gaps.append((gap_s, len(event.tokens)))
-    stats.completion_tokens += len(event.tokens)
+    if stats.prompt_tokens:
+        stats.cached_tokens = event.cached_tokens
     stats.forwards, stats.disagreed = event.forward, event.disagreed
 
 
@@ -405,6 +434,10 @@ def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
             return ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
     logger.error("request %s failed", call.id, exc_info=error)
     return internal_error(call.id)
+
+
+def _tokens(events: Iterable[TokenEvent]) -> int:
+    return sum(len(event.tokens) for event in events)
 
 
 def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEvent]]:

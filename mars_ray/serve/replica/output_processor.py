@@ -219,7 +219,7 @@ class OutputProcessor:
         )
         self._echo = self._prompt_text(decode) if call.is_echoed else ""
         self._reader = ToolCallReader(request.id) if call.tools else None
-        self._tokens = 0
+        self.tokens = 0  # of the answer so far, its end token included
         self._forwards = 0
         self._served: list[Served] = []
         # Modes without masks use no adapter, whichever is in force.
@@ -270,7 +270,7 @@ class OutputProcessor:
     def _count(self, event: TokenEvent, tokens: int) -> None:
         """Counts the tokens and forwards of the answer, under the adapter that was in force."""
         forwards = event.forward - self._forwards
-        self._tokens, self._forwards = self._tokens + tokens, event.forward
+        self.tokens, self._forwards = self.tokens + tokens, event.forward
         adapter = event.adapter if self._is_drafted else None
         if self._served and self._served[-1].adapter == adapter:
             last = self._served.pop()
@@ -288,7 +288,7 @@ class OutputProcessor:
         return Finish(
             "tool_calls" if calls else reason,
             len(self._request.prompt),
-            self._tokens,
+            self.tokens,
             event.forward,
             event.disagreed,
             event.threshold,
