@@ -184,6 +184,10 @@ def serve(
     job = _serve_job(target, overrides, dry_run)
     if haproxy:
         _use_haproxy()
+    # What it finds is said before torch and Ray are imported, which takes seconds.
+    from mars_ray.serve.preflight import preflight
+
+    preflight(job)
     import ray
 
     from mars_ray.serve.deploy import check, start

@@ -4,8 +4,8 @@
     python tools/dashboard.py --check    # exit code 1 if the file is out of date
 
 Queries use Prometheus's names of the metrics of mars_ray/serve/replica/metrics.py and
-mars_ray/serve/ingress/usage_metrics.py, which depend on their kind. A metric that no panel shows, or
-that is not declared, is an error.
+mars_ray/serve/ingress/usage_metrics.py, which depend on their kind. A metric that no panel shows,
+or that is not declared, is an error.
 """
 
 import argparse
