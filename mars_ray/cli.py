@@ -15,7 +15,7 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment, keep_private
+from mars_ray.cluster.environment import cluster_environment, haproxy_environment, keep_private
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
@@ -184,10 +184,9 @@ def serve(
     job = _serve_job(target, overrides, dry_run)
     if haproxy:
         _use_haproxy()
-    # What it finds is said before torch and Ray are imported, which takes seconds.
     from mars_ray.serve.preflight import preflight
 
-    preflight(job)
+    preflight(job)  # before torch and Ray are imported, which takes seconds
     import ray
 
     from mars_ray.serve.deploy import check, start
@@ -477,11 +476,11 @@ class _Cluster:
         self._log_to_driver = log_to_driver
 
     def __enter__(self) -> None:
-        for name, value in NODE_ENVIRONMENT.items():
+        address = os.environ.get("RAY_ADDRESS", self._otherwise)
+        for name, value in cluster_environment(is_own=address == "local").items():
             os.environ.setdefault(name, value)
         import ray
 
-        address = os.environ.get("RAY_ADDRESS", self._otherwise)
         if address == "local":
             keep_private()
         try:

@@ -81,6 +81,11 @@ def test_sigterm_under_load_loses_no_accepted_reply(checkpoint, job, tmp_path):
     """Guards replies that a shutdown cuts, and services that do not end."""
     with command(with_room(job, TOKENS), tmp_path) as (process, url):
         loses_nothing_at_sigterm(process, url)
+    said = (tmp_path / "job.json").read_text()
+    assert "mars-ray engine" in said or "serving on" in said
+    # What Ray's handler of crashes writes of each process that it ends.
+    assert "SIGTERM received" not in said
+    assert "PC: @" not in said
 
 
 @pytest.mark.ray
