@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 import httpx
 import pytest
+from docs.commands import runs
 from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, wait_until_free
 from serve.real_port import served
@@ -146,6 +147,24 @@ def test_sums_of_log_metrics_and_engine_are_equal(counted, keyed, caplog):
         by_key[entry.key or ""] += entry.completion_tokens
     assert set(by_key) == set(KEYS)
     assert by_key.total() == in_log
+
+
+def test_the_documented_bill(counted, keyed, tmp_path, monkeypatch, capsys, caplog):
+    """The lines of the log, added up as the page shows it."""
+    (program,) = runs("test_the_documented_bill")
+    caplog.set_level(logging.INFO, "mars_ray.requests")
+    client = TestClient(build_api(keyed, {"tiny": counted.server}))
+    for name, tokens in (("team-a", 7), ("team-b", 5), ("team-a", 4)):
+        client.headers = {"Authorization": f"Bearer {KEYS[name]}"}
+        assert ask(client, max_tokens=tokens).status_code == 200
+        client.get("/v1/models")
+    lines = [r.message for r in caplog.records if r.name == "mars_ray.requests"]
+    (tmp_path / "requests.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    bill = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(key, int(written)) for key, _, written in bill] == [("team-a", 11), ("team-b", 5)]
+    assert sum(int(read) for _, read, _ in bill) == counted.in_metrics("prompt_tokens")
 
 
 def test_what_a_client_left_is_told_afterwards(counted):
