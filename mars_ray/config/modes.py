@@ -243,8 +243,8 @@ def _long_form(value: Any) -> Any:
 
 Mode = Annotated[
     ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
-    BeforeValidator(_long_form),
     Field(discriminator="type"),
+    BeforeValidator(_long_form),
 ]
 Modes = Annotated[tuple[Mode, ...], DISTINCT]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from mars_ray.autoscale.service_model import load_service_model
 from mars_ray.cluster.port import check_port
 from mars_ray.config.serve import ServeJob
-from mars_ray.errors import ConfigError
+from mars_ray.errors import ConfigError, ModelError
 from mars_ray.serve.ingress.api_keys import ApiKeys
 from mars_ray.storage.place import Place, shown
 
 
 def preflight(job: ServeJob) -> None:
-    """Raises ConfigError for files that are missing or wrong, and for a port that is taken."""
+    """Raises ConfigError or ModelError for what is missing, wrong files, and a taken port."""
     check_port(job.host, job.port)
     models = job.each()
     ApiKeys(job.keys_file).check_models(models)
@@ -29,15 +29,15 @@ def preflight(job: ServeJob) -> None:
 
 def _check_files(job: ServeJob) -> None:
     engine = job.engine
-    for field, name in (
-        ("checkpoint", job.checkpoint),
-        ("engine.draft_model", engine.draft_model),
-        ("engine.draft_adapter", engine.draft_adapter),
+    for what, name in (
+        ("model", job.checkpoint),
+        ("model", engine.draft_model),
+        ("draft adapter", engine.draft_adapter),
     ):
         if name and _is_missing(name):
-            raise ConfigError(
-                f"{field}: there is no directory {shown(name)} on this machine; name one, a model "
-                "of the hub (org/name), or a URI"
+            raise ModelError(
+                f"{shown(name)} is no {what}: there is no such directory on this machine; name "
+                "one, a name of the hub (org/name), or a URI"
             )
     if job.service_model:
         load_service_model(job.service_model)

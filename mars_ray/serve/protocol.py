@@ -150,9 +150,9 @@ class OutputDelta:
     choice: int = 0
     forward: int = 0  # number of the last step, counted per answer
     tokens: int = 0  # number of committed tokens
-    prompt_tokens: int = 0
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCallDelta, ...] = ()
+    prompt_tokens: int = 0
 
 
 def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:

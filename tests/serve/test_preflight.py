@@ -12,7 +12,7 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import parse_job
 from mars_ray.config.modes import ConfidenceMode, ExactMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.errors import ConfigError
+from mars_ray.errors import ConfigError, MarsError
 from mars_ray.serve.openai.request_models import ChatBody, parse
 from mars_ray.serve.openai.validation import to_generation_request
 from mars_ray.serve.preflight import preflight
@@ -54,7 +54,7 @@ def test_what_is_missing_is_told_within_two_seconds(tmp_path):
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port}" in told("serve", str(model), f"port={port}")
     quiet = f"port={port}"
-    assert f"checkpoint: there is no directory {missing}" in told("serve", missing, quiet)
+    assert f"{missing} is no model" in told("serve", missing, quiet)
     assert "nothing.toml" in told("serve", f"{missing}.toml")
     assert "keys.0.key" in told("serve", str(model), quiet, f"keys_file={keys}")
     assert missing in told("serve", str(model), quiet, f"keys_file={missing}")
@@ -74,7 +74,7 @@ def test_what_is_missing_is_told_within_two_seconds(tmp_path):
 def test_every_file_of_a_job_is_looked_for(tmp_path, wrong):
     """Also those of further models."""
     job = {"checkpoint": str(tmp_path), "port": 20007}
-    with pytest.raises(ConfigError, match="/nowhere/"):
+    with pytest.raises(MarsError, match="/nowhere/"):
         preflight(ServeJob.model_validate(job | wrong))
     for name in ("org/model", "s3://bucket/model", str(tmp_path)):
         preflight(ServeJob.model_validate(job | {"checkpoint": name}))

@@ -40,5 +40,5 @@ def test_a_model_is_found_by_its_id(name):
         assert http.get(f"/v1/models/{name}").json()["id"] == name
         with pytest.raises(openai.NotFoundError) as caught:
             asking.models.retrieve(f"{name}/other")
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    assert error_of(http.get("/v1/models/other"), 404)["type"] == "invalid_request_error"
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+        assert error_of(http.get("/v1/models/other"), 404)["type"] == "invalid_request_error"

@@ -5,7 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi.testclient import TestClient
-from serve.asking import ASK, ask, error_of, load_server, streamed, text_of, wait_until_free
+from serve.asking import (
+    ASK,
+    ask,
+    error_of,
+    greedy,
+    load_server,
+    streamed,
+    text_of,
+    wait_until_free,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mars_ray.config.decode import EngineConfig, Sampling
@@ -22,7 +31,8 @@ THINKING = (
     "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     "no thoughts {% endif %}"
 )
-EFFORT = "{%- if add_generation_prompt %}{{ reasoning_effort | default('medium') }} {% endif %}"
+# gpt-oss's way: it stands before everything.
+EFFORT = "<|im_start|>system\nReasoning: {{ reasoning_effort | default('medium') }}<|im_end|>\n"
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +40,19 @@ def tokenizer(checkpoint) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def said(client: TestClient, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of the greedy answer, and the place of one that comes for the first time."""
-    return tokenizer.encode(text_of(ask(client)), add_special_tokens=False)
+@pytest.fixture(scope="module")
+def tokens(checkpoint) -> list[int]:
+    """Those of the greedy answer."""
+    return greedy(checkpoint, ASK, 24)
 
 
-def new_at(tokens: list[int]) -> int:
-    return next(n for n, token in enumerate(tokens) if n > 4 and token not in tokens[:n])
+@pytest.fixture(scope="module")
+def cut(tokens, tokenizer) -> int:
+    """The place of one that comes for the first time, between two whole characters."""
+    whole = [not tokenizer.decode(tokens[:n]).endswith("\ufffd") for n in range(25)]
+    return next(
+        n for n in range(5, 24) if tokens[n] not in tokens[:n] and whole[n] and whole[n + 1]
+    )
 
 
 def complete(client: TestClient, prompt, **fields):
@@ -50,10 +66,9 @@ def texts(reply) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ending(job: ServeJob, client: TestClient, tokenizer) -> Iterator[tuple[TestClient, int]]:
+def ending(job: ServeJob, tokenizer, tokens, cut) -> Iterator[tuple[TestClient, int]]:
     """The same model, made to end where its greedy answer goes; and the token at which it does."""
-    tokens = said(client, tokenizer)
-    end = tokens[new_at(tokens)]
+    end = tokens[cut]
     engine, _ = load_engine(job.checkpoint, job.engine)
     assert engine.model.generation_config is not None
     engine.model.generation_config.eos_token_id = [end]
@@ -80,10 +95,8 @@ def test_ignore_eos_writes_on(client, ending, mode):
 
 @pytest.mark.parametrize("mode", ["exact", "verified"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_token_ends_the_answer_before_it(client, tokenizer, mode, stream):
+def test_a_stop_token_ends_the_answer_before_it(client, tokenizer, tokens, cut, mode, stream):
     """Besides the model's own. As with a stop string it is shown only if asked for."""
-    tokens = said(client, tokenizer)
-    cut = new_at(tokens)
     fields = {"stop_token_ids": [tokens[cut]], "mode": mode}
     for shows, end in ((False, cut), (None, cut), (True, cut + 1)):
         reply = ask(client, **fields, include_stop_str_in_output=shows, stream=stream)
@@ -97,10 +110,8 @@ def test_a_stop_token_ends_the_answer_before_it(client, tokenizer, mode, stream)
         assert (text, reason) == (tokenizer.decode(tokens[:end]), "stop")
 
 
-def test_a_stop_token_waits_for_the_least_length_and_must_exist(client, tokenizer):
+def test_a_stop_token_waits_for_the_least_length_and_must_exist(client, tokens, cut):
     """Guards an answer that is shorter than `min_tokens`, and an index outside the logits."""
-    tokens = said(client, tokenizer)
-    cut = new_at(tokens)
     reply = ask(client, stop_token_ids=[tokens[cut]], min_tokens=cut + 2).json()
     assert reply["usage"]["completion_tokens"] > cut + 1
     refused = error_of(ask(client, stop_token_ids=[1 << 20], min_tokens=2), 400)
@@ -179,21 +190,23 @@ def test_usage_so_far_is_in_every_chunk(client):
     assert error_of(ask(client, stream_options={"continuous_usage_stats": True}), 400)
 
 
-def with_template(job: ServeJob, more: str) -> LLMServer:
+def with_template(job: ServeJob, before: str = "", behind: str = "") -> LLMServer:
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    tokenizer.chat_template = str(tokenizer.chat_template) + more
+    tokenizer.chat_template = f"{before}{tokenizer.chat_template}{behind}"
     server = LLMServer(AsyncEngine(engine), tokenizer, job)
     server.start()
     return server
 
 
 def prompt_tokens(client: TestClient, **fields) -> int:
-    return ask(client, max_tokens=1, **fields).json()["usage"]["prompt_tokens"]
+    reply = ask(client, max_tokens=1, **fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["usage"]["prompt_tokens"]
 
 
 def test_thinking_switches_reach_the_template(job, client):
     """Where it knows them; elsewhere only "do not think" is harmless, and the rest is refused."""
-    server = with_template(job, THINKING)
+    server = with_template(job, behind=THINKING)
     thinking = TestClient(build_api(job, {"tiny": server}))
     plain = prompt_tokens(thinking)
     off = prompt_tokens(thinking, chat_template_kwargs={"enable_thinking": False})
@@ -217,7 +230,7 @@ def test_thinking_switches_reach_the_template(job, client):
 
 def test_reasoning_effort_reaches_a_template_that_knows_it(job, client):
     """By its own levels. Guards a "high" that changes nothing."""
-    server = with_template(job, EFFORT)
+    server = with_template(job, before=EFFORT)
     api = TestClient(build_api(job, {"tiny": server}))
     lengths = {e: prompt_tokens(api, reasoning_effort=e) for e in ("low", "medium", "minimal")}
     assert lengths["low"] < lengths["medium"] < lengths["minimal"]

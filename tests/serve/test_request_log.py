@@ -39,6 +39,7 @@ def test_a_line_says_what_was_asked_and_done(client, lines, stream):
     assert 0 < times["first_token_s"] <= times["total_s"] < 60
     assert line.pop("id") in reply.text
     assert line.pop("prompt_tokens") > 10
+    assert line.pop("cached_tokens") % 16 == 0  # whole pages
     assert 1 <= line.pop("forwards") <= 24
     assert line == {
         "method": "POST",

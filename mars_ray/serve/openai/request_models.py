@@ -469,14 +469,13 @@ def _refusal(error: ErrorDetails, no_ops: set[str]) -> ErrorInfo:
         return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
-    param = _param(error)
+    param, said = _param(error), error["msg"].removeprefix("Value error, ")
+    if error["loc"][0] in no_ops:
+        message = f"'{param}' is not supported by this server; leave it out ({said})"
+        return ErrorInfo(400, message, param, code="unsupported_parameter")
     if error["type"] in ("missing", "union_tag_not_found"):
         return ErrorInfo(400, f"'{param}' is missing", param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
-        return ErrorInfo(400, message, param, code="unsupported_parameter")
-    said = error["msg"].removeprefix("Value error, ")
-    if error["loc"][0] in no_ops:
-        message = f"'{param}' is not supported by this server; leave it out ({said})"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
     return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")
