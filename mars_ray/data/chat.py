@@ -322,6 +322,8 @@ class ChatEncoder:
         *,
         prompt: bool,
     ) -> str:
+        # `Any`, because the names of options are not those of the method's own arguments.
+        variables: dict[str, Any] = dict(options)
         try:
             text = self._tokenizer.apply_chat_template(
                 chat,
@@ -329,7 +331,7 @@ class ChatEncoder:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **options,
+                **variables,
             )
         # TypeError: some templates treat a call's arguments as an object, but may get a list.
         except (TemplateError, TypeError, ValueError) as error:

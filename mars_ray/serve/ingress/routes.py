@@ -86,7 +86,6 @@ def build_api(
         ("/healthz", routes.healthz),
         ("/readyz", routes.readyz),
         ("/health", routes.readyz),
-        ("/ping", routes.readyz),
         ("/version", routes.version),
         ("/metrics", routes.metrics),
         ("/v1/models", routes.models),
@@ -96,13 +95,14 @@ def build_api(
     ):
         api.add_api_route(path, route, methods=["GET"], response_model=None)
     for path, route in (
-        ("/ping", routes.readyz),
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
         api.add_api_route(path, route, methods=["POST"], response_model=None)
+    # One route, so that the header Allow of a 405 names both methods.
+    api.add_api_route("/ping", routes.readyz, methods=["GET", "POST"], response_model=None)
     memory = routes.memory
     for method, route in (("GET", memory.get), ("DELETE", memory.delete), ("PUT", memory.put)):
         api.add_api_route("/v1/mars/autoscaling", route, methods=[method], response_model=None)
