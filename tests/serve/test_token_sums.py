@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from contextvars import ContextVar
+from typing import cast
 
 import httpx
 import pytest
@@ -24,7 +26,8 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.isolation import works
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.ingress.middleware import Entry
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.models import Backend as AnyBackend
+from mars_ray.serve.ingress.routes import _settle, build_api
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Used
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.stats import AnswerStats
@@ -215,6 +218,33 @@ def test_a_backend_is_asked_only_for_what_it_has_not_told(job, left):
     (entry,) = entries
     assert len(backend.asked) == left
     assert entry.completion_tokens == (9 if left else 8)
+
+
+def test_a_request_that_is_cancelled_still_hears_what_it_has_used(job):
+    """However often, and beside its own context. Guards a count that Serve cuts off along with the
+    request that it cancels."""
+    place: ContextVar[str] = ContextVar("place", default="outside")
+    entry = Entry(None, "POST", "/v1/completions")
+    asked = []
+
+    class Backend:
+        async def used(self, _call_id: str) -> Used:
+            asked.append(place.get())
+            await asyncio.sleep(0.2)
+            return Used(5, 1, 9, 4)
+
+    async def leave() -> None:
+        place.set("the request's")
+        settling = asyncio.create_task(_settle(entry, cast(AnyBackend, Backend()), "c"))
+        for _ in range(2):
+            await asyncio.sleep(0.02)
+            settling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await settling
+
+    asyncio.run(leave())
+    assert asked == ["outside"]
+    assert (entry.completion_tokens, entry.is_settled) == (9, True)
 
 
 def test_a_full_queue_asks_nobody_what_it_has_used(counted, keyed):

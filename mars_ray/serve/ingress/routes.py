@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from mars_ray.serve.openai.responses import (
 )
 from mars_ray.serve.openai.sse import Chunks, EventStream, internal_error, stream
 from mars_ray.serve.openai.validation import to_generation_request, turns_of
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Used
 from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 
 logger = logging.getLogger(__name__)
@@ -295,8 +296,25 @@ class _Routes:
 
 async def _settle(entry: Entry, backend: Backend, call_id: str) -> None:
     """Completes the entry of a call whose end was not heard of, as its client has left."""
-    if not entry.is_settled and (used := await backend.used(call_id)):
+    if entry.is_settled:
+        return
+    # In a context of its own: Serve cancels what belongs to a request that is cancelled, and may
+    # do so now. Whoever is asked limits the time.
+    asking = asyncio.create_task(_told(backend, call_id), context=Context())
+    cancelled: asyncio.CancelledError | None = None
+    while not asking.done():
+        try:
+            await asyncio.wait([asking])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if used := asking.result():
         entry.settle(used)
+    if cancelled:
+        raise cancelled
+
+
+async def _told(backend: Backend, call_id: str) -> Used | None:
+    return await backend.used(call_id)
 
 
 async def _status_of(model: Model) -> ModelStatus:
