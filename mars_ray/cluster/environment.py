@@ -18,14 +18,6 @@ NODE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
 
-# Further ones of a cluster that ends with the command that starts it, and writes to its terminal.
-# Ray's handler of crashes would print the C++ frames of every process that gets a SIGTERM then;
-# Python's own tells of crashes, and of nothing else.
-_OWN_ENVIRONMENT: Mapping[str, str] = {
-    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    "PYTHONFAULTHANDLER": "1",
-}
-
 # Further variables, if HAProxy is in front of the service instead of Serve's own proxy.
 HAPROXY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -34,11 +26,6 @@ HAPROXY_ENVIRONMENT: Mapping[str, str] = {
     # How long an ingress that is ending still answers, so that HAProxy can notice.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
 }
-
-
-def cluster_environment(*, is_own: bool) -> Mapping[str, str]:
-    """The environment of a command, whose own the cluster is or not."""
-    return {**NODE_ENVIRONMENT, **(_OWN_ENVIRONMENT if is_own else {})}
 
 
 def haproxy_environment() -> dict[str, str]:
