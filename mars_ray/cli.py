@@ -15,6 +15,7 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
+from mars_ray.cluster.ending import sigterm_ends_at_once
 from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment, keep_private
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.base import Config
@@ -55,7 +56,8 @@ AnyJob = TypeVar("AnyJob", bound=Config)
 def main() -> None:
     """Entry point: typed errors become one line on stderr and exit code 2."""
     try:
-        app()
+        with sigterm_ends_at_once():
+            app()
     except MarsError as error:
         print(f"mars-ray: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -184,6 +186,9 @@ def serve(
     job = _serve_job(target, overrides, dry_run)
     if haproxy:
         _use_haproxy()
+    from mars_ray.serve.preflight import preflight
+
+    preflight(job)  # before torch and Ray are imported, which takes seconds
     import ray
 
     from mars_ray.serve.deploy import check, start
@@ -193,8 +198,7 @@ def serve(
     with _Cluster():
         with _saying("the replicas are starting"):
             url = start(job)
-        # Printed for commands that change a running service, in case there are several clusters.
-        # Ray sends its token to a named cluster only with RAY_AUTH_MODE=token.
+        # For commands that change the service. Ray sends its token to a named cluster only so.
         token = "RAY_AUTH_MODE=token " * (os.environ.get("RAY_AUTH_MODE") == "token")
         cluster = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
         print(f"serving on {url}, Ctrl-C stops; it is at {cluster}", file=sys.stderr)
@@ -473,11 +477,11 @@ class _Cluster:
         self._log_to_driver = log_to_driver
 
     def __enter__(self) -> None:
+        address = os.environ.get("RAY_ADDRESS", self._otherwise)
         for name, value in NODE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import ray
 
-        address = os.environ.get("RAY_ADDRESS", self._otherwise)
         if address == "local":
             keep_private()
         try:

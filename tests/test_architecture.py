@@ -46,6 +46,7 @@ ONLY_IN = {
         "serve/threshold_actor.py",
         "serve/ingress/metrics_endpoint.py",
         "serve/ingress/deployment.py",
+        "serve/ingress/usage_metrics.py",
         "serve/replica/metrics.py",
         "serve/ingress/replica_client.py",
         "serve/ingress/router.py",

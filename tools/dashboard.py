@@ -3,8 +3,9 @@
     python tools/dashboard.py            # writes it
     python tools/dashboard.py --check    # exit code 1 if the file is out of date
 
-Queries use Prometheus's names of the metrics of mars_ray/serve/replica/metrics.py, which depend on
-their kind. A metric that no panel shows, or that is not declared, is an error.
+Queries use Prometheus's names of the metrics of mars_ray/serve/replica/metrics.py and
+mars_ray/serve/ingress/usage_metrics.py, which depend on their kind. A metric that no panel shows,
+or that is not declared, is an error.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
+from mars_ray.serve.ingress.usage_metrics import UsageMetrics
 from mars_ray.serve.replica.metrics import ReplicaMetrics
 
 TARGET = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
@@ -51,10 +53,11 @@ class Panel:
 
 
 def exported() -> frozenset[str]:
-    """The names of all metrics that replicas declare, as on the Prometheus endpoint."""
+    """The names of all metrics that replicas and ingresses declare, as on the Prometheus
+    endpoint."""
     declared = [
         metric
-        for metric in vars(ReplicaMetrics()).values()
+        for metric in (*vars(ReplicaMetrics()).values(), *vars(UsageMetrics()).values())
         if isinstance(metric, Counter | Gauge | Histogram)
     ]
     return frozenset(
@@ -75,6 +78,11 @@ def _chosen(metric: str) -> str:
 
 def _rate(metric: str, by: str) -> str:
     return f"sum by ({by}) (rate({_chosen(metric)}{_RATE}))"
+
+
+def _by_key(metric: str, by: str) -> str:
+    """Of an ingress, which is in front of all deployments."""
+    return f"sum by ({by}) (rate({metric}{_RATE}))"
 
 
 def _quantile(share: float, metric: str) -> str:
@@ -108,11 +116,27 @@ PANELS = (
     Panel(
         "Tokens per second",
         "short",
-        "Written and read.",
+        "Written and read; discarded: written behind the end of an answer.",
         {
+            "discarded": _rate("ray_mars_discarded_tokens_total", "application"),
             "written, {{mode}}": _rate("ray_mars_generation_tokens_total", "mode"),
             "prompts": _rate("ray_mars_prompt_tokens_total", "application"),
         },
+    ),
+    Panel(
+        "Tokens per second by key",
+        "short",
+        "As in the log of requests.",
+        {
+            "written, {{key}}": _by_key("ray_mars_key_generation_tokens_total", "key"),
+            "prompts, {{key}}": _by_key("ray_mars_key_prompt_tokens_total", "key"),
+        },
+    ),
+    Panel(
+        "Requests per second by key",
+        "reqps",
+        "By how they ended, those refused for want of room among them.",
+        {"{{key}}, {{ending}}": _by_key("ray_mars_key_requests_total", "key, ending")},
     ),
     Panel(
         "Time to first token",

@@ -4,9 +4,9 @@ A mode is one class here and one strategy in `decode/strategies/`. `window` is t
 behind an outcome, `depth` the number of positions that masks were trained for.
 """
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mars_ray.config.base import DISTINCT, Config
 
@@ -236,9 +236,15 @@ class SpeculativeMode(_Windowed, _WithThreshold, BaseMode):
         return 1 + window + self.draft_tokens + self.groups_of(window) * window
 
 
+def _long_form(value: Any) -> Any:
+    """A mode that is named only, as in requests, has its defaults."""
+    return {"type": value} if isinstance(value, str) else value
+
+
 Mode = Annotated[
     ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
     Field(discriminator="type"),
+    BeforeValidator(_long_form),
 ]
 Modes = Annotated[tuple[Mode, ...], DISTINCT]
 

@@ -12,9 +12,10 @@ the model meets the token boundaries it was trained on.
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,8 @@ from mars_ray.data.texts import check_characters, mapped, texts_of
 from mars_ray.errors import DataError, ModelError
 
 Role = Literal["system", "user", "assistant", "tool"]
+# Variables of a chat template, such as whether the model is to think.
+Options = Mapping[str, bool | str]
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 # Encoders of this many tokenizers are kept; a process rarely has more than one.
@@ -83,14 +86,16 @@ def encode_prompt(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]] = (),
+    options: Options = MappingProxyType({}),
 ) -> list[int]:
     """The token ids of the conversation and of the start of the next answer.
 
-    The template describes `tools` to the model. Raises DataError if the template refuses the
-    conversation, ModelError if the tokenizer or its template cannot be used.
+    The template describes `tools` to the model, and gets the options. Raises DataError if it
+    refuses the conversation, ModelError if the tokenizer or its template cannot be used.
     """
     encoder = encoder_of(tokenizer)
-    return encoder.encode([encoder.plan_prompt(messages, tools)])[0].input_ids.tolist()
+    plan = encoder.plan_prompt(messages, tools, options)
+    return encoder.encode([plan])[0].input_ids.tolist()
 
 
 def writes_tool_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -162,21 +167,24 @@ class ChatEncoder:
         return Plan(tuple(pieces))
 
     def plan_prompt(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        options: Options = MappingProxyType({}),
     ) -> Plan:
-        """Renders and cuts a conversation that waits for an answer.
+        """Renders and cuts a conversation that waits for an answer, with the template's options.
 
         Earlier answers are cut as in training, so they have the same tokens.
         """
         chat, described, sentinel = self._neutralise(messages, tools)
-        text = self._render(chat, described, prompt=True)
+        text = self._render(chat, described, options, prompt=True)
         # An answer that the template rewrites once it is history cannot be found in the text. It
         # does not need to be, as nothing here carries a loss.
         starts = [
             len(before)
             for turn, message in enumerate(chat)
             if message["role"] == "assistant" and turn > 0
-            if text.startswith(before := self._render(chat[:turn], described, prompt=True))
+            if text.startswith(before := self._render(chat[:turn], described, options, prompt=True))
         ]
         pieces: list[tuple[int | str, bool]] = []
         for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
@@ -268,6 +276,17 @@ class ChatEncoder:
         except (DataError, ValueError):
             return False
 
+    def has_switch(self, name: str, *values: bool | str) -> bool:
+        """Whether the template writes something else with each of these values of an option."""
+        asked = [Message("user", "Why?").as_dict()]
+        texts = set()
+        for value in values:
+            try:
+                texts.add(self._render(asked, options={name: value}, prompt=True))
+            except DataError:
+                texts.add(f"refused {value}")
+        return len(texts) == len(values)
+
     def _neutralise(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
@@ -296,8 +315,15 @@ class ChatEncoder:
         return text
 
     def _render(
-        self, chat: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, prompt: bool
+        self,
+        chat: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        options: Options = MappingProxyType({}),
+        *,
+        prompt: bool,
     ) -> str:
+        # `Any`, because the names of options are not those of the method's own arguments.
+        variables: dict[str, Any] = dict(options)
         try:
             text = self._tokenizer.apply_chat_template(
                 chat,
@@ -305,6 +331,7 @@ class ChatEncoder:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **variables,
             )
         # TypeError: some templates treat a call's arguments as an object, but may get a list.
         except (TemplateError, TypeError, ValueError) as error:

@@ -43,9 +43,13 @@ class Mailbox:
         self._is_awaited = False
         # Counts of requests' first and last events; each count is changed by one side only.
         self._urgent_put = self._urgent_taken = 0
+        self._discard: Callable[[int], None] | None = None
 
     def put(self, event: TokenEvent) -> None:
         """Add an event, which wakes a waiting reader; a first or last one also ends a pause."""
+        if self._discard:
+            self._discard(len(event.tokens))
+            return
         is_urgent = _is_urgent(event)
         self._events.append(event)
         self._urgent_put += is_urgent
@@ -54,6 +58,13 @@ class Mailbox:
             # The loop may be closed by the time a last event arrives.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._woken.set)
+
+    def close(self, discard: Callable[[int], None]) -> None:
+        """The reader is gone: `discard` gets the number of tokens of what is here and still comes.
+        Only the writer may call it."""
+        self._discard = discard
+        while self._events:
+            discard(len(self._events.popleft().tokens))
 
     async def take(self) -> list[TokenEvent]:
         """Wait for an event, and return all that are here."""
@@ -98,6 +109,7 @@ class AsyncEngine:
         self._undelivered: list[tuple[_Deliver, TokenEvent]] = []
         self._is_unchecked = True  # no integrity check since the last step
         self._failed_steps = 0  # since the last step that succeeded
+        self._discarded_tokens = 0  # of events that nobody has read
         self._stopping = False
         self._closed = False
         self._closing = threading.Lock()
@@ -153,6 +165,7 @@ class AsyncEngine:
         """
         mailbox = Mailbox()
         deliver = mailbox.put  # one object, by which `_cancel` recognises the request's stream
+        arrived: list[TokenEvent] = []
         self._command(lambda: self._submit(requests, deliver))
         try:
             unfinished = len(requests)
@@ -173,8 +186,9 @@ class AsyncEngine:
                     await mailbox.pause(interval_s)
         finally:
             self._aborted.difference_update(request.id for request in requests)
+            unread = sum(len(event.tokens) for event in arrived)
             with contextlib.suppress(EngineError):
-                self._command(lambda: self._cancel(requests, deliver))
+                self._command(lambda: self._leave(requests, mailbox, deliver, unread))
 
     async def abort(self, request_id: str) -> None:
         """End a request of a stream that continues for the others. Only events that are already on
@@ -193,7 +207,11 @@ class AsyncEngine:
 
     async def snapshot(self) -> Snapshot:
         """The engine's state between two steps."""
-        return await self.ask(Engine.snapshot)
+
+        def seen(engine: Engine) -> Snapshot:
+            return replace(engine.snapshot(), discarded_tokens=self._discarded_tokens)
+
+        return await self.ask(seen)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Make a draft adapter ready for use; it replaces the one made ready before.
@@ -347,6 +365,17 @@ class AsyncEngine:
                 deliver(_failed(request.id, EngineError(what)))
                 return
             self._listeners[request.id] = deliver
+
+    def _leave(
+        self, requests: Iterable[Request], mailbox: Mailbox, deliver: _Deliver, unread: int
+    ) -> None:
+        """End what is left of a stream, and count what nobody has read of it."""
+        self._cancel(requests, deliver)
+        self._discard(unread)
+        mailbox.close(self._discard)
+
+    def _discard(self, tokens: int) -> None:
+        self._discarded_tokens += tokens
 
     def _cancel(self, requests: Iterable[Request], deliver: _Deliver) -> None:
         for request in requests:

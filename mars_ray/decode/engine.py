@@ -333,6 +333,7 @@ class Engine:
                 rows, outcome, proposals = next(read)
                 moves.add(sequence.pages, sequence.committed, item.plan.path(outcome))
                 event = self._absorb(sequence, item.plan, rows, outcome, proposals)
+                self.totals.output_tokens += len(event.tokens)
             except Exception as error:  # noqa: BLE001 - the fault of this request only
                 event = TokenEvent(sequence.request.id, (), sequence.forwards, failure=error)
             if event.completion or event.failure:

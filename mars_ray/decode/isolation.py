@@ -34,7 +34,7 @@ def works(engine: Engine) -> bool:
 
     This distinguishes a broken engine from faulty requests.
     """
-    everybody = engine.set_aside()
+    everybody, written = engine.set_aside(), engine.totals.output_tokens
     probe = Request("probe", (0,), ExactMode(), Sampling(), 1, frozenset())
     try:
         engine.submit(probe)
@@ -44,6 +44,7 @@ def works(engine: Engine) -> bool:
         return False
     finally:
         engine.cancel(probe.id)
+        engine.totals.output_tokens = written  # the probe's token is nobody's
         for sequence in everybody:
             engine.take_back(sequence)
 

@@ -126,6 +126,7 @@ class TokenEvent:
     # step of `confidence` are never checked.
     disagreed: int = 0
     queue_s: float = 0.0  # from submission to the request's first forward
+    cached_tokens: int = 0  # of the prompt: those that the prefix cache had
     threshold: float | None = None  # the lowest in force so far, in modes that have one
     adapter: str | None = None  # the draft adapter whose drafts this forward has checked
     failure: Exception | None = None  # what ended the request in place of a completion
@@ -213,6 +214,11 @@ def check_request(
         raise RequestError(
             f"logit_bias names token {foreign[0]}, outside the vocabulary of {vocabulary}",
             field="logit_bias",
+        )
+    if any(token >= vocabulary for token in request.stop_ids):
+        raise RequestError(
+            f"stop_token_ids names a token outside the vocabulary of {vocabulary}",
+            field="stop_token_ids",
         )
     if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
         raise RequestError(f"logprobs must lie in 0 .. {_MOST_LOGPROBS}", field="logprobs")

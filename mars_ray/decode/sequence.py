@@ -185,6 +185,7 @@ class Sequence:
             completion,
             disagreed=self.disagreed,
             queue_s=self.queue_s,
+            cached_tokens=self.found or 0,
             threshold=self.lowest_threshold,
             adapter=self.adapter,
         )

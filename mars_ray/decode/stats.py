@@ -41,6 +41,7 @@ class StepTotals:
     prompt_rows: int = 0  # computed, not found in the prefix cache
     prompts: int = 0  # finished ones
     prompt_tokens: int = 0  # tokens of finished prompts that were computed, as above
+    output_tokens: int = 0  # committed, also of requests that were cancelled later
     sequences: int = 0  # decoding ones, counted at every step
     decode_rows: int = 0  # rows of decoding sequences
     context_tokens: int = 0  # cached ones of all sequences, counted at every step
@@ -134,6 +135,7 @@ class Snapshot:
     totals: StepTotals
     by_mode: dict[str, ModeMeasures]
     accepted_at: dict[str, list[int]]  # by mode, see LiveMeasures
+    discarded_tokens: int = 0  # of totals.output_tokens, those that nobody has read
 
 
 class LiveMeasures:

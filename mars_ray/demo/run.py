@@ -23,6 +23,7 @@ from rich.console import Console
 from mars_ray.adapt.jobs import Places, service_table
 from mars_ray.adapt.report import Speed, write_report
 from mars_ray.adapt.run import adaptation, base_model, run_adaptation
+from mars_ray.cluster.port import check_port
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.data import FilesSource
 from mars_ray.config.demo import DemoJob
@@ -39,7 +40,7 @@ from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
 from mars_ray.files import Kept, write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
-from mars_ray.serve.deploy import check_port, start
+from mars_ray.serve.deploy import start
 from mars_ray.train.draft_adapter import untrained_adapter
 from mars_ray.train.plan import absolute_path
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mars_ray.cluster.port import check_port
 from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.modes import ExactMode
 from mars_ray.core.frontier import Frontier
@@ -14,7 +15,7 @@ from mars_ray.demo.asking import ask
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.progress import short
-from mars_ray.serve.deploy import check_port, start
+from mars_ray.serve.deploy import start
 from mars_ray.train.run import run_training
 
 # Differs from the evaluation's seed.

@@ -1,7 +1,6 @@
 """The service as a Serve application: checking, starting and updating it."""
 
 import logging
-import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from ray import serve
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.autoscale.service_model_fit import prior_model
+from mars_ray.cluster.port import check_port
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
@@ -22,6 +22,7 @@ from mars_ray.serve.autoscaler import autoscaling
 from mars_ray.serve.ingress.api_keys import ApiKeys
 from mars_ray.serve.ingress.deployment import Ingress
 from mars_ray.serve.ingress.router import PrefixRouter
+from mars_ray.serve.preflight import preflight
 from mars_ray.serve.replica.deployment import Replica
 from mars_ray.serve.step_tokens import sized
 from mars_ray.serve.swap import swap_adapters
@@ -171,8 +172,8 @@ def check(job: ServeJob) -> None:
 
     Raises ConfigError or ModelError.
     """
+    preflight(job)
     _checked(job)
-    check_port(job.host, job.port)
 
 
 def start(job: ServeJob) -> str:
@@ -296,20 +297,3 @@ def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
         window_of(job.default_mode, card)
     except RequestError as error:
         raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if another process listens there.
-
-    Serve's proxy allows port sharing, and would then get only half of the requests.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do, so that a port whose last connections are still closing counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; set another host= or port="
-            ) from error

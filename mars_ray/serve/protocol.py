@@ -9,7 +9,8 @@ Errors are sent as values, not raised: the first message decides the HTTP status
 exceptions in types of its own.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from typing import Any, Literal
 
 from mars_ray.config.decode import Sampling
@@ -55,6 +56,8 @@ class Tools:
     named: str | None = None  # the one that must be called
 
 
+# Variables of the chat template that a request sets, by name.
+Switches = tuple[tuple[str, bool | str], ...]
 # A conversation, a text without chat template, or tokens.
 Prompt = tuple[Turn, ...] | str | tuple[int, ...]
 
@@ -70,6 +73,12 @@ class GenerationRequest:
     max_new_tokens: int | None  # None: as many as the limit below and the context allow
     new_tokens_limit: int
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    ignore_eos: bool = False  # the model's own do not end the answer
+    shows_stop: bool = False  # the text has the stop string, or the stop token's text
+    is_echoed: bool = False  # the text begins with the prompt
+    switches: Switches = ()
+    priority: int = 0  # smaller goes first
     n: int = 1  # number of answers to each prompt
     logprobs: int | None = None  # number of likeliest tokens to report with each token
     is_mode_open: bool = False  # the request leaves the mode to the service
@@ -129,6 +138,7 @@ class Finish:
     threshold: float | None = None  # the lowest in force, in modes that have one
     mode: str | None = None  # if it differs from the call's mode
     served: tuple[Served, ...] = ()  # in order of time; their sums are the counts above
+    cached_tokens: int = 0  # of the prompt: those that the prefix cache had
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ class OutputDelta:
     tokens: int = 0  # number of committed tokens
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCallDelta, ...] = ()
+    prompt_tokens: int = 0
 
 
 def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
@@ -166,6 +177,21 @@ def _joined_calls(
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """The counts of a whole call, however it ended; of a prompt with several answers it counts
+    once."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    forwards: int = 0
+    disagreed: int = 0
+
+    def __add__(self, other: "Used") -> "Used":
+        return Used(*map(add, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """An error the client gets, in OpenAI's terms; `param` is the request's field at fault."""
 
@@ -174,6 +200,7 @@ class ErrorInfo:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    used: Used | None = None  # as far as the replica says it
 
 
 Message = OutputDelta | ErrorInfo

@@ -34,6 +34,7 @@ EXECUTED_BY = {
     "RAW=": _PLAIN + "data",
     "curl --location $": _PLAIN + "data",
     "git clone --depth 1 ": _PLAIN + "data",
+    "import json": "tests/serve/test_token_sums.py::test_the_documented_bill",
     "python tools/servegen.py ": _PLAIN + "data",
     "mars-ray evaluate ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray advise trace.csv ": _ADVISE + "test_advise.py::test_the_documented_command",

@@ -2,9 +2,12 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi.testclient import TestClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
@@ -38,6 +41,18 @@ def error_of(response, status: int) -> dict:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+def greedy(checkpoint: str | Path, content: str, tokens: int) -> list[int]:
+    """The answer of plain transformers, without any of our code."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    chat = [{"role": "user", "content": content}]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)
+    return out[0, prompt["input_ids"].shape[1] :].tolist()
 
 
 def load_server(job: ServeJob, observer: Observer | None = None) -> LLMServer:

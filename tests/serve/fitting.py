@@ -1,8 +1,10 @@
 """Makes requests answerable whose fields are each allowed but contradict each other.
 
-What is wrong by itself stays as it is, so a request that must be refused still is.
+What is wrong by itself stays as it is, so a request that must be refused still is: 0 is not false,
+and "05" is no token.
 """
 
+import re
 from typing import Any
 
 VOCABULARY = 330
@@ -10,31 +12,59 @@ _TOKENS = 8
 _PROMPTS = 2
 _DEPTH = 4
 _MODES = ("verified", "confidence", "exact", "jacobi")
+_TOKEN = re.compile("(0|[1-9][0-9]{0,8})")
 
 
 def fit(body: dict[str, Any]) -> dict[str, Any]:
-    """The body, for the limits of the fuzzer's service."""
+    """The body of a request for answers, for the limits of the fuzzer's service."""
     fitted = dict(body)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         _replace(fitted, name, _TOKENS)
     _replace(fitted, "n", 1 + len(body) % 2)
-    if body.get("logprobs") in (None, False) and _is_count(body.get("top_logprobs")):
+    if _is_open(body.get("logprobs")) and _is_count(body.get("top_logprobs")):
         fitted["logprobs"] = True
-    if not body.get("stream") and body.get("stream_options") == {"include_usage": True}:
+    if _is_open(body.get("stream")) and isinstance(body.get("stream_options"), dict):
         fitted["stream"] = True
+    if _is_count(body.get("best_of")):
+        fitted["best_of"] = fitted.get("n") or 1
+    _fit_thinking(fitted)
     _fit_mode(fitted)
     if isinstance(body.get("logit_bias"), dict):
         fitted["logit_bias"] = {
-            str(int(key) % VOCABULARY) if key.isascii() and key.isdigit() else key: bias
+            str(int(key) % VOCABULARY) if _TOKEN.fullmatch(key) else key: bias
             for key, bias in body["logit_bias"].items()
         }
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "stop_token_ids"):
         if name in body:
             fitted[name] = _known(body[name])
     prompt = fitted.get("prompt")
     if isinstance(prompt, list) and len(prompt) <= 128 and _all_text(prompt):
         fitted["prompt"] = prompt[:_PROMPTS]
     return fitted
+
+
+def fit_tokens(body: dict[str, Any]) -> dict[str, Any]:
+    """The same of what is to be made tokens, or text."""
+    return {name: _known(value) if name == "tokens" else value for name, value in body.items()}
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a switch is not given or off; 0 and "" are neither."""
+    return value is None or value is False
+
+
+def _fit_thinking(body: dict[str, Any]) -> None:
+    """Nothing that the model's template does not know."""
+    if body.get("reasoning_effort") in ("minimal", "low", "medium", "high", "xhigh", "max"):
+        body["reasoning_effort"] = "none"
+    switches = body.get("chat_template_kwargs")
+    if isinstance(switches, dict):
+        body["chat_template_kwargs"] = {
+            name: False if value is True else value for name, value in switches.items()
+        }
+    for both in (("echo", "logprobs"), ("ignore_eos", "response_format"), ("ignore_eos", "tools")):
+        if body.get(both[0]) is True and body.get(both[1]) is not None:
+            body[both[0]] = False
 
 
 def _fit_mode(body: dict[str, Any]) -> None:

@@ -8,13 +8,15 @@ import schemathesis
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
-from serve.fitting import fit
+from serve.fitting import fit, fit_tokens
 
 # Routes without a body have a few kinds of requests only.
 PLAIN = (
     "/",
     "/healthz",
     "/readyz",
+    "/health",
+    "/ping",
     "/version",
     "/metrics",
     "/v1/models",
@@ -71,7 +73,8 @@ def fuzz(
 
     @schema.hook("map_body")
     def fitted(_context: Any, body: Any) -> Any:
-        return fit(body) if isinstance(body, dict) and len(str(body)) % 8 else body
+        fitting = fit if path.endswith("completions") else fit_tokens
+        return fitting(body) if isinstance(body, dict) and len(str(body)) % 8 else body
 
     for event in from_schema(schema.include(path=path)).execute():
         if isinstance(event, ScenarioFinished):

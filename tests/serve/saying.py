@@ -21,5 +21,8 @@ class Saying:
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return ErrorInfo(503, "gone")
 
+    async def used(self, call_id: str) -> None:
+        return None
+
     async def is_ready(self) -> bool:
         return False

@@ -35,6 +35,7 @@ new_tokens = 5
 [[keys]]
 name = "plain"
 key = "{OTHER}"
+priority = -5
 """
 
 
@@ -54,6 +55,9 @@ class Counting:
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return "x"
+
+    async def used(self, call_id: str) -> None:
+        return None
 
     async def is_ready(self) -> bool:
         return True
@@ -105,10 +109,21 @@ def test_every_route_asks_for_a_key(client, backend, method, path, headers):
     assert backend.calls == []
 
 
-@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz"])
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/health", "/ping"])
 def test_probes_and_the_page_ask_for_none(client, path):
     """Kubernetes has no key; the page asks for it itself."""
     assert client.get(path).status_code == 200
+
+
+def test_a_key_bounds_how_urgent_its_requests_may_be(client, backend):
+    """Whoever may say what goes first could have all others wait; giving way is free."""
+    for secret, priority in ((SECRET, 0), (SECRET, 9), (OTHER, -5)):
+        assert ask(client, secret, priority=priority).status_code == 200
+        assert backend.calls[-1].priority == priority
+    for secret, priority in ((SECRET, -1), (OTHER, -6)):
+        refused = ask(client, secret, priority=priority)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "priority"
 
 
 def test_both_forms_of_a_key_are_good(client):

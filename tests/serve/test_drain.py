@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -12,6 +15,7 @@ from ray import serve
 from serve.asking import ask, error_of
 from serve.command import TOKENS, command, loses_nothing_at_sigterm, read, with_room
 
+from mars_ray.cluster.port import free_port
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve import shutdown
 from mars_ray.serve.ingress.middleware import Gate
@@ -81,6 +85,55 @@ def test_sigterm_under_load_loses_no_accepted_reply(checkpoint, job, tmp_path):
     """Guards replies that a shutdown cuts, and services that do not end."""
     with command(with_room(job, TOKENS), tmp_path) as (process, url):
         loses_nothing_at_sigterm(process, url)
+    said = (tmp_path / "job.json").read_text()
+    assert "mars-ray engine" in said or "serving on" in said
+    # What Ray's handler of crashes writes of each process that it ends.
+    assert "SIGTERM received" not in said
+    assert "PC: @" not in said
+
+
+def test_an_exit_by_sigterm_leaves_the_rest_to_the_system():
+    """What was said is written, and nothing runs behind it; other exits are as they were."""
+    program = """
+import atexit, sys
+from mars_ray.cluster.ending import sigterm_ends_at_once
+atexit.register(print, "crash")
+print("said")
+with sigterm_ends_at_once():
+    sys.exit(int(sys.argv[1]))
+"""
+    ended = [
+        subprocess.run([sys.executable, "-c", program, code], capture_output=True, text=True)
+        for code in ("15", "3")
+    ]
+    assert [(each.returncode, each.stdout) for each in ended] == [
+        (143, "said\n"),
+        (3, "said\ncrash\n"),
+    ]
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_sigterm_while_the_replicas_start_is_no_crash(checkpoint, tmp_path):
+    """Guards the frames of Ray's C++ code, and a command that the system has to end."""
+    said = (tmp_path / "said").open("w+")
+    words = ["serve", str(checkpoint), f"port={free_port()}", "cpus_per_replica=0.5"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mars_ray", *words], start_new_session=True, stderr=said, stdout=said
+    )
+    try:
+        while "Started a local Ray" not in Path(said.name).read_text():
+            assert process.poll() is None
+            time.sleep(0.2)
+        time.sleep(2)
+        process.terminate()
+        assert process.wait(120) == 128 + signal.SIGTERM
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    text = Path(said.name).read_text()
+    assert "SIGTERM received" not in text
+    assert "PC: @" not in text
 
 
 @pytest.mark.ray

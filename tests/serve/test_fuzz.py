@@ -1,19 +1,78 @@
 """Thousands of made-up requests: `FUZZ_REQUESTS=6000 pytest -s tests/serve/test_fuzz.py`."""
 
+import json
 import os
 
 import pytest
 from serve.asking import wait_until_free
+from serve.fitting import fit, fit_tokens
 from serve.fuzzing import PLAIN, SHARES, Fuzzed, fuzz
 from serve.real_port import served
 
-from mars_ray.config.serve import Limits
+from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.request_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    parse,
+)
+from mars_ray.serve.openai.validation import to_generation_request
 from mars_ray.serve.replica.llm_server import LLMServer
 
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+TEXT = {"model": "tiny", "prompt": "x"}
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "100"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, CHAT | {"logprobs": 0, "top_logprobs": 3}),
+        (ChatBody, CHAT | {"logprobs": "", "top_logprobs": 3}),
+        (ChatBody, CHAT | {"stream": 0, "stream_options": {"include_usage": True}}),
+        (ChatBody, CHAT | {"stream": [], "stream_options": {"include_usage": True}}),
+        (ChatBody, CHAT | {"stream_options": {"include_usage": 1}}),
+        (ChatBody, CHAT | {"logit_bias": {"05": 1}}),
+        (ChatBody, CHAT | {"logit_bias": {"1" * 12: 1}}),
+        (ChatBody, CHAT | {"mode": 3, "window": 2}),
+        (ChatBody, CHAT | {"window": 65}),
+        (ChatBody, CHAT | {"window": True}),
+        (ChatBody, CHAT | {"threshold": 2}),
+        (ChatBody, CHAT | {"reasoning_effort": ""}),
+        (ChatBody, CHAT | {"chat_template_kwargs": {"enable_thinking": 1}}),
+        (ChatBody, CHAT | {"ignore_eos": 1, "tools": []}),
+        (ChatBody, CHAT | {"best_of": True}),
+        (CompletionBody, TEXT | {"echo": 1, "logprobs": 2}),
+        (CompletionBody, TEXT | {"prompt": [True]}),
+        (CompletionBody, TEXT | {"prompt": [-1]}),
+        (CompletionBody, TEXT | {"stop_token_ids": [-1]}),
+        (CompletionBody, TEXT | {"max_tokens": 0}),
+        (DetokenizeBody, {"tokens": ["1"]}),
+        (DetokenizeBody, {"tokens": ""}),
+    ],
+)
+def test_what_is_wrong_by_itself_stays_wrong(kind, body):
+    """Guards a fuzzer that is green because it mends what the service has to refuse."""
+    fitting = fit if kind in (ChatBody, CompletionBody) else fit_tokens
+    for wrong in (body, fitting(body)):
+        with pytest.raises(ApiError):
+            parse(kind, json.dumps(wrong).encode())
+
+
+def test_what_contradicts_itself_is_made_to_fit():
+    """And still asks for what it has asked for. Guards a fuzzer that is only ever refused."""
+    job = ServeJob(checkpoint="x", limits=Limits(new_tokens=8))
+    wrong = {"max_tokens": 900, "n": 7, "best_of": 3, "top_logprobs": 2, "window": 9}
+    asked = CHAT | wrong | {"stream_options": {"include_usage": True}, "reasoning_effort": "low"}
+    fitted = fit(asked)
+    assert set(asked) - {"window"} <= set(fitted)
+    assert to_generation_request(parse(ChatBody, json.dumps(fitted).encode()), "id", 1, job)
+    assert fit_tokens({"tokens": [1000]}) == {"tokens": [1000 % 330]}
+    assert fit_tokens({"model": "tiny", "prompt": "x"}) == {"model": "tiny", "prompt": "x"}
 
 
 @pytest.mark.slow

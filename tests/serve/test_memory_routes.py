@@ -79,7 +79,9 @@ def test_only_admins_may(job, tmp_path):
     for ask in (client.get, client.delete, client.put):
         assert ask(PATH).status_code == 401
         refused = ask(PATH, headers={"Authorization": f"Bearer {OTHER}"})
-        assert "not an admin's" in error_of(refused, 401)["message"]
+        error = error_of(refused, 403)
+        assert "not an admin's" in error["message"]
+        assert error["code"] == "insufficient_permissions"
     allowed = {"Authorization": f"Bearer {ADMIN}"}
     assert client.get(PATH, headers=allowed).status_code == 200
     assert client.put(PATH, headers=allowed, json={"memory": WISE}).status_code == 200

@@ -92,8 +92,11 @@ def test_a_key_for_one_model_sees_no_other(api):
         assert listed(api, path, SECRET) == ["tiny", "second"]
         assert listed(api, path, OTHER) == ["second"]
         assert api.get(path, headers={"Authorization": ""}).status_code == 401
+    assert api.get("/v1/models/second", headers=bearer(OTHER)).status_code == 200
+    assert error_of(api.get("/v1/models/tiny", headers=bearer(OTHER)), 404)
     assert api.get("/metrics", headers=bearer(SECRET)).status_code == 200
-    assert error_of(api.get("/metrics", headers=bearer(OTHER)), 401)["code"] == "invalid_api_key"
+    refused = error_of(api.get("/metrics", headers=bearer(OTHER)), 403)
+    assert refused["code"] == "insufficient_permissions"
     api.headers = bearer(OTHER)
     assert text_of(ask(api, model="second"))
     hidden = error_of(ask(api, model="tiny"), 404)

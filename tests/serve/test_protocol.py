@@ -137,7 +137,7 @@ def test_how_the_answer_is_delivered(fields, delivery, is_streamed):
     assert (made.delivery, made.is_streamed) == (delivery, is_streamed)
 
 
-@pytest.mark.parametrize("field", ["audio", "prediction", "best_of", "store", "treshold"])
+@pytest.mark.parametrize("field", ["audio", "prediction", "functions", "store", "treshold"])
 def test_an_unsupported_field_is_named(field):
     """Known to OpenAI or misspelt: both would otherwise be silently ignored."""
     refused = refusal(**{field: 1})
@@ -171,7 +171,12 @@ def test_an_unsupported_field_is_named(field):
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"best_of": 3}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"seed": 2**63}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -195,6 +200,7 @@ def test_an_unsupported_field_is_named(field):
         ({"stop": ""}, "stop"),
         ({"stop": [""]}, "stop.0"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "x", "nam": None}]}, "messages.0.nam"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"mode": "block_cached"}, "mode"),
         ({"threshold": 1.5}, "threshold"),
@@ -325,7 +331,9 @@ def answered(*pieces: OutputDelta, logprobs: bool = False, forwards: bool = Fals
     return answer
 
 
-FINISH = Finish("length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3)
+FINISH = Finish(
+    "length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3, cached_tokens=2
+)
 TOKENS = (
     TokenText("a", (97,), -0.5, (TokenText("a", (97,), -0.5), TokenText("b", (98,), -1.5))),
     TokenText("\ufffd", (240,), -0.25),
@@ -345,6 +353,7 @@ def test_replies_have_the_shapes_of_the_official_client():
         "prompt_tokens": 5,
         "completion_tokens": 6,
         "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 2},
         "mars": {
             "forwards": 4,
             "tokens_per_forward": 1.5,
@@ -411,7 +420,7 @@ def test_a_completion_takes_texts_and_tokens():
         ({"prompt": 3}, "prompt"),
         ({"prompt": ["a"] * 17}, "prompt"),
         ({"messages": []}, "messages"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"logprobs": True}, "logprobs"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ],

@@ -32,17 +32,20 @@ def lines(caplog):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_says_what_was_asked_and_done(client, lines, stream):
     """Who, what, how long, how it ended; not a word of the conversation."""
-    reply = ask(client, mode="verified", user="someone", stream=stream)
+    metadata = {"team": "a"}
+    reply = ask(client, mode="verified", user="someone", stream=stream, metadata=metadata)
     (line,) = lines()
     times = {name: line.pop(name) for name in ("time", "first_token_s", "total_s")}
     assert 0 < times["first_token_s"] <= times["total_s"] < 60
     assert line.pop("id") in reply.text
     assert line.pop("prompt_tokens") > 10
+    assert line.pop("cached_tokens") % 16 == 0  # whole pages
     assert 1 <= line.pop("forwards") <= 24
     assert line == {
         "method": "POST",
         "path": "/v1/chat/completions",
         "user": "someone",
+        "metadata": {"team": "a"},
         "model": "tiny",
         "mode": "verified",
         "status": 200,
@@ -50,6 +53,13 @@ def test_a_line_says_what_was_asked_and_done(client, lines, stream):
         "completion_tokens": 24,
         "disagreed": 0,
     }
+
+
+def test_the_end_user_has_two_names(client, lines):
+    """OpenAI's new one and its old one."""
+    ask(client, safety_identifier="new")
+    ask(client, safety_identifier="new", user="old")
+    assert [line["user"] for line in lines()] == ["new", "old"]
 
 
 def test_every_way_to_end_has_its_name(job, client, lines):
@@ -80,7 +90,7 @@ def test_a_client_that_leaves_one_answer_of_two_is_told_of():
     """Guards an `abort` that is lost behind the reason for which another answer ended."""
     entry = Entry(None, "POST", "/v1/chat/completions")
     call = GenerationRequest("a", ("x",), ExactMode(), Sampling(), None, 9, n=2)
-    entry.called(call, "tiny", None, with_prompt=False)
+    entry.called(call, "tiny", with_prompt=False)
     for choice, ending in enumerate(("abort", "stop")):
         entry.told(OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice))
         assert json.loads(entry.line())["ending"] == ending

@@ -7,6 +7,7 @@ They come from a TOML file, in plain text or, better, as their SHA-256 in hexade
     sha256 = "2bb80d53..."
     answers = 8          # in progress at the same time
     new_tokens = 256     # per answer
+    priority = -10       # the most urgent, lowest, that it may ask for; default: 0
     models = ["small"]   # that it may use; default: all
     admin = true         # it may read and replace what the autoscaling policy has learnt
 """
@@ -38,6 +39,7 @@ class ApiKey(Config):
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$", repr=False)
     answers: int | None = Field(default=None, ge=1, description="at the same time, per ingress")
     new_tokens: int | None = Field(default=None, ge=1, description="per answer")
+    priority: int = Field(default=0, description="the most urgent, lowest, that it may ask for")
     models: tuple[str, ...] | None = Field(default=None, min_length=1, description="it may use")
     admin: bool = Field(default=False, description="may read and replace the policy's memory")
 
@@ -85,7 +87,7 @@ class ApiKeys:
         key = self.holder(authorization)
         if key and not key.admin:
             message = f"key {key.name!r} is not an admin's: set admin = true in the file of keys"
-            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+            raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
         return key
 
     def check_models(self, names: Collection[str]) -> None:

@@ -15,6 +15,7 @@ from mars_ray.serve.ingress.metrics_endpoint import of_all_nodes
 from mars_ray.serve.ingress.middleware import Gate, write_to
 from mars_ray.serve.ingress.replica_client import ReplicaClient
 from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.usage_metrics import UsageMetrics
 from mars_ray.serve.swap import Running
 
 # Above the niceness of Ray's workers: on few cores, an engine's step must not wait for text.
@@ -62,7 +63,7 @@ class Ingress:
         backends = {
             name: ReplicaClient(handle, each[name]) for name, handle in self._replicas.items()
         }
-        api = build_api(self._job, backends, self._gate, of_all_nodes)
+        api = build_api(self._job, backends, self._gate, of_all_nodes, UsageMetrics().count)
         api.add_middleware(_hung_up)
         return api
 

@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
@@ -19,19 +20,19 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_ray.serve.openai.responses import error_body
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn, Used
 
 logger = logging.getLogger("mars_ray.requests")
 
 # The time until another process answers on this address, or a load balancer looks elsewhere.
 _RETRY_AFTER_S = 5
 # Paths of health checks and scrapers, which pass the gate uncounted.
-_ALWAYS_OPEN = ("/healthz", "/readyz", "/metrics")
+_ALWAYS_OPEN = ("/healthz", "/readyz", "/health", "/ping", "/metrics")
 _CLOSED = ErrorInfo(503, "the service is stopping; try again later", code="draining")
 _ID_CHARS = 128
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 # Paths that are polled every few seconds, whose log lines would be noise.
-_NOT_LOGGED = ("/", "/healthz", "/readyz", "/metrics")
+_NOT_LOGGED = ("/", *_ALWAYS_OPEN)
 
 
 class Gate:
@@ -86,11 +87,13 @@ class Entry:
     id: str | None = None  # id of the reply
     key: str | None = None
     user: str | None = None
+    metadata: dict[str, str] | None = None
     model: str | None = None
     mode: str | None = None
     status: int | None = None  # HTTP status; None if the client left before it
     ending: str | None = None  # stop, length, tool_calls, abort, or an error's code
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these
     completion_tokens: int = 0
     forwards: int = 0
     disagreed: int = 0
@@ -99,13 +102,13 @@ class Entry:
     prompt: Any = None
     _choices: int = 1  # to each prompt
     _unfinished: int = 1  # answers in all
+    _seen: dict[int, Used] = field(default_factory=dict)  # of each answer
+    _is_settled: bool = False
     _started: float = field(default_factory=time.monotonic)
 
-    def called(
-        self, call: GenerationRequest, model: str, user: str | None, *, with_prompt: bool
-    ) -> None:
+    def called(self, call: GenerationRequest, model: str, *, with_prompt: bool) -> None:
         """Notes that the request was valid and goes to a replica."""
-        self.mode, self.model, self.user = call.mode.type, model, user
+        self.mode, self.model = call.mode.type, model
         self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
         if with_prompt:
             self.prompt = [_readable(prompt) for prompt in call.prompts]
@@ -114,6 +117,8 @@ class Entry:
         """Notes a message of the replica."""
         if isinstance(message, ErrorInfo):
             self.ending = message.code
+            if message.used is not None:
+                self.settle(message.used)
             return
         if self.first_token_s is None:
             self.first_token_s = self._elapsed_s
@@ -121,13 +126,41 @@ class Entry:
             self._unfinished -= 1
             # While an answer is unfinished, the client may still leave.
             if self._unfinished == 0:
-                self.ending = finish.reason
-            if message.choice % self._choices == 0:
-                self.prompt_tokens += finish.prompt_tokens
-            self.completion_tokens += finish.completion_tokens
-            self.forwards += finish.forwards
-            self.disagreed += finish.disagreed
+                self.ending, self._is_settled = finish.reason, True
             self.mode = finish.mode or self.mode
+        self._seen[message.choice] = self._used(message)
+        self._count(sum(self._seen.values(), start=Used()))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the counts are the replica's own, and final."""
+        return self._is_settled
+
+    def settle(self, used: Used) -> None:
+        """Takes the replica's counts of the whole call."""
+        self._is_settled = True
+        self._count(used)
+
+    def _used(self, message: OutputDelta) -> Used:
+        """What an answer has used: by its finish, or as far as it has come."""
+        is_first = message.choice % self._choices == 0  # of its prompt
+        finish, seen = message.finish, self._seen.get(message.choice, Used())
+        if finish is None:
+            prompt_tokens = message.prompt_tokens if is_first else 0
+            tokens = seen.completion_tokens + message.tokens
+            return Used(prompt_tokens, 0, tokens, message.forward)
+        return Used(
+            finish.prompt_tokens if is_first else 0,
+            finish.cached_tokens if is_first else 0,
+            finish.completion_tokens,
+            finish.forwards,
+            finish.disagreed,
+        )
+
+    def _count(self, used: Used) -> None:
+        self.prompt_tokens, self.cached_tokens = used.prompt_tokens, used.cached_tokens
+        self.completion_tokens = used.completion_tokens
+        self.forwards, self.disagreed = used.forwards, used.disagreed
 
     def line(self) -> str:
         """The entry as JSON, without empty fields."""
@@ -141,8 +174,8 @@ class Entry:
         return round(time.monotonic() - self._started, 4)
 
 
-def logged(app: ASGIApp) -> ASGIApp:
-    """The app, with a line in the log for every request."""
+def logged(app: ASGIApp, observe: Callable[[Entry], None] | None = None) -> ASGIApp:
+    """The app, with a line in the log for every request, of which `observe` is told, too."""
 
     async def with_log(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -162,6 +195,8 @@ def logged(app: ASGIApp) -> ASGIApp:
         finally:
             if entry.path not in _NOT_LOGGED:
                 logger.info(entry.line())
+            if observe:
+                observe(entry)
 
     return with_log
 

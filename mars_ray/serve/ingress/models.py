@@ -7,7 +7,7 @@ from typing import Protocol
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.ingress.api_keys import ApiKey
 from mars_ray.serve.openai.request_models import ApiError
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized, Used
 from mars_ray.serve.status import Decided, ReplicaStatus
 
 
@@ -24,6 +24,10 @@ class Backend(Protocol):
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         """The text of tokens, special ones included."""
+        ...
+
+    async def used(self, call_id: str) -> Used | None:
+        """What a closed call has used; None if nobody knows."""
         ...
 
     async def is_ready(self) -> bool:

@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ClusterError
 from mars_ray.serve.openai.request_models import ApiError
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized, Used
 from mars_ray.serve.status import Decided, ReplicaStatus
 from mars_ray.serve.threshold_actor import learnt, newest_decision, relearn
 
@@ -154,6 +154,16 @@ class ReplicaClient:
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return await insisted(lambda: self._handle.detokenize.remote(tokens))
+
+    async def used(self, call_id: str) -> Used | None:
+        """See Backend. All replicas are asked, since nobody knows which one had the call."""
+        try:
+            replies = await self._handle.broadcast("used", call_id).results_async(
+                timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True
+            )
+        except (DeploymentUnavailableError, TimeoutError):
+            return None
+        return next((reply for reply in replies if isinstance(reply, Used)), None)
 
     async def is_ready(self) -> bool:
         try:

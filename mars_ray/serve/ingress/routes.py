@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,20 @@ from mars_ray.serve.openai.request_models import (
     TokenizeBody,
     parse,
 )
-from mars_ray.serve.openai.response_models import ModelsReply
+from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply
 from mars_ray.serve.openai.responses import (
     Answer,
     ChatShape,
     Shape,
     TextShape,
     error_body,
+    model_entry,
     model_list,
     reply,
 )
 from mars_ray.serve.openai.sse import Chunks, EventStream, internal_error, stream
 from mars_ray.serve.openai.validation import to_generation_request, turns_of
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Used
 from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 
 logger = logging.getLogger(__name__)
@@ -70,10 +72,11 @@ def build_api(
     backends: Mapping[str, Backend],
     gate: Gate | None = None,
     metrics: Callable[[], Awaitable[str]] | None = None,
+    observe: Callable[[Entry], None] | None = None,
 ) -> FastAPI:
     """The API of the job's models behind a gate; `backends` are by the models' names.
 
-    `metrics` returns the text of `/metrics`.
+    `metrics` returns the text of `/metrics`; `observe` is told of each finished request.
     """
     gate = gate or Gate()
     routes = _Routes(job, Models(job, backends), gate, metrics)
@@ -83,9 +86,11 @@ def build_api(
         ("/", routes.page),
         ("/healthz", routes.healthz),
         ("/readyz", routes.readyz),
+        ("/health", routes.readyz),
         ("/version", routes.version),
         ("/metrics", routes.metrics),
         ("/v1/models", routes.models),
+        ("/v1/models/{model:path}", routes.model),
         ("/v1/mars/status", routes.status),
         ("/openapi.json", routes.openapi),
     ):
@@ -97,6 +102,8 @@ def build_api(
         ("/detokenize", routes.detokenize),
     ):
         api.add_api_route(path, route, methods=["POST"], response_model=None)
+    # One route, so that the header Allow of a 405 names both methods.
+    api.add_api_route("/ping", routes.readyz, methods=["GET", "POST"], response_model=None)
     memory = routes.memory
     for method, route in (("GET", memory.get), ("DELETE", memory.delete), ("PUT", memory.put)):
         api.add_api_route("/v1/mars/autoscaling", route, methods=[method], response_model=None)
@@ -104,7 +111,7 @@ def build_api(
     api.add_exception_handler(HTTPException, _http_error)
     # The middleware added last runs first, so that requests refused by the gate are logged.
     api.add_middleware(gate.around)
-    api.add_middleware(logged)
+    api.add_middleware(logged, observe=observe)
     return api
 
 
@@ -132,6 +139,7 @@ class _Routes:
         return {"status": "ok"}
 
     async def readyz(self) -> Response:
+        """Whether a request would be answered now: 200 or 503."""
         if not self._gate.is_open:
             return JSONResponse({"status": "draining"}, 503)
         models = self._models.of(key=None)
@@ -143,7 +151,7 @@ class _Routes:
         key = self._holder(request)
         if len(self._models.of(key)) < len(self._models.of(None)):
             message = "this key is not good for all models, and the metrics are those of all"
-            raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
+            raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
         text = await self._metrics() if self._metrics else ""
         return await page(text, request.headers.get("accept-encoding", ""))
 
@@ -154,6 +162,11 @@ class _Routes:
     async def models(self, request: Request) -> ModelsReply:
         models = self._models.of(self._holder(request))
         return model_list([model.name for model in models], self._started)
+
+    async def model(self, request: Request) -> ModelEntry:
+        """One of the models; its name may contain slashes, as those of the hub do."""
+        name = request.path_params["model"]
+        return model_entry(self._models.asked(name, self._holder(request)).name, self._started)
 
     async def status(self, request: Request) -> MarsStatusReply:
         """The current status of the models."""
@@ -221,19 +234,30 @@ class _Routes:
         model = self._models.asked(body.model, key)
         call = to_generation_request(body, entry.id, secrets.randbits(63), model.job)
         call = _within(call, key, "max_tokens" if body.max_tokens else "max_completion_tokens")
-        entry.called(call, model.name, body.user, with_prompt=self._job.log_prompts)
+        entry.called(call, model.name, with_prompt=self._job.log_prompts)
+        entry.user, entry.metadata = body.end_user, body.metadata
         created = int(time.time())
         async with AsyncExitStack() as held:
             held.enter_context(self._keys.lease(key, call.choices))
+            held.push_async_callback(_settle, entry, model.backend, call.id)
             messages = model.backend.generate(call)
             await held.enter_async_context(aclosing(messages))
             # The status line depends on the first message.
             first = await anext(messages)
             if isinstance(first, ErrorInfo):
+                entry.told(first)
                 raise ApiError(first)
             forwards = bool(body.return_forwards)
             if body.stream:
-                chunks = Chunks(call, shape, model.name, created, body.wants_usage, forwards)
+                chunks = Chunks(
+                    call,
+                    shape,
+                    model.name,
+                    created,
+                    body.wants_usage,
+                    forwards,
+                    body.wants_usage_so_far,
+                )
                 headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
                 events = stream(chunks, first, messages, entry.told)
                 return EventStream(events, headers, held.pop_all())
@@ -270,6 +294,29 @@ class _Routes:
         return JSONResponse({"prompt": text})
 
 
+async def _settle(entry: Entry, backend: Backend, call_id: str) -> None:
+    """Completes the entry of a call whose end was not heard of, as its client has left."""
+    if entry.is_settled:
+        return
+    # In a context of its own: Serve cancels what belongs to a request that is cancelled, and may
+    # do so now. Whoever is asked limits the time.
+    asking = asyncio.create_task(_told(backend, call_id), context=Context())
+    cancelled: asyncio.CancelledError | None = None
+    while not asking.done():
+        try:
+            await asyncio.wait([asking])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if used := asking.result():
+        entry.settle(used)
+    if cancelled:
+        raise cancelled
+
+
+async def _told(backend: Backend, call_id: str) -> Used | None:
+    return await backend.used(call_id)
+
+
 async def _status_of(model: Model) -> ModelStatus:
     replicas, decided = await asyncio.gather(model.backend.status(), model.backend.decided())
     return model_status(model.name, replicas, decided)
@@ -278,11 +325,15 @@ async def _status_of(model: Model) -> ModelStatus:
 def _within(call: GenerationRequest, key: ApiKey | None, param: str) -> GenerationRequest:
     """The call, limited to the tokens that its key allows.
 
-    Raises ApiError if it asks for more, naming `param`, or for more answers than the key may have.
+    Raises ApiError if it asks for more, naming `param`, for more answers than the key may have, or
+    for a more urgent priority.
     """
     if key and key.answers is not None and call.choices > key.answers:
         message = f"key {key.name!r} allows {key.answers} answers at a time, not {call.choices}"
         raise ApiError(ErrorInfo(400, message, param=call.choices_param, code="invalid_value"))
+    if key and call.priority < key.priority:
+        message = f"key {key.name!r} allows no more urgent priority than {key.priority}"
+        raise ApiError(ErrorInfo(400, message, param="priority", code="invalid_value"))
     if key is None or key.new_tokens is None:
         return call
     if call.max_new_tokens is not None and call.max_new_tokens > key.new_tokens:

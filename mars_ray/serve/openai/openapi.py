@@ -5,7 +5,7 @@ The routes read their bodies themselves, so FastAPI cannot generate it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -22,6 +22,7 @@ from mars_ray.serve.openai.response_models import (
     ChatReply,
     DetokenizeReply,
     ErrorReply,
+    ModelEntry,
     ModelsReply,
     StatusReply,
     TextChunk,
@@ -36,6 +37,7 @@ _REFS = "#/components/schemas/"
 _ERRORS = {
     400: "A field is wrong or not supported; `param` names it.",
     401: "No valid API key.",
+    403: "A valid API key, but not one for this.",
     404: "There is no such model.",
     408: "The body did not arrive in time, or the answer took more than it may.",
     413: "The body is too large.",
@@ -46,7 +48,7 @@ _ERRORS = {
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
 _TOKEN_ERRORS = (400, 401, 404, 408, 413, 500, 503)
 _ANSWER_ERRORS = (*_TOKEN_ERRORS, 429)
-_MEMORY_ERRORS = (400, 401, 404, 503)
+_MEMORY_ERRORS = (400, 401, 403, 404, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +62,36 @@ class _Route:
     is_open: bool = False  # needs no key
     text: str = ""  # the media type of a reply that is not JSON
     method: str = ""  # otherwise POST with a body and GET without
-    asks_model: bool = False  # whether `?model=` names one
+    # Whether `?model=` names one, or the path does.
+    asks_model: Literal["query", "path"] | None = None
 
 
 _ROUTES = (
     _Route("/", "A page to talk to the model.", text="text/html", is_open=True),
     _Route(
-        "/metrics", "What the service counts, for Prometheus.", text="text/plain", errors=(401,)
+        "/metrics", "What the service counts, for Prometheus.", text="text/plain", errors=(401, 403)
     ),
     _Route("/healthz", "Whether the service lives.", StatusReply, is_open=True),
     _Route("/readyz", "Whether a request would be answered now.", StatusReply, is_open=True),
+    _Route("/health", "The same, as vLLM calls it.", StatusReply, is_open=True),
+    _Route("/ping", "The same, as SageMaker calls it.", StatusReply, is_open=True),
+    _Route("/ping", "The same.", StatusReply, is_open=True, method="post"),
     _Route("/version", "The version of the service.", VersionReply, errors=(401, 503)),
     _Route("/v1/models", "The models served.", ModelsReply, errors=(401, 503)),
+    _Route(
+        "/v1/models/{model}",
+        "One of them.",
+        ModelEntry,
+        errors=(401, 404, 503),
+        asks_model="path",
+    ),
     _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
     _Route(
         "/v1/mars/autoscaling",
         "What the autoscaling policy has learnt.",
         MemoryReply,
         errors=_MEMORY_ERRORS,
-        asks_model=True,
+        asks_model="query",
     ),
     _Route(
         "/v1/mars/autoscaling",
@@ -86,7 +99,7 @@ _ROUTES = (
         MemoryReply,
         errors=_MEMORY_ERRORS,
         method="delete",
-        asks_model=True,
+        asks_model="query",
     ),
     _Route(
         "/v1/mars/autoscaling",
@@ -158,12 +171,13 @@ def _name_models(schema: dict[str, Any], names: Sequence[str]) -> None:
 def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": route.summary, "responses": _responses(route)}
     if not with_keys:
-        described["responses"].pop("401", None)
+        for status in ("401", "403"):
+            described["responses"].pop(status, None)
     elif not route.is_open:
         described["security"] = [{"key": []}]
     if route.asks_model:
-        schema = {"type": "string"}
-        described["parameters"] = [{"name": "model", "in": "query", "schema": schema}]
+        place = {"name": "model", "in": route.asks_model, "required": route.asks_model == "path"}
+        described["parameters"] = [place | {"schema": {"type": "string"}}]
     if route.body is None:
         return {route.method or "get": described}
     described["requestBody"] = {"required": True, "content": _json(route.body)}
@@ -178,7 +192,7 @@ def _responses(route: _Route) -> dict[str, Any]:
     responses = {"200": {"description": route.summary, "content": content}}
     for status in sorted(route.errors):
         responses[str(status)] = _error(status)
-    if route.path == "/readyz":
+    if route.path in ("/readyz", "/health", "/ping"):
         responses["503"] = {"description": "Not yet, or no more.", "content": _json(StatusReply)}
     return responses
 

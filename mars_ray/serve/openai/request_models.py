@@ -1,13 +1,13 @@
 """Request bodies, checked field by field.
 
-Nothing that is accepted is ignored: a field this server does not act on is refused by name.
+Nothing that is accepted is ignored: a field this server does not act on is refused by name, unless
+its value changes nothing (`no_op_fields.py`). Null is a field not given, whatever its name.
 """
 
 import json
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -18,11 +18,21 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from mars_ray.config.modes import Threshold
-from mars_ray.serve.protocol import ErrorInfo, ToolCall, Turn
+from mars_ray.serve.openai.no_op_fields import (
+    AnswerNoOps,
+    ChatNoOps,
+    CompletionNoOps,
+    Nothing,
+    Off,
+    no_ops_of,
+)
+from mars_ray.serve.openai.wire import Wire
+from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
 
 # OpenAI's own limit; every step's text is searched for each stop string.
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
+_MAX_STOP_TOKENS = 256
 # The chat template is rendered once for each assistant turn.
 _MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
@@ -48,12 +58,6 @@ class ApiError(Exception):
 def refuse(param: str, message: str) -> NoReturn:
     """Raises ApiError for the value of this field."""
     raise ApiError(ErrorInfo(400, message, param=param, code="invalid_value"))
-
-
-class Wire(BaseModel):
-    """Part of a request's body: no unknown fields, and no text where a number belongs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TextPart(Wire):
@@ -82,6 +86,7 @@ class PlainMessage(Wire):
 
     role: Literal["system", "developer", "user"]
     content: Content
+    name: None = None
 
     def turn(self) -> Turn:
         """The message with its parts joined; `developer` is OpenAI's newer name of `system`."""
@@ -115,9 +120,12 @@ class AssistantMessage(Wire):
     tool_calls: Annotated[tuple[MessageToolCall, ...], _FIRST] | None = None
     # The official client sends these fields; answers of this server never have a value in them.
     refusal: None = None
-    annotations: None = None
+    annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
+    name: None = None
+    reasoning: None = None
+    reasoning_content: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "AssistantMessage":
@@ -140,6 +148,7 @@ class ToolMessage(Wire):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+    name: None = None
 
     def turn(self) -> Turn:
         """The message with its parts joined."""
@@ -255,8 +264,19 @@ class StreamOptions(Wire):
     """What a stream contains besides text."""
 
     include_usage: bool | None = None
+    include_obfuscation: Off | None = None
+    continuous_usage_stats: bool | None = None
 
 
+class ThinkingSwitches(Wire):
+    """The variables of a chat template that a request may set, as Qwen's and DeepSeek's call them.
+    Others would let a request rewrite the prompt."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Stops = Annotated[
     Annotated[StopString, Tag(_TEXT)]
@@ -272,15 +292,27 @@ Biases = Annotated[
 ]
 
 
-class AnswerBody(Wire):
-    """What requests for answers have in common; null stands for a field not given."""
+# OpenAI's limits.
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
+
+
+class Body(Wire):
+    """A whole body; null stands for a field not given, also for one that is not known."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+
+class AnswerBody(Body, AnswerNoOps):
+    """What requests for answers have in common."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     # OpenAI's default: a client that names no temperature wants sampling at 1.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: no limit
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
@@ -289,11 +321,21 @@ class AnswerBody(Wire):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stops | None = None
+    stop_token_ids: (
+        Annotated[tuple[Token, ...], _FIRST, Field(max_length=_MAX_STOP_TOKENS)] | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # OpenAI's name for the end user behind the request; it is written to the log.
     user: Annotated[str, Field(max_length=256)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None  # its newer name
+    metadata: Metadata | None = None  # written to the log, too
+    # Another number of answers than `n`, of which the best ones are kept, is not supported.
+    best_of: Annotated[int, Field(ge=1)] | None = None
     # The fields from here on are not in OpenAI's API.
     mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
     threshold: Threshold | None = None
@@ -309,12 +351,22 @@ class AnswerBody(Wire):
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
+    def end_user(self) -> str | None:
+        """The end user behind the request, by either name."""
+        return self.safety_identifier if self.user is None else self.user
+
+    @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def wants_usage_so_far(self) -> bool:
+        """Whether every chunk has the usage up to it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-class ChatBody(AnswerBody):
+
+class ChatBody(AnswerBody, ChatNoOps):
     """Body of a chat completion request."""
 
     messages: Messages
@@ -325,16 +377,26 @@ class ChatBody(AnswerBody):
     tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: ThinkingSwitches | None = None
+
+    @property
+    def switches(self) -> Switches:
+        """What the chat template is told."""
+        given = self.chat_template_kwargs or ThinkingSwitches()
+        told = {**given.model_dump(), "reasoning_effort": self.reasoning_effort}
+        return tuple((name, value) for name, value in told.items() if value is not None)
 
 
-class CompletionBody(AnswerBody):
+class CompletionBody(AnswerBody, CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TokenizeBody(Wire):
+class TokenizeBody(Body):
     """A text or a conversation to count."""
 
     model: str | None = None
@@ -342,14 +404,14 @@ class TokenizeBody(Wire):
     messages: Messages | None = None
 
 
-class MemoryBody(Wire):
+class MemoryBody(Body):
     """What a policy is to go on from: the reply of `GET /v1/mars/autoscaling`."""
 
     model: str | None = None
     memory: dict[str, Any]
 
 
-class DetokenizeBody(Wire):
+class DetokenizeBody(Body):
     """Tokens to read."""
 
     model: str | None = None
@@ -364,10 +426,19 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
-        raise ApiError(_refusal(error.errors(include_url=False, include_input=False)[0])) from error
+        faults = [fault for fault in error.errors(include_url=False) if not _is_null(fault)]
+        if faults:
+            raise ApiError(_refusal(faults[0], no_ops_of(kind))) from error
+        parsed = kind.model_validate_json(body, extra="ignore")
     # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)
     return parsed
+
+
+def _is_null(fault: ErrorDetails) -> bool:
+    """Whether the fault is an unknown field of the body itself that is null."""
+    is_unknown = fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1
+    return is_unknown and fault["input"] is None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> None:
@@ -393,15 +464,18 @@ def _param(error: ErrorDetails) -> str:
     return ".".join(places)
 
 
-def _refusal(error: ErrorDetails) -> ErrorInfo:
+def _refusal(error: ErrorDetails, no_ops: set[str]) -> ErrorInfo:
     if error["type"] == "json_invalid":
         return ErrorInfo(400, f"the body is not JSON: {error['msg']}", code="invalid_json")
     if not error["loc"]:
         return ErrorInfo(400, "the body must be a JSON object", code="invalid_json")
-    param = _param(error)
+    param, said = _param(error), error["msg"].removeprefix("Value error, ")
+    if error["loc"][0] in no_ops:
+        message = f"'{param}' is not supported by this server; leave it out ({said})"
+        return ErrorInfo(400, message, param, code="unsupported_parameter")
     if error["type"] in ("missing", "union_tag_not_found"):
         return ErrorInfo(400, f"'{param}' is missing", param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
         message = f"'{param}' is not supported by this server"
         return ErrorInfo(400, message, param, code="unsupported_parameter")
-    return ErrorInfo(400, f"'{param}': {error['msg']}", param, code="invalid_value")
+    return ErrorInfo(400, f"'{param}': {said}", param, code="invalid_value")

@@ -56,12 +56,24 @@ class MarsUsage(Part):
     by_adapter: NotRequired[list[AdapterUsage]]
 
 
-class Usage(Part):
-    """Tokens of a request."""
+class PromptTokensDetails(Part):
+    """Of a prompt's tokens, those that need not be computed, as the prefix cache had them."""
+
+    cached_tokens: int
+
+
+class Tokens(Part):
+    """Tokens of a request; in a chunk with `continuous_usage_stats` those so far."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class Usage(Tokens):
+    """Tokens of a request, and how they came about."""
+
+    prompt_tokens_details: PromptTokensDetails
     mars: MarsUsage
 
 
@@ -238,7 +250,7 @@ class ChatChunk(Headed):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[Usage | Tokens | None]
 
 
 class TextChunk(Headed):
@@ -246,7 +258,7 @@ class TextChunk(Headed):
 
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[Usage | Tokens | None]
 
 
 class ModelEntry(Part):

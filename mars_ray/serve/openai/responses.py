@@ -59,6 +59,9 @@ def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(finish.cached_tokens for finish in finishes[:: call.n])
+        },
         "mars": mars,
     }
 
@@ -243,11 +246,12 @@ def reply(
 
 def model_list(models: Iterable[str], created: int) -> ModelsReply:
     """Body of the list of models."""
-    data: list[ModelEntry] = [
-        {"id": model, "object": "model", "created": created, "owned_by": "mars-ray"}
-        for model in models
-    ]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": [model_entry(model, created) for model in models]}
+
+
+def model_entry(model: str, created: int) -> ModelEntry:
+    """A model of the list."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "mars-ray"}
 
 
 def error_body(refusal: ErrorInfo) -> ErrorReply:

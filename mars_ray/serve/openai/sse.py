@@ -11,6 +11,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mars_ray.serve.openai.response_models import Tokens
 from mars_ray.serve.openai.responses import Shape, error_body, tool_call_delta, usage
 from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta
 
@@ -35,9 +36,12 @@ class Chunks:
     created: int
     include_usage: bool
     forwards: bool = False  # each chunk states the forward of its tokens
+    usage_so_far: bool = False  # each chunk has the usage up to it
     _finishes: dict[int, Finish] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
     _said: set[int] = field(default_factory=set)  # choices that have had text or calls
+    _prompts: dict[int, int] = field(default_factory=dict)  # tokens of each choice's prompt
+    _tokens: Counter[int] = field(default_factory=Counter)  # of each choice, so far
     _shown: Counter[int] = field(default_factory=Counter)  # characters of each choice's tokens
 
     @property
@@ -48,6 +52,10 @@ class Chunks:
     def of(self, piece: OutputDelta) -> Iterator[str]:
         """Yields a chunk with the addition of the piece, if it has any, and one for its finish."""
         first = piece.choice not in self._begun
+        self._prompts[piece.choice] = piece.prompt_tokens
+        self._tokens[piece.choice] += piece.tokens
+        if piece.finish:  # which counts the end token, too
+            self._tokens[piece.choice] = piece.finish.completion_tokens
         if piece.text or piece.calls:
             self._said.add(piece.choice)
         # A step whose text is held back adds nothing.
@@ -81,8 +89,20 @@ class Chunks:
 
     def _chunk(self, index: int, choice: Mapping[str, Any], reason: str | None = None) -> str:
         chunk = self._body([{"index": index, **choice, "finish_reason": reason}])
+        if self.usage_so_far:
+            return event(chunk | {"usage": self._so_far()})
         # If usage is requested, every chunk has the field, as clients of OpenAI's API expect.
         return event(chunk | {"usage": None} if self.include_usage else chunk)
+
+    def _so_far(self) -> Tokens:
+        # One prompt has `n` answers, which stand next to each other.
+        prompts = {choice // self.call.n: count for choice, count in self._prompts.items()}
+        prompt, completion = sum(prompts.values()), self._tokens.total()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -36,7 +36,6 @@ _COMPLETION_TOKENS = 16
 # Fields that have the same name in `Sampling` and in a request.
 _SAME_NAME = (
     "top_p",
-    "top_k",
     "min_p",
     "repetition_penalty",
     "presence_penalty",
@@ -51,8 +50,10 @@ def to_generation_request(
 
     Raises ApiError for settings that contradict each other or exceed a limit.
     """
-    if body.stream_options is not None and not body.stream:
+    if (body.wants_usage or body.wants_usage_so_far) and not body.stream:
         refuse("stream_options", "'stream_options' has no effect without 'stream'")
+    if body.best_of not in (None, body.n or 1):
+        refuse("best_of", "'best_of' must be 'n': all answers that are written are returned")
     call = GenerationRequest(
         id=request_id,
         prompts=_prompts(body),
@@ -61,6 +62,12 @@ def to_generation_request(
         max_new_tokens=_max_new_tokens(body, job.limits),
         new_tokens_limit=_new_tokens_limit(body, job.limits),
         stop=body.stops,
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=_ignore_eos(body),
+        shows_stop=bool(body.include_stop_str_in_output),
+        is_echoed=_is_echoed(body),
+        switches=body.switches if isinstance(body, ChatBody) else (),
+        priority=body.priority or 0,
         n=body.n or 1,
         logprobs=_logprobs(body),
         is_mode_open=body.mode is None and body.threshold is None and body.window is None,
@@ -77,6 +84,23 @@ def to_generation_request(
     if call.choices > most:
         refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
     return call
+
+
+def _ignore_eos(body: AnswerBody) -> bool:
+    if body.ignore_eos and (_schema(body) is not None or _tools(body) is not None):
+        refuse(
+            "ignore_eos",
+            "'ignore_eos' contradicts 'response_format' and 'tools', by which an answer is over",
+        )
+    return bool(body.ignore_eos)
+
+
+def _is_echoed(body: AnswerBody) -> bool:
+    if not isinstance(body, CompletionBody) or not body.echo:
+        return False
+    if body.logprobs is not None:
+        refuse("echo", "'echo' with 'logprobs' needs those of the prompt, which are not computed")
+    return True
 
 
 def _timeout_s(body: AnswerBody, limits: Limits) -> float:
@@ -124,6 +148,8 @@ def _in_order(results: list[tuple[int, Turn]]) -> list[Turn]:
 
 def _sampling(body: AnswerBody, seed: int) -> Sampling:
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         seed=seed if body.seed is None else body.seed,
@@ -165,7 +191,7 @@ def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
 def _logprobs(body: ChatBody | CompletionBody) -> int | None:
     if isinstance(body, CompletionBody):
         return body.logprobs
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
     return (body.top_logprobs or 0) if body.logprobs else None
 
@@ -240,9 +266,8 @@ def _tools(body: AnswerBody) -> Tools | None:
         return None
     choice = body.tool_choice
     if not body.tools:
-        for name in ("tool_choice", "parallel_tool_calls"):
-            if getattr(body, name) not in (None, "none"):
-                refuse(name, f"'{name}' has no effect without 'tools'")
+        if choice not in (None, "none"):
+            refuse("tool_choice", "'tool_choice' has no effect without 'tools'")
         return None
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):

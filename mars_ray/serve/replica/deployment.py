@@ -21,6 +21,7 @@ from mars_ray.serve.protocol import (
     Prepared,
     Prompt,
     Tokenized,
+    Used,
 )
 from mars_ray.serve.replica.adapters import Adapters
 from mars_ray.serve.replica.llm_server import LLMServer
@@ -85,6 +86,10 @@ class Replica:
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         """The text of tokens."""
         return await self._engine.detokenize(tokens)
+
+    async def used(self, call_id: str) -> Used | None:
+        """What a call has used whose end its ingress has not heard of."""
+        return await self._engine.used(call_id)
 
     async def is_ready(self) -> bool:
         """Whether a request sent now would be answered."""

@@ -70,7 +70,7 @@ class EngineClient(Protocol):
 
     async def snapshot(self) -> Snapshot:
         """The engine's state and its counts since the start, including tokens of requests that were
-        aborted later."""
+        aborted later, and how many tokens nobody has read: all others have been delivered."""
         ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.data.chat import Call as ChatCall
 from mars_ray.data.chat import Message as ChatTurn
-from mars_ray.data.chat import encode_prompt, writes_tool_calls
+from mars_ray.data.chat import encode_prompt, encoder_of, writes_tool_calls
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
@@ -39,14 +40,18 @@ from mars_ray.serve.protocol import (
     Message,
     OutputDelta,
     Prompt,
+    Switches,
     Tokenized,
     TokenText,
     Tools,
     Turn,
+    Used,
     joined,
 )
 from mars_ray.serve.replica.admission import Admission
+from mars_ray.serve.replica.call_usage import CallUsage, used_by
 from mars_ray.serve.replica.engine_client import EngineClient
+from mars_ray.serve.replica.engine_requests import engine_requests
 from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
 from mars_ray.serve.replica.stats import (
@@ -57,6 +62,7 @@ from mars_ray.serve.replica.stats import (
     Tally,
     to_metrics,
 )
+from mars_ray.serve.replica.template_switches import template_options
 from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
@@ -67,7 +73,6 @@ _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
 # Longer texts take the tokenizer milliseconds, which would block all streams of the event loop.
 _LONG_CHARS = 8192
-_SEEDS = 1 << 64
 Made = TypeVar("Made")
 
 
@@ -108,6 +113,8 @@ class LLMServer:
         self._live = Live()
         self._tally = Tally(job.scaling.slo)
         self._local = LocalLoop(job.scaling, job.set_point)
+        self._usage = CallUsage()
+        self._discarded = 0  # tokens that the engine has written, and no answer has
         self._threshold: float | None = None  # last one set on the engine
         self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
 
@@ -137,7 +144,8 @@ class LLMServer:
 
     async def seen(self) -> Snapshot:
         """A snapshot of the engine between two steps. Raises EngineError if it is dead."""
-        return await self._engine.snapshot()
+        seen = await self._engine.snapshot()
+        return replace(seen, discarded_tokens=seen.discarded_tokens + self._discarded)
 
     async def status(self) -> tuple[ReplicaStatus]:
         """The current status of this engine. Raises EngineError if it is dead."""
@@ -188,19 +196,23 @@ class LLMServer:
         """
         if refusal := self._admission.refusal(call):
             self._tally.offered(call, refused=True)
-            yield refusal
+            yield replace(refusal, used=Used())
             return
+        self._usage.begin(call.id)
         self._admission.open += call.choices
         self._tally.offered(call)
         answers: dict[str, _Answer] = {}
         unfinished = call.choices
+        unread: deque[list[TokenEvent]] = deque()
         try:
             requests = await self._requests(call)
             answers |= {r.id: self._begun(call, r, choice) for choice, r in enumerate(requests)}
             interval_s = 0.0 if call.delivery == "steps" else self._job.stream_interval_s
             async with aclosing(self._engine.stream(*requests, interval_s=interval_s)) as steps:
                 async for events in steps:
-                    for some in _apart(events, by_step=call.delivery == "steps"):
+                    unread += _apart(events, by_step=call.delivery == "steps")
+                    while unread:
+                        some = unread.popleft()
                         answer = answers[some[0].request_id]
                         delta = self._added(call, answer, some)
                         if delta is None:
@@ -221,11 +233,18 @@ class LLMServer:
                 is_refused = is_refused or answer.stats.ending == "refused"
                 is_unbegun = answer.stats.first_token_s is None
                 self._ended(answer, "refused" if is_refused and is_unbegun else ending)
-            yield _error_info(call, error)
+            used = used_by(answer.stats for answer in answers.values())
+            yield replace(_error_info(call, error), used=used)
         finally:
             self._admission.open -= call.choices
+            self._discarded += sum(map(_tokens, unread))
             for answer in answers.values():
                 self._ended(answer, "abort")
+            self._usage.end(call.id, used_by(answer.stats for answer in answers.values()))
+
+    async def used(self, call_id: str) -> Used | None:
+        """What a call has used whose end nobody has heard of; None if it has not been here."""
+        return await self._usage.of(call_id)
 
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
         """A prompt's tokens as for a request; text of a message never becomes a special token."""
@@ -244,13 +263,16 @@ class LLMServer:
         assert isinstance(text, str)
         return text
 
-    def _encode(self, prompt: Prompt, tools: Tools | None = None) -> tuple[int, ...]:
+    def _encode(
+        self, prompt: Prompt, tools: Tools | None = None, switches: Switches = ()
+    ) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
         turns = [_chat_turn(part) for part in prompt if isinstance(part, Turn)]
         if turns:
             definitions = tools.definitions if tools else ()
-            return tuple(encode_prompt(turns, self._tokenizer, definitions))
+            options = template_options(switches, encoder_of(self._tokenizer)) if switches else {}
+            return tuple(encode_prompt(turns, self._tokenizer, definitions, options))
         return tuple(part for part in prompt if isinstance(part, int))
 
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
@@ -280,43 +302,22 @@ class LLMServer:
         return [replace(request, mode=ExactMode(), quality=None) for request in made]
 
     def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        """A request for each choice; those of one prompt differ in their seeds."""
-        requests = []
-        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        for number, given in enumerate(call.prompts):
-            prompt = self._encode(given, call.tools)
-            # At least one, so that the engine refuses a prompt without room, or with too little
-            # for the least length.
-            least = max(1, call.sampling.min_new_tokens)
-            room = max(least, self._facts.max_context - len(prompt))
-            for copy in range(call.n):
-                seed = (call.sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2
-                request = Request(
-                    id=f"{call.id}-{number * call.n + copy}",
-                    prompt=prompt,
-                    mode=call.mode,
-                    sampling=call.sampling.model_copy(update={"seed": seed}),
-                    max_new_tokens=call.max_new_tokens or min(room, call.new_tokens_limit),
-                    stop_ids=self._facts.stop_ids,
-                    logprobs=call.logprobs,
-                    grammar=grammar,
-                    quality=call.quality,
-                    deadline=deadline,
-                )
-                requests.append(request)
-        return requests
+        prompts = [self._encode(prompt, call.tools, call.switches) for prompt in call.prompts]
+        return engine_requests(call, prompts, self._facts, grammar)
 
     def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
         output = OutputProcessor(call, request, choice, self._decode, self._token_text)
         name = call.quality_class or PINNED
-        return _Answer(output, AnswerStats(request.mode.type, len(request.prompt), name))
+        prompt_tokens = 0 if choice % call.n else len(request.prompt)
+        return _Answer(output, AnswerStats(request.mode.type, prompt_tokens, name))
 
     def _added(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta | None:
         """The addition of steps to an answer, if it is to be sent now. Raises DeadlineError."""
-        if answer.is_over:
-            return None  # the steps came after a stop string
+        if answer.is_over:  # the steps came after a stop string
+            self._discarded += _tokens(events)
+            return None
         failure = events[-1].failure
         steps = events[:-1] if failure else events
         delta = self._processed(call, answer, steps) if steps else None
@@ -333,12 +334,15 @@ class LLMServer:
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
     ) -> OutputDelta:
         """The addition of steps to an answer, after what was held back; counts the steps."""
+        stats, before = answer.stats, answer.output.tokens
         try:
             delta, event = answer.output.add(events)
         except Exception as error:
+            self._counted(answer, events, before)
             self._ended(answer, _ending(error))
             raise
-        now, stats = time.monotonic(), answer.stats
+        self._counted(answer, events, before)
+        now = time.monotonic()
         disagreed = event.disagreed - stats.disagreed
         self._live.add(now, len(event.tokens), event.forward - stats.forwards, disagreed)
         is_first = stats.first_token_s is None
@@ -349,6 +353,12 @@ class LLMServer:
         answer.last_s = now
         answer.held = joined(answer.held, delta) if answer.held else delta
         return answer.held
+
+    def _counted(self, answer: "_Answer", events: list[TokenEvent], before: int) -> None:
+        """Counts the steps' tokens: those of the answer, and those behind its end."""
+        new = answer.output.tokens - before
+        answer.stats.completion_tokens += new
+        self._discarded += _tokens(events) - new
 
     def _ended(self, answer: "_Answer", ending: Ending) -> None:
         """Reports, once, to the counters of answers that this one is over."""
@@ -401,7 +411,8 @@ def _count(stats: AnswerStats, event: TokenEvent, gap_s: float) -> None:
         stats.first_token_s, stats.queue_s = gap_s, event.queue_s
     elif event.tokens:
         stats.gaps.append((gap_s, len(event.tokens)))
-    stats.completion_tokens += len(event.tokens)
+    if stats.prompt_tokens:
+        stats.cached_tokens = event.cached_tokens
     stats.forwards, stats.disagreed = event.forward, event.disagreed
 
 
@@ -423,6 +434,10 @@ def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
             return ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
     logger.error("request %s failed", call.id, exc_info=error)
     return internal_error(call.id)
+
+
+def _tokens(events: Iterable[TokenEvent]) -> int:
+    return sum(len(event.tokens) for event in events)
 
 
 def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEvent]]:

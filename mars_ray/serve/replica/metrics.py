@@ -33,6 +33,9 @@ class ReplicaMetrics:
         )
         self._prompt_tokens = Counter("mars_prompt_tokens", "Tokens of prompts.")
         self._generation_tokens = Counter("mars_generation_tokens", "Tokens written.", _MODE)
+        self._discarded = Counter(
+            "mars_discarded_tokens", "Tokens written behind the end of an answer."
+        )
         self._forwards = Counter("mars_forwards", "Forwards that wrote tokens.", _MODE)
         self._disagreed = Counter(
             "mars_disagreed_tokens", "Tokens that AR decoding would not have chosen.", _MODE
@@ -114,6 +117,7 @@ class ReplicaMetrics:
         self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
         self._tell_adapter(seen.adapter)
         self._since(seen.preemptions, self._preemptions)
+        self._since(seen.discarded_tokens, self._discarded)
         self._since(seen.prefix_queries, self._prefix_queries)
         self._since(seen.prefix_hits, self._prefix_hits)
         for mode, measures in seen.by_mode.items():

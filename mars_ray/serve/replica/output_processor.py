@@ -7,6 +7,7 @@ cannot be the beginning of a stop string.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -121,22 +122,25 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes on the text before the first stop string.
+    """Passes on the text before the first stop string, or up to its end.
 
     Text that may be the beginning of a stop string is held back until that is decided.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        # Of several that begin at one place the shortest is met first.
+        self._stops = tuple(sorted(stops, key=len))
+        self._shows_stop = shows_stop
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to pass on, and whether a stop string was found."""
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            place, stop = min(found, key=itemgetter(0))
+            return text[: place + len(stop) * self._shows_stop], True
         cut = len(text) - self._undecided(text)
         self._held = text[cut:]
         return text[:cut], False
@@ -167,10 +171,12 @@ class Written:
 class Writer:
     """Writes an answer's text: detokenises it, and cuts it at the first stop string."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str], least: int = 0) -> None:
-        """Stop strings are ignored before `least` tokens."""
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], least: int = 0, *, shows_stop: bool = False
+    ) -> None:
+        """Stop strings are ignored before `least` tokens, and are no text unless `shows_stop`."""
         self._detokenizer = Detokenizer(decode)
-        self._filter = StopFilter(stops)
+        self._filter = StopFilter(stops, shows_stop=shows_stop)
         self._has_stops = bool(stops)
         self._least = least
 
@@ -208,9 +214,12 @@ class OutputProcessor:
         self._request = request
         self._choice = choice
         self._token_text = token_text
-        self._writer = Writer(decode, call.stop, request.sampling.min_new_tokens)
+        self._writer = Writer(
+            decode, call.stop, request.sampling.min_new_tokens, shows_stop=call.shows_stop
+        )
+        self._echo = self._prompt_text(decode) if call.is_echoed else ""
         self._reader = ToolCallReader(request.id) if call.tools else None
-        self._tokens = 0
+        self.tokens = 0  # of the answer so far, its end token included
         self._forwards = 0
         self._served: list[Served] = []
         # Modes without masks use no adapter, whichever is in force.
@@ -231,8 +240,9 @@ class OutputProcessor:
         return piece, as_one(units[:used])
 
     def _added(self, event: TokenEvent) -> OutputDelta:
-        # Only the last token can be a stop token, which ends the text and is not part of it.
-        shown = [token for token in event.tokens if token not in self._request.stop_ids]
+        # Only the last token can be a stop token, which ends the text.
+        hidden = frozenset[int]() if self._call.shows_stop else self._request.stop_ids
+        shown = [token for token in event.tokens if token not in hidden]
         written = self._writer.push(shown)
         text, stopped = written.text, written.stopped
         self._count(event, written.tokens if stopped else len(event.tokens))
@@ -245,11 +255,13 @@ class OutputProcessor:
         if self._reader:
             text, calls = self._reader.push(text)
             text += self._reader.flush() if reason else ""
+        echo, self._echo = self._echo, ""
         piece = OutputDelta(
-            text,
+            echo + text,
             choice=self._choice,
             forward=event.forward,
             tokens=written.tokens,
+            prompt_tokens=len(self._request.prompt),
             logprobs=self._logprobs(event, written.tokens),
             calls=calls,
         )
@@ -258,7 +270,7 @@ class OutputProcessor:
     def _count(self, event: TokenEvent, tokens: int) -> None:
         """Counts the tokens and forwards of the answer, under the adapter that was in force."""
         forwards = event.forward - self._forwards
-        self._tokens, self._forwards = self._tokens + tokens, event.forward
+        self.tokens, self._forwards = self.tokens + tokens, event.forward
         adapter = event.adapter if self._is_drafted else None
         if self._served and self._served[-1].adapter == adapter:
             last = self._served.pop()
@@ -276,13 +288,19 @@ class OutputProcessor:
         return Finish(
             "tool_calls" if calls else reason,
             len(self._request.prompt),
-            self._tokens,
+            self.tokens,
             event.forward,
             event.disagreed,
             event.threshold,
             None if self._request.mode == self._call.mode else self._request.mode.type,
             tuple(self._served),
+            event.cached_tokens,
         )
+
+    def _prompt_text(self, decode: Decode) -> str:
+        """The prompt as it was given, or the text of its tokens."""
+        prompt = self._call.prompts[self._choice // self._call.n]
+        return prompt if isinstance(prompt, str) else decode(self._request.prompt)
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
         """Log-probabilities of an event's first tokens, if the request asks for them."""

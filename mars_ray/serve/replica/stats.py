@@ -33,10 +33,11 @@ class AnswerStats:
     """One answer from its submission to its end; times in seconds."""
 
     mode: str
-    prompt_tokens: int
+    prompt_tokens: int  # 0 for the second and later answers to a prompt
     quality_class: str = PINNED
     ending: Ending = "abort"
     completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's
     forwards: int = 0
     disagreed: int = 0
     degraded: bool = False  # a threshold below the set-point at rest was in force
