@@ -3,11 +3,11 @@
     python benchmarks/vllm_plugin.py jobs/evaluate-smollm2.toml OUTPUT.json --vllm VENV/bin/python \
         [--prompts 200] [--batches 1,4,8,16] [--repeats 5] [KEY=VALUE ...]
 
-The prompts are the job's, its kinds in turn. Our engine decodes them in `verified` with one group of
-masks, every step with all of them, which is what the plug-in does. Both vLLMs live in one process of
-VENV (`vllm_plugin_side.py`) and answer all prompts in batches of 16; then those whose answers neither
-loop nor end at once are timed in batches of each size, plain and plug-in in turn. A result holds
-medians of the seconds, and ratios of those that stood side by side.
+The prompts are the job's, its kinds in turn. Our engine decodes them in `verified` with one group
+of masks, every step with all of them, which is what the plug-in does. Both vLLMs live in one
+process of VENV (`vllm_plugin_side.py`) and answer all prompts in batches of 16. Then those whose
+answers neither loop nor end at once are timed in batches of each size, plain and plug-in in turn. A
+result holds medians of the seconds, and ratios of those that stood side by side.
 """
 
 import argparse
