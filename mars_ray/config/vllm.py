@@ -1,10 +1,19 @@
-"""What vLLM's `additional_config` may say about MARS, under the key `mars`."""
+"""What vLLM's `additional_config` and a request's `extra_args` may say, under the key `mars`."""
 
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mars_ray.config.base import Config
+
+
+class VllmMarsRequest(Config):
+    """What a request may say: `SamplingParams(extra_args={"mars": {...}})`."""
+
+    threshold: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="in place of the engine's; 1 is lossless"),
+    ] = None
 
 
 class VllmMars(Config):

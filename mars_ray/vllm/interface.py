@@ -8,7 +8,9 @@ import inspect
 from typing import Any
 
 import vllm
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.structured_output import StructuredOutputManager
@@ -19,7 +21,28 @@ from mars_ray.errors import EngineError
 # The versions that the plug-in's tests have run with.
 TESTED = ("0.32.0",)
 # Methods that are replaced or called, with their parameters.
-METHODS: dict[tuple[type, str], tuple[str, ...]] = {
+METHODS: dict[tuple[Any, str], tuple[str, ...]] = {
+    (rejection_sampler, "rejection_sample"): (
+        "draft_token_ids",
+        "num_draft_tokens",
+        "max_spec_len",
+        "cu_num_draft_tokens",
+        "draft_probs",
+        "target_logits",
+        "bonus_token_ids",
+        "sampling_metadata",
+        "synthetic_mode",
+        "synthetic_conditional_rates",
+        "use_fp64_gumbel",
+    ),
+    (rejection_sampler, "expand_batch_to_tokens"): (
+        "x",
+        "cu_num_tokens",
+        "num_tokens",
+        "replace_from",
+        "replace_to",
+    ),
+    (SamplingParams, "_validate_spec_decode"): ("speculative_config",),
     (GPUModelRunner, "_prepare_inputs"): ("scheduler_output", "num_scheduled_tokens"),
     (GPUModelRunner, "_model_forward"): (
         "input_ids",
@@ -67,7 +90,7 @@ def differences() -> list[str]:
         if method is None:
             found.append(f"{owner.__name__}.{name} is missing")
             continue
-        known = tuple(inspect.signature(method).parameters)[1:]
+        known = tuple(name for name in inspect.signature(method).parameters if name != "self")
         if known != wanted:
             found.append(f"{owner.__name__}.{name} takes ({', '.join(known)})")
     for owner, names in FIELDS.items():

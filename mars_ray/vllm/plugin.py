@@ -3,24 +3,32 @@
 from functools import wraps
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from mars_ray.vllm.settings import asked_for
+from mars_ray.errors import ConfigError
+from mars_ray.vllm.settings import PROPOSER, asked_for, request_options
 
 _registered = False
 
 
 def register() -> None:
-    """Let masks pass through the scheduler's check of drafts by a grammar.
+    """Extend what checks requests and drafts, in the processes that do.
 
     Nothing changes for engines that were not asked for MARS. What the model runner needs is done by
     the proposer, in the processes that have one.
     """
     global _registered
-    if _registered:
-        return
-    _registered = True
+    if not _registered:
+        _registered = True
+        _let_masks_pass()
+        _check_requests()
+
+
+def _let_masks_pass() -> None:
+    """The scheduler drops drafts that a grammar refuses, and everything behind; but not masks."""
     original = StructuredOutputManager.validate_tokens
 
     @wraps(original)
@@ -33,3 +41,20 @@ def register() -> None:
         return [*valid, *masks]
 
     StructuredOutputManager.validate_tokens = validate_tokens
+
+
+def _check_requests() -> None:
+    """A request with a setting of ours that cannot be meant is refused, as vLLM refuses its own."""
+    original = SamplingParams._validate_spec_decode
+
+    @wraps(original)
+    def validate(params: Any, speculative_config: Any) -> None:
+        original(params, speculative_config)
+        if speculative_config is None or speculative_config.model != PROPOSER:
+            return
+        try:
+            request_options(params)
+        except ConfigError as error:
+            raise VLLMValidationError(str(error), parameter="extra_args") from error
+
+    SamplingParams._validate_spec_decode = validate

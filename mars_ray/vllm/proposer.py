@@ -8,7 +8,7 @@ Shape suffixes: N rows with logits, M rows of masks, X rows, C candidates, H hid
 V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,8 @@ class MarsProposer:
         self.layout = Layout((), ())
         self.requests: list[str] = []
         self.logits_NV: Tensor | None = None  # of the step under way
+        self._threshold = self.settings.options.threshold
+        self._thresholds: dict[str, float | None] = {}  # that requests have named
         self._config = vllm_config
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._model: Any = None
@@ -80,6 +82,26 @@ class MarsProposer:
             return candidate_logits(hidden_XH, weight_VH, candidate_XC)
         # Sharded or quantized: all logits, of which only the candidates' are used.
         return self._model.compute_logits(hidden_XH).gather(-1, candidate_XC).float()
+
+    def set_threshold(self, threshold: float) -> None:
+        """Set the threshold of requests that name none, from the next step on."""
+        assert 0 <= threshold <= 1
+        self._threshold = threshold
+
+    def threshold_of(self, request: str, state: Any) -> float:
+        """A request's threshold: its own, or the engine's."""
+        if request not in self._thresholds:
+            params = state.sampling_params
+            self._thresholds[request] = params and settings.request_options(params).threshold
+        own = self._thresholds[request]
+        return self._threshold if own is None else own
+
+    def ended(self, requests: Iterable[str]) -> None:
+        """Forget requests that have finished or were aborted; their counts stay for a while."""
+        requests = list(requests)
+        self.counts.ended(requests)
+        for request in requests:
+            self._thresholds.pop(request, None)
 
     def begin(self, requests: Sequence[str], layout: Layout) -> None:
         """Note the rows of the forward that comes."""

@@ -5,24 +5,36 @@
 `_sample`           keeps masks from the sampler: it sees tokens and drafts, as of any speculation
 `propose_draft_token_ids`   drafts from the rows of masks, which the forward has computed
 `_input_fits_in_drafter`    always: there is no other model whose context could end
+
+Beside them the rejection sampler's last function, for thresholds below 1 (`relaxed.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import wraps
+from dataclasses import dataclass, fields
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from mars_ray.vllm.relaxed import relax
 from mars_ray.vllm.rows import laid_out
 
 # Of vLLM's method, and of the one here: vLLM's comes first, then the runner and its arguments.
 _Method = Callable[..., Any]
+
+
+@dataclass
+class _Metadata(SamplingMetadata):
+    """vLLM's parameters of a batch, with the threshold of each draft; None if all are 1."""
+
+    threshold_N: Tensor | None = None
 
 
 def _prepare_inputs(
@@ -36,8 +48,9 @@ def _prepare_inputs(
         scheduler_output.scheduled_spec_decode_tokens,
         runner.drafter.settings.masks,
     )
+    # An id may end and begin again in the same step.
+    runner.drafter.ended(scheduler_output.finished_req_ids)
     runner.drafter.begin(requests, layout)
-    runner.drafter.counts.ended(scheduler_output.finished_req_ids)
     return prepared
 
 
@@ -70,7 +83,9 @@ def _sample(
     metadata = _metadata(kept, logits.device) if any(kept) else None
     batch = runner.input_batch
     whole = batch.sampling_metadata
-    batch.sampling_metadata = replace(whole, spec_token_ids=[list(drafts) for drafts in kept])
+    values = {field.name: getattr(whole, field.name) for field in fields(SamplingMetadata)}
+    values["spec_token_ids"] = [list(drafts) for drafts in kept]
+    batch.sampling_metadata = _Metadata(**values, threshold_N=_thresholds(runner, kept))
     try:
         return original(runner, real_NV, metadata)
     finally:
@@ -87,6 +102,58 @@ def _checkable(runner: Any, request: str, row: Any) -> tuple[int, ...]:
     least = state.sampling_params.min_tokens if state.sampling_params else 0
     missing = least - len(state.output_token_ids)
     return row.drafts if missing <= 0 else row.drafts[: missing - 1]
+
+
+def _thresholds(runner: Any, drafts: list[tuple[int, ...]]) -> Tensor | None:
+    mars = runner.drafter
+    values = [
+        threshold
+        for request, own in zip(mars.requests, drafts, strict=True)
+        for threshold in [mars.threshold_of(request, runner.requests[request])] * len(own)
+    ]
+    if all(value == 1 for value in values):
+        return None
+    return torch.tensor(values, device=runner.device)
+
+
+def _rejection_sample(
+    original: _Method,
+    draft_token_ids: Tensor,
+    num_draft_tokens: list[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_logits: Tensor,
+    bonus_token_ids: Tensor,
+    sampling_metadata: SamplingMetadata,
+    **kwargs: Any,
+) -> Tensor:
+    if isinstance(sampling_metadata, _Metadata) and sampling_metadata.threshold_N is not None:
+        relax(
+            target_logits,
+            draft_token_ids,
+            sampling_metadata.threshold_N,
+            _greedy(sampling_metadata, num_draft_tokens, target_logits.device),
+        )
+    return original(
+        draft_token_ids,
+        num_draft_tokens,
+        max_spec_len,
+        cu_num_draft_tokens,
+        draft_probs,
+        target_logits,
+        bonus_token_ids,
+        sampling_metadata,
+        **kwargs,
+    )
+
+
+def _greedy(metadata: SamplingMetadata, drafts: list[int], device: torch.device) -> Tensor:
+    """Whether each draft's request is decoded at temperature 0."""
+    if metadata.all_greedy or metadata.temperature is None:
+        return torch.ones(sum(drafts), dtype=torch.bool, device=device)
+    count_B = torch.tensor(drafts, device=device)
+    return (metadata.temperature[: len(drafts)] == 0).repeat_interleave(count_B)
 
 
 def _metadata(drafts: list[tuple[int, ...]], device: torch.device) -> SpecDecodeMetadata:
@@ -148,7 +215,10 @@ def extend() -> None:
     _extended = True
     for name, own in _OWN.items():
         setattr(GPUModelRunner, name, _for_mars(getattr(GPUModelRunner, name), own))
+    sample = rejection_sampler.rejection_sample
+    rejection_sampler.rejection_sample = wraps(sample)(partial(_rejection_sample, sample))
     WorkerBase.mars_counts = _counts
+    WorkerBase.mars_set_threshold = _set_threshold
 
 
 def _for_mars(original: _Method, own: _Method) -> _Method:
@@ -165,3 +235,8 @@ def _for_mars(original: _Method, own: _Method) -> _Method:
 def _counts(worker: Any) -> dict[str, Any]:
     """`collective_rpc("mars_counts")`: what this worker's steps did."""
     return worker.model_runner.drafter.counts.to_json()
+
+
+def _set_threshold(worker: Any, threshold: float) -> None:
+    """`collective_rpc("mars_set_threshold", args=(0.3,))`: of requests that name none, at once."""
+    worker.model_runner.drafter.set_threshold(threshold)

@@ -11,10 +11,11 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 
-from mars_ray.config.vllm import VllmMars
+from mars_ray.config.vllm import VllmMars, VllmMarsRequest
 from mars_ray.errors import ConfigError
-from mars_ray.model.card import CARD_FILE, ModelCard, read_card
+from mars_ray.model.card import CARD_FILE, read_card
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.vllm.adapter import ARCHITECTURES
 
@@ -49,6 +50,14 @@ def options(config: VllmConfig) -> VllmMars:
         raise ConfigError(f"additional_config of vLLM, key {KEY!r}: {error}") from error
 
 
+def request_options(params: SamplingParams) -> VllmMarsRequest:
+    """What a request's `extra_args` say. Raises ConfigError."""
+    try:
+        return VllmMarsRequest.model_validate((params.extra_args or {}).get(KEY, {}))
+    except ValidationError as error:
+        raise ConfigError(f"extra_args of the request, key {KEY!r}: {error}") from error
+
+
 def read(config: VllmConfig) -> Settings:
     """The settings with their adapter. Raises ConfigError or ModelError."""
     own = options(config)
@@ -65,11 +74,7 @@ def read(config: VllmConfig) -> Settings:
             f'additional_config, {{"{KEY}": {{"adapter": "DIRECTORY"}}}}'
         )
     masks = _masks(config, depths)
-    return Settings(own, masks, adapter, _banned(card))
-
-
-def _banned(card: ModelCard) -> int | None:
-    return card.trained_mask_id
+    return Settings(own, masks, adapter, card.trained_mask_id)
 
 
 def _directory(config: VllmConfig) -> Path:
