@@ -63,7 +63,7 @@ ONLY_IN = {
     "llguidance": {"decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
     "gguf": {"model/gguf.py"},
-    "vllm": {"vllm/"},
+    "vllm": {"vllm/", "evaluate/peers/vllm_peer.py"},
     "torch": {
         "core/",
         "model/",

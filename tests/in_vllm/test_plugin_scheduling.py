@@ -11,8 +11,8 @@ from decode.models import pattern
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
 from decode.adapters import random_adapter
-from model.toys import build
-from vllm_plugin.engines import answers, counts, engine, mars_engine
+from in_vllm.engines import answers, counts, engine, mars_engine
+from model.toys import SHAPE, build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 PROMPTS = [pattern(start, 1 + start % 3, 3 + start % 7) for start in range(24)]
@@ -128,7 +128,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_grammar(architecture: str, tmp_path: Path):
+def test_a_grammar(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Guards masks under a grammar: it must neither end drafting nor let a wrong draft through."""
     from dataclasses import replace
 
@@ -138,6 +138,7 @@ def test_a_grammar(architecture: str, tmp_path: Path):
     from mars_ray.model.directory import fingerprint
     from mars_ray.model.draft_adapter import write_draft_adapter
 
+    monkeypatch.setitem(SHAPE, "hidden_size", 64)
     model, tokenizer = build(architecture, 320)
     directory = tmp_path / "model"
     model.save_pretrained(directory)

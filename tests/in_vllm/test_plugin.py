@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode.models import MASK, STOP, pattern
+from decode.models import MASK, STOP, pattern, trained_model
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
-from vllm_plugin.engines import answers, counts, engine, mars_engine, tokens_per_forward
+from in_vllm.conftest import WIDE
+from in_vllm.engines import answers, counts, engine, mars_engine, tokens_per_forward
 
 from mars_ray.errors import EngineError
 from mars_ray.vllm import interface
@@ -139,9 +140,7 @@ def test_fewer_masks_when_many_run(checkpoint: Path, plain: Any):
 
 def test_an_adapter_of_another_base_is_refused(checkpoint: Path, good: Path, tmp_path: Path):
     """By the fingerprint of its weights, as in our own engine."""
-    from decode.models import trained_model
-
-    trained_model(steps=1).save_pretrained(tmp_path)
+    trained_model(steps=1, **WIDE).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="is another model"):
         mars_engine(tmp_path, mars={"adapter": str(good)})
 
