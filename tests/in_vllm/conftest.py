@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.model.card import write_card
 from mars_ray.model.directory import fingerprint
-from mars_ray.model.draft_adapter import DraftAdapter, write_draft_adapter
+from mars_ray.model.draft_adapter import DraftAdapter, Lora, write_draft_adapter
 
 # vLLM's attention on CPUs wants heads of at least 32.
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -56,3 +56,17 @@ def wild(trained: PreTrainedModel, base: Path, tmp_path_factory: pytest.TempPath
     """An adapter of random weights in all layers: real rows would show any of it."""
     directory = tmp_path_factory.mktemp("adapters") / "wild"
     return _written(random_adapter(trained), base, directory)
+
+
+@pytest.fixture(scope="session")
+def small_loras(
+    trained: PreTrainedModel, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """Two ordinary LoRAs in peft's format: they change answers, but not into noise."""
+    directory = tmp_path_factory.mktemp("loras")
+    made = []
+    for seed in range(2):
+        adapter = random_adapter(trained, seed=seed)
+        lora = {name: Lora(down * 0.1, up) for name, (down, up) in adapter.lora.items()}
+        made.append(_written(replace(adapter, lora=lora), base, directory / str(seed)))
+    return made

@@ -36,7 +36,7 @@ def test_prefix_caching(checkpoint: Path, plain: Any):
     """Guards cached pages: keys of masks must not stay in them."""
     from vllm import SamplingParams
 
-    own = mars_engine(checkpoint, enable_prefix_caching=True, block_size=16)
+    own = mars_engine(checkpoint, enable_prefix_caching=True, block_size=32)
     expected = answers(plain, LONG, max_tokens=40)
     assert answers(own, LONG, max_tokens=40) == expected
     # The answers' pages are found again, too.
@@ -69,7 +69,7 @@ def test_preemption(checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatc
         return original(self, request, *rest, **named)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
-    own = mars_engine(checkpoint, block_size=16, num_gpu_blocks_override=24)
+    own = mars_engine(checkpoint, block_size=32, num_gpu_blocks_override=20)
     prompts = PROMPTS[:16]
     assert answers(own, prompts, max_tokens=60, ignore_eos=True) == answers(
         plain, prompts, max_tokens=60, ignore_eos=True
@@ -99,23 +99,22 @@ def test_an_abort_leaves_the_others_alone(checkpoint: Path, plain: Any):
         assert found[str(index)] == expected[index]
 
 
-def test_a_request_of_its_own_lora(base: Path, good: Path, wild: Path):
-    """Requests with an ordinary LoRA beside others, all drafted by the draft adapter."""
+def test_requests_of_their_own_lora(base: Path, good: Path, small_loras: list[Path]):
+    """Ordinary LoRAs of requests side by side, all drafted by the draft adapter."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, detokenize=False)
-    loras = [LoRARequest("wild", 1, str(wild)) if index % 2 else None for index in range(10)]
+    loras = [LoRARequest(str(n), n + 1, str(path)) for n, path in enumerate(small_loras)]
     given = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:10]]
-    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     texts = []
-    for llm in (
-        engine(base, **settings),
-        mars_engine(base, mars={"adapter": str(good)}, **settings),
-    ):
-        outputs = llm.generate(given, params, lora_request=loras, use_tqdm=False)
+    own = mars_engine(base, mars={"adapter": str(good)}, **settings)
+    for llm in (engine(base, **settings), own):
+        outputs = llm.generate(given, params, lora_request=loras * 5, use_tqdm=False)
         texts.append([list(output.outputs[0].token_ids) for output in outputs])
     assert texts[0] == texts[1]
+    assert counts(own)["total"]["accepted"][0] > 0
     assert texts[0] != answers(engine(base), PROMPTS[:10], max_tokens=30, ignore_eos=True)
 
 
@@ -148,22 +147,21 @@ def test_a_grammar(architecture: str, tmp_path: Path, monkeypatch: pytest.Monkey
     write_draft_adapter(tmp_path / "adapter", replace(adapter, card=card))
     own = mars_engine(directory, mars={"adapter": str(tmp_path / "adapter")}, max_model_len=128)
     plain = engine(directory, max_model_len=128)
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=60,
-        structured_outputs=StructuredOutputsParams(json=json.dumps(SCHEMA)),
-    )
-    prompts = [[10 + start, 20, 30] for start in range(6)]
-    texts = []
-    for llm in (plain, own):
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(given, params, use_tqdm=False)
-        texts.append([output.outputs[0].text for output in outputs])
-    assert texts[0] == texts[1]
-    assert all(text.startswith("{") for text in texts[1])
+    given = [{"prompt_token_ids": [10 + start, 20, 30]} for start in range(6)]
+    # A narrow one, and one that many drafts pass.
+    for grammar in ({"json": json.dumps(SCHEMA)}, {"regex": "[ -~]{40}"}):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputsParams(**grammar)
+        )
+        texts = [
+            [output.outputs[0].text for output in llm.generate(given, params, use_tqdm=False)]
+            for llm in (plain, own)
+        ]
+        assert texts[0] == texts[1]
+        assert "json" not in grammar or all(text.startswith("{") for text in texts[1])
     total = counts(own)["total"]
     # All but the steps of prompts.
-    assert total["forwards_with_masks"] == total["forwards"] - len(prompts)
+    assert total["forwards_with_masks"] == total["forwards"] - 2 * len(given)
     assert total["forwards_with_drafts"] > 0
 
 
