@@ -72,8 +72,13 @@ def test_vllm_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         body = {"model": "tiny", "prompt": [9, 10, 11], "max_tokens": 40, "temperature": 0}
         found = reply(port, "/v1/completions", body | {"return_token_ids": True})
         assert found["choices"][0]["token_ids"] == expected[0]
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            reply(port, "/v1/completions", body | {"vllm_xargs": {"mars": {"threshold": 2}}})
+        wish = {"vllm_xargs": {"mars": '{"threshold": 0.5}'}}
+        assert reply(port, "/v1/completions", body | wish)["choices"]
+        wish = {"vllm_xargs": {"mars": '{"threshold": 2}'}}
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            reply(port, "/v1/completions", body | wish)
+        assert refusal.value.code == 400
+        assert "threshold" in refusal.value.read().decode()
     finally:
         server.terminate()
         server.wait(60)
