@@ -11,6 +11,7 @@ V vocabulary.
 # vLLM lives in an environment of its own.
 # pyright: reportMissingImports=false
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from mars_ray.vllm.cpu import repair_expansion
 from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
 from mars_ray.vllm.mask_rows import GatedRows, IndexedRows, MaskRows
 from mars_ray.vllm.rows import Layout, Origin, masks_for, next_speculative
+from mars_ray.vllm.window import Window
 
 
 class MarsProposer:
@@ -44,6 +46,9 @@ class MarsProposer:
         self.logits_NV: Tensor | None = None  # of the step under way
         self._threshold = self.settings.options.threshold
         self._thresholds: dict[str, float | None] = {}  # that requests have named
+        self.window = Window(self.settings.masks)
+        self._masks_by_running = list(self.settings.options.masks_by_running)
+        self._ended_at: float | None = None  # when the last step did
         self._config = vllm_config
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._model: Any = None
@@ -91,6 +96,10 @@ class MarsProposer:
         assert 0 <= threshold <= 1
         self._threshold = threshold
 
+    def set_masks(self, masks_by_running: Sequence[tuple[int, int]]) -> None:
+        """Set how many masks requests have from the next step on; empty: as many as pay."""
+        self._masks_by_running = [(least, masks) for least, masks in masks_by_running]
+
     def threshold_of(self, request: str, state: Any) -> float:
         """A request's threshold: its own, or the engine's."""
         if request not in self._thresholds:
@@ -119,9 +128,19 @@ class MarsProposer:
         if origins and logits_NV is not None:
             chosen = self._drafts(origins, hidden_NH, logits_NV)
             drafts = {origin.request: own for origin, own in zip(origins, chosen, strict=True)}
+        return next_speculative(sampled, drafts, self._masks_of_next(sampled))
+
+    def _masks_of_next(self, sampled: Sequence[Sequence[int]]) -> int:
         running = sum(1 for tokens in sampled if tokens)
-        limits = self.settings.options.masks_by_running
-        return next_speculative(sampled, drafts, masks_for(running, self.settings.masks, limits))
+        for row, tokens in zip(self.layout.rows, sampled, strict=True):
+            if row.drafts and tokens:
+                self.window.acceptance.add(len(row.drafts), len(tokens) - 1)
+        before, self._ended_at = self._ended_at, time.perf_counter()
+        decodes = self.layout.decodes
+        self.window.note(running, self._ended_at - before if decodes and before else None)
+        if self._masks_by_running:
+            return masks_for(running, self.settings.masks, self._masks_by_running)
+        return self.window.choose(running)
 
     def _drafts(
         self, origins: Sequence[Origin], hidden_NH: Tensor, logits_NV: Tensor

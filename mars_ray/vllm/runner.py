@@ -222,6 +222,7 @@ def extend() -> None:
     rejection_sampler.rejection_sample = wraps(sample)(partial(_rejection_sample, sample))
     WorkerBase.mars_counts = _counts
     WorkerBase.mars_set_threshold = _set_threshold
+    WorkerBase.mars_set_masks = _set_masks
 
 
 def _for_mars(original: _Method, own: _Method) -> _Method:
@@ -243,3 +244,8 @@ def _counts(worker: Any) -> dict[str, Any]:
 def _set_threshold(worker: Any, threshold: float) -> None:
     """`collective_rpc("mars_set_threshold", args=(0.3,))`: of requests that name none, at once."""
     worker.model_runner.drafter.set_threshold(threshold)
+
+
+def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:
+    """`collective_rpc("mars_set_masks", args=([[1, 4]],))`: as `masks_by_running`, at once."""
+    worker.model_runner.drafter.set_masks(masks_by_running)
