@@ -135,7 +135,14 @@ def test_fewer_masks_when_many_run(checkpoint: Path, plain: Any):
     )
     assert counts(own)["total"]["forwards_with_masks"] == 0
     answers(own, PROMPTS[:2], max_tokens=9)
-    assert counts(own)["total"]["forwards_with_drafts"] > 0
+    few = counts(own)["total"]["forwards_with_drafts"]
+    assert few > 0
+    # Said anew while it runs; and nothing said, so that the engine tries all numbers of masks.
+    for masks in ([[1, 4]], []):
+        own.collective_rpc("mars_set_masks", args=(masks,))
+        assert answers(own, PROMPTS, max_tokens=40) == answers(plain, PROMPTS, max_tokens=40)
+        assert counts(own)["total"]["forwards_with_drafts"] > few
+        few = counts(own)["total"]["forwards_with_drafts"]
 
 
 def test_this_vllm_is_as_the_plugin_knows_it():
