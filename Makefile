@@ -88,11 +88,13 @@ wheel: setup                   ## in dist/
 
 # BASE_DIGEST: sha256:... of python:3.11-slim-bookworm, as `docker buildx imagetools inspect` tells it.
 VERSION = $(shell $(BIN)/python -c "import mars_ray; print(mars_ray.__version__)")
-image: setup-run               ## mars-ray-cpu and mars-ray-cuda
+image: setup-run               ## mars-ray-cpu, mars-ray-cuda and mars-ray-vllm
 	docker build --file deploy/Dockerfile --target cpu --build-arg BASE_DIGEST=$(BASE_DIGEST) \
 		--tag mars-ray-cpu:$(VERSION) .
 	docker build --file deploy/Dockerfile --target cuda --build-arg BASE_DIGEST=$(BASE_DIGEST) \
 		--tag mars-ray-cuda:$(VERSION) .
+	docker build --file deploy/Dockerfile --target vllm --build-arg BASE_DIGEST=$(BASE_DIGEST) \
+		--tag mars-ray-vllm:$(VERSION) .
 
 # The tool has dependencies that ours exclude, so it gets an environment of its own.
 sbom: setup-run                ## dist/sbom.json: what an installation brings along, by CycloneDX

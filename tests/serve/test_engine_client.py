@@ -4,6 +4,7 @@ To hold another one to it, give `ENGINES` a function that makes a client for a m
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from serve import bigram
+from serve.vllm_here import ENVIRONMENT, needs_vllm
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request, TokenEvent
@@ -30,6 +33,10 @@ CONTEXT, BATCH = 3000, 4
 SIZE = EngineConfig(
     max_batch=BATCH, max_context=CONTEXT, device="cpu", threads=1, window_control=False
 )
+# Large enough for every request of these tests at once.
+VLLM_SIZE = VllmConfig(
+    max_batch=BATCH, max_context=CONTEXT, dtype="float32", cache_bytes=64_000_000
+)
 
 
 def in_process(directory: Path) -> EngineClient:
@@ -37,7 +44,20 @@ def in_process(directory: Path) -> EngineClient:
     return AsyncEngine(engine, directory)
 
 
-ENGINES: dict[str, Callable[[Path], EngineClient]] = {"in process": in_process}
+def vllm(directory: Path) -> EngineClient:
+    # Only here: most environments have no vLLM.
+    from mars_ray.serve.replica.vllm_loading import loaded
+
+    os.environ.update(ENVIRONMENT)
+    client, _ = loaded(directory, VLLM_SIZE)
+    return client
+
+
+ENGINES: dict[str, Callable[[Path], EngineClient]] = {"in process": in_process, "vllm": vllm}
+MARKS = {
+    "in process": (),
+    "vllm": (pytest.mark.slow, *needs_vllm),
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +71,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
+@pytest.fixture(params=[pytest.param(name, marks=MARKS[name]) for name in ENGINES])
 def client(request, folder) -> Iterator[EngineClient]:
-    client = request.param(folder / "model")
+    client = ENGINES[request.param](folder / "model")
     client.start()
     yield client
     client.stop()
