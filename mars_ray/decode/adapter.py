@@ -1,10 +1,7 @@
 """A draft adapter in the form that the runner uses: few products, on mask rows only.
 
-For layers with the same input, the first factors lie side by side, and the second factors are the
-blocks of one matrix. So queries, keys and values take two products together.
-
-Shape suffixes: D depths, H hidden size, I inputs, O outputs, K summed inner size of the layers
-that share an input, N rows of a forward, R rows of tokens, M mask rows, V vocabulary.
+Shape suffixes: D depths, H hidden size, I inputs, O outputs, N rows of a forward, R rows of tokens,
+M mask rows, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -19,6 +16,7 @@ from transformers import PreTrainedModel
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter
+from mars_ray.model.lora_product import LoraProduct, side_by_side
 
 # A decoder layer's linear layers, grouped by input, in the order of the runner's product.
 _SITES = {
@@ -27,22 +25,6 @@ _SITES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LoraProduct:
-    """The LoRA of all layers that share an input, as two products."""
-
-    down_IK: Tensor
-    up_KO: Tensor
-
-    def add_to(self, y_MO: Tensor, x_MI: Tensor) -> None:
-        """Add the adapter's part to the layers' results, in place."""
-        y_MO.addmm_(torch.mm(x_MI, self.down_IK), self.up_KO)
-
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        """The adapter's part of the layers' results, (M, O)."""
-        return torch.mm(torch.mm(x_MI, self.down_IK), self.up_KO)
 
 
 class MaskRows(Protocol):
@@ -183,18 +165,9 @@ def _layer(adapter: DraftAdapter, model: PreTrainedModel, index: int) -> LayerLo
 def _product(
     adapter: DraftAdapter, model: PreTrainedModel, names: Iterable[str]
 ) -> LoraProduct | None:
-    """The product of layers that share an input; layers without LoRA add no inner size."""
-    downs: list[Tensor] = []
-    ups: list[Tensor] = []
-    for name in names:
-        outputs, _ = _shape(model, name)
-        if own := adapter.lora.get(name):
-            downs.append(own.down_RI)
-            ups.append(own.up_OR * adapter.card.scale)
-        else:
-            ups.append(torch.zeros(outputs, 0, dtype=adapter.mask_embedding_DH.dtype))
-    if not downs:
-        return None
-    down_IK = torch.cat(downs).t().contiguous()
-    up_KO = torch.block_diag(*ups).t().contiguous()
-    return LoraProduct(_as_of(down_IK, model), _as_of(up_KO, model))
+    """The product of layers that share an input."""
+    names = list(names)
+    layers = [adapter.lora.get(name) for name in names]
+    outputs = [_shape(model, name)[0] for name in names]
+    product = side_by_side(layers, outputs, adapter.card.scale)
+    return product.as_of(model.device, model.dtype) if product else None

@@ -1,0 +1,147 @@
+"""The part of `vllm_plugin.py` that vLLM's Python runs: TASK.json FOUND.json."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BATCH = 16
+# Answers of fewer tokens say nothing about speed.
+_LEAST_TOKENS = 16
+
+
+class Sides:
+    """Plain vLLM and vLLM with the plug-in, on the same checkpoint."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.task = task
+        common: dict[str, Any] = {
+            "model": task["checkpoint"],
+            "dtype": task.get("dtype", "float32"),
+            "max_model_len": task["max_context"],
+            "max_num_seqs": BATCH,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+        }
+        self.plain = LLM(**common)
+        adapter = {"adapter": task["adapter"]} if task["adapter"] else {}
+        self.mars = LLM(
+            **common,
+            speculative_config={
+                "method": "custom_class",
+                "model": "mars_ray.vllm.proposer.MarsProposer",
+                "num_speculative_tokens": 2 * task["masks"],
+            },
+            additional_config={"mars": adapter | task["mars"]},
+        )
+
+    def answers(self, llm: Any, indices: list[int], **sampling: Any) -> list[Any]:
+        """vLLM's outputs for some prompts, all given at once."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=self.task["max_new_tokens"],
+            stop_token_ids=self.task["stops"],
+            detokenize=False,
+            **{"temperature": 0.0} | sampling,
+        )
+        given = [{"prompt_token_ids": list(self.task["prompts"][index])} for index in indices]
+        return llm.generate(given, params, use_tqdm=False)
+
+    def counts(self) -> dict[str, Any]:
+        """The plug-in's counts."""
+        return self.mars.collective_rpc("mars_counts")[0]
+
+    def total_since(self, before: dict[str, Any]) -> dict[str, Any]:
+        """Totals since earlier counts."""
+        after, old = self.counts()["total"], before["total"]
+        totals = {
+            key: after[key] - old[key]
+            for key in ("tokens", "forwards", "forwards_with_drafts", "forwards_with_masks")
+        }
+        for key in ("drafted", "accepted"):
+            earlier = [*old[key], *[0] * len(after[key])]
+            totals[key] = [new - was for new, was in zip(after[key], earlier, strict=False)]
+        totals["tokens_per_forward"] = totals["tokens"] / max(1, totals["forwards"])
+        totals["share_with_drafts"] = totals["forwards_with_drafts"] / max(1, totals["forwards"])
+        return totals
+
+
+def greedy(sides: Sides) -> dict[str, Any]:
+    """Both sides' answers to all prompts, and the plug-in's forwards of each."""
+    everything = list(range(len(sides.task["prompts"])))
+    plain = sides.answers(sides.plain, everything)
+    before = sides.counts()
+    mars = sides.answers(sides.mars, everything)
+    total = sides.total_since(before)
+    counted = sides.counts()["requests"]
+    # vLLM adds letters of its own to the ids of requests.
+    forwards = {name.split("-")[0]: counts["forwards"] for name, counts in counted.items()}
+    return {
+        "plain": [list(output.outputs[0].token_ids) for output in plain],
+        "mars": {
+            "answers": [list(output.outputs[0].token_ids) for output in mars],
+            "forwards": [forwards[output.request_id.split("-")[0]] for output in mars],
+        },
+        "greedy": total,
+    }
+
+
+def speed(sides: Sides, batch: int, indices: list[int]) -> dict[str, Any]:
+    """Seconds of both sides for the same prompts in batches of one size, in turn."""
+    groups = [indices[at : at + batch] for at in range(0, len(indices), batch)]
+    seconds: dict[str, list[float]] = {"plain": [], "mars": []}
+    tokens = 0
+    before = sides.counts()
+    for repeat in range(sides.task["repeats"]):
+        order = [("plain", sides.plain), ("mars", sides.mars)]
+        for name, llm in order if repeat % 2 == 0 else reversed(order):
+            start = time.perf_counter()
+            outputs = [out for group in groups for out in sides.answers(llm, group)]
+            seconds[name].append(time.perf_counter() - start)
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    ratios = [plain / mars for plain, mars in zip(seconds["plain"], seconds["mars"], strict=True)]
+    return {
+        "batch": batch,
+        "prompts": len(indices),
+        "tokens": tokens,
+        "plain_tokens_per_s": tokens / statistics.median(seconds["plain"]),
+        "mars_tokens_per_s": tokens / statistics.median(seconds["mars"]),
+        "over_plain": statistics.median(ratios),
+        "ratios": ratios,
+        "seconds": seconds,
+        "steps": sides.total_since(before),
+    }
+
+
+def main() -> None:
+    """Read the task, start both sides, measure."""
+    task = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS=str(task["threads"]),
+    )
+    import vllm
+
+    sides = Sides(task)
+    found = greedy(sides) | {"vllm": vllm.__version__}
+    long = [index for index in task["timed"] if len(found["plain"][index]) >= _LEAST_TOKENS]
+    before = sides.counts()
+    sides.answers(sides.mars, long, temperature=1.0)
+    found["sampled"] = sides.total_since(before)
+    found["speed"] = [speed(sides, batch, long) for batch in task["batches"]]
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

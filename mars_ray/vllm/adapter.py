@@ -1,0 +1,139 @@
+"""A draft adapter on vLLM's modules, whatever their quantization and however they are sharded.
+
+vLLM has one linear layer for queries, keys and values, and one for the two inputs of an MLP. With
+tensor parallelism a layer is cut by its outputs (`column`) or by its inputs (`row`); then each rank
+has its part of the adapter, and of a product by inputs the inner results are summed over ranks.
+
+Why not vLLM's own LoRA, which maps adapters to tokens: a row has one adapter there, so that masks
+of a request with a LoRA of its own would lose that one; and all linear layers would pay for it.
+
+Shape suffixes: I inputs, O outputs, R rank, M rows of masks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_reduce
+
+from mars_ray.errors import ModelError
+from mars_ray.model.draft_adapter import DraftAdapter, Lora
+from mars_ray.model.lora_product import LoraProduct, side_by_side
+from mars_ray.vllm.mask_rows import MaskRows, add_after, embed_after
+
+# vLLM's layers in a decoder layer, and those of the adapter that make one of them.
+_COLUMN = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_ROW = ("self_attn.o_proj", "mlp.down_proj")
+# Models whose decoder layers have these names, and a causal forward over them.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A product of a layer that is cut by its inputs: each rank has a part of the first sum."""
+
+    product: LoraProduct
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        inner_MK = tensor_model_parallel_all_reduce(torch.mm(x_MI, self.product.down_IK))
+        return torch.mm(inner_MK, self.product.up_KO)
+
+
+def attach(adapter: DraftAdapter, model: Any, masks: MaskRows, dtype: torch.dtype) -> None:
+    """Let vLLM's `model` treat masks by the adapter. Raises ModelError if it does not fit."""
+    inner = model.model
+    embedding = inner.embed_tokens
+    device = next(model.parameters()).device
+    mask_DH = adapter.mask_embedding_DH.to(device, dtype)
+    size = model.config.hidden_size
+    if mask_DH.shape[1] != size:
+        raise ModelError(
+            f"the draft adapter has hidden size {mask_DH.shape[1]}, and the model {size}: it was "
+            "trained for another model"
+        )
+    embed_after(embedding, masks, mask_DH)
+    unused = set(adapter.lora)
+    for index, layer in enumerate(inner.layers):
+        prefix = f"model.layers.{index}"
+        for own, names in _COLUMN.items():
+            loras = [adapter.lora.get(f"{prefix}.{name}") for name in names]
+            module = layer.get_submodule(own)
+            product = _by_outputs(loras, _base(module), adapter.card.scale, f"{prefix}.{own}")
+            if product:
+                add_after(module, masks, product.as_of(device, dtype))
+            unused -= {f"{prefix}.{name}" for name in names}
+        for own in _ROW:
+            name = f"{prefix}.{own}"
+            module = layer.get_submodule(own)
+            lora = adapter.lora.get(name)
+            if lora:
+                delta = _by_inputs(lora, _base(module), adapter.card.scale, name)
+                delta = delta.as_of(device, dtype)
+                add_after(module, masks, _Summed(delta) if _base(module).tp_size > 1 else delta)
+            unused.discard(name)
+    if unused:
+        name = min(unused)
+        raise ModelError(f"the draft adapter has weights for {name}, which the model has not")
+
+
+def _base(module: Any) -> Any:
+    """The linear layer itself, if vLLM has wrapped it for requests' own LoRA."""
+    return module.base_layer if hasattr(module, "base_layer") else module
+
+
+def _by_outputs(
+    loras: list[Lora | None], module: Any, scale: float, name: str
+) -> LoraProduct | None:
+    """This rank's part of layers that share an input and are cut by their outputs."""
+    parts = _output_parts(module)
+    cut: list[Lora | None] = []
+    for lora, (size, index, count) in zip(loras, parts, strict=True):
+        if lora is None:
+            cut.append(None)
+            continue
+        _check(lora, (size * count, module.input_size), name)
+        cut.append(Lora(lora.down_RI, lora.up_OR[index * size : (index + 1) * size]))
+    return side_by_side(cut, [size for size, _, _ in parts], scale)
+
+
+def _output_parts(module: Any) -> list[tuple[int, int, int]]:
+    """Of each layer in `module`: outputs of a part, which one is this rank's, number of parts."""
+    rank, ranks = module.tp_rank, module.tp_size
+    if not hasattr(module, "num_kv_head_replicas"):
+        return [(size, rank, ranks) for size in module.output_partition_sizes]
+    replicas = module.num_kv_head_replicas
+    own, parts = rank // replicas, ranks // replicas
+    return [
+        (module.num_heads * module.head_size, rank, ranks),
+        (module.num_kv_heads * module.head_size, own, parts),
+        (module.num_kv_heads * module.v_head_size, own, parts),
+    ]
+
+
+def _by_inputs(lora: Lora, module: Any, scale: float, name: str) -> LoraProduct:
+    """This rank's part of a layer that is cut by its inputs."""
+    _check(lora, (module.output_size, module.input_size), name)
+    size = module.input_size_per_partition
+    start = module.tp_rank * size
+    part = Lora(lora.down_RI[:, start : start + size], lora.up_OR)
+    product = side_by_side([part], [module.output_size], scale)
+    assert product is not None
+    return product
+
+
+def _check(lora: Lora, wanted: tuple[int, int], name: str) -> None:
+    found = (lora.up_OR.shape[0], lora.down_RI.shape[1])
+    if found != wanted:
+        raise ModelError(
+            f"the draft adapter's weights for {name} have shape {found}, and the model's "
+            f"{wanted}: it was trained for another model"
+        )

@@ -1,0 +1,140 @@
+"""The proposer that `model` of vLLM's speculative_config names: what MARS needs beside a runner.
+
+vLLM makes it for its model runner and gives it the model. Drafts come from the forward that the
+runner has done anyway, so the runner's own methods are extended (`runner.py`) where vLLM would call
+`propose`.
+
+Shape suffixes: N rows with logits, M rows of masks, X rows, C candidates, H hidden size,
+V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+
+from mars_ray.core.draft_head import DraftHead, candidate_logits
+from mars_ray.model.draft_adapter import DraftAdapter
+from mars_ray.vllm import interface, runner, settings
+from mars_ray.vllm.adapter import attach
+from mars_ray.vllm.counts import MarsCounts
+from mars_ray.vllm.cpu import repair_expansion
+from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
+from mars_ray.vllm.mask_rows import GatedRows, IndexedRows, MaskRows
+from mars_ray.vllm.rows import Layout, Origin, masks_for, next_speculative
+
+
+class MarsProposer:
+    """Masks, drafts and counts of one model runner."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """Raises ConfigError, ModelError or EngineError for what cannot be decoded."""
+        interface.check()
+        self.settings = settings.read(vllm_config)
+        self.counts = MarsCounts()
+        self.layout = Layout((), ())
+        self.requests: list[str] = []
+        self.logits_NV: Tensor | None = None  # of the step under way
+        self._threshold = self.settings.options.threshold
+        self._thresholds: dict[str, float | None] = {}  # that requests have named
+        self._config = vllm_config
+        self._dtype: torch.dtype = vllm_config.model_config.dtype
+        self._model: Any = None
+        self._headed: HeadedDrafts | None = None
+        self.masks: MaskRows = IndexedRows(torch.device("cpu"))
+        runner.extend()
+
+    def load_model(self, model: Any) -> None:
+        """Take the model that vLLM has loaded. Raises ModelError if an adapter does not fit."""
+        repair_expansion()
+        self._model = model
+        device = next(model.parameters()).device
+        self.masks = self._mask_rows(device)
+        adapter = self.settings.adapter
+        if adapter:
+            attach(adapter, model, self.masks, self._dtype)
+            self._headed = self._with_head(adapter, device)
+
+    def _mask_rows(self, device: torch.device) -> MaskRows:
+        if self._config.compilation_config.cudagraph_mode in (None, CUDAGraphMode.NONE):
+            return IndexedRows(device)
+        return GatedRows(self._config.scheduler_config.max_num_batched_tokens, device)
+
+    def _with_head(self, adapter: DraftAdapter, device: torch.device) -> HeadedDrafts | None:
+        if adapter.head is None:
+            return None
+        weights = {
+            name: getattr(adapter.head, name).to(device, self._dtype)
+            for name in DraftHead.__slots__
+        }
+        head = replace(adapter.head, **weights)
+        candidates = min(adapter.card.candidates, self._config.model_config.get_vocab_size())
+        return HeadedDrafts(head, candidates, self._model.embed_input_ids, self._candidate_logits)
+
+    def _candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
+        weight_VH = getattr(self._model.lm_head, "weight", None)
+        whole = get_tensor_model_parallel_world_size() == 1
+        if whole and weight_VH is not None and weight_VH.is_floating_point():
+            return candidate_logits(hidden_XH, weight_VH, candidate_XC)
+        # Sharded or quantized: all logits, of which only the candidates' are used.
+        return self._model.compute_logits(hidden_XH).gather(-1, candidate_XC).float()
+
+    def set_threshold(self, threshold: float) -> None:
+        """Set the threshold of requests that name none, from the next step on."""
+        assert 0 <= threshold <= 1
+        self._threshold = threshold
+
+    def threshold_of(self, request: str, state: Any) -> float:
+        """A request's threshold: its own, or the engine's."""
+        if request not in self._thresholds:
+            params = state.sampling_params
+            self._thresholds[request] = params and settings.request_options(params).threshold
+        own = self._thresholds[request]
+        return self._threshold if own is None else own
+
+    def ended(self, requests: Iterable[str]) -> None:
+        """Forget requests that have finished or were aborted; their counts stay for a while."""
+        requests = list(requests)
+        self.counts.ended(requests)
+        for request in requests:
+            self._thresholds.pop(request, None)
+
+    def begin(self, requests: Sequence[str], layout: Layout) -> None:
+        """Note the rows of the forward that comes."""
+        self.requests, self.layout = list(requests), layout
+
+    def next_tokens(self, sampled: Sequence[Sequence[int]], hidden_NH: Tensor) -> list[list[int]]:
+        """Count the step, and make each request's speculative tokens of the next one."""
+        logits_NV, self.logits_NV = self.logits_NV, None
+        self.counts.add(self.requests, self.layout, sampled)
+        origins = self.layout.origins(sampled)
+        drafts: dict[int, list[int]] = {}
+        if origins and logits_NV is not None:
+            chosen = self._drafts(origins, hidden_NH, logits_NV)
+            drafts = {origin.request: own for origin, own in zip(origins, chosen, strict=True)}
+        running = sum(1 for tokens in sampled if tokens)
+        limits = self.settings.options.masks_by_running
+        return next_speculative(sampled, drafts, masks_for(running, self.settings.masks, limits))
+
+    def _drafts(
+        self, origins: Sequence[Origin], hidden_NH: Tensor, logits_NV: Tensor
+    ) -> list[list[int]]:
+        row_M = torch.tensor(rows_of(origins), device=logits_NV.device)
+        logits_MV = logits_NV[row_M]
+        self.ban_mask(logits_MV)
+        if self._headed is None:
+            return likeliest_tokens(logits_MV, origins)
+        return self._headed.choose(hidden_NH[row_M], logits_MV, origins)
+
+    def ban_mask(self, logits_NV: Tensor) -> None:
+        """The mask token of a MARS checkpoint is never emitted."""
+        if self.settings.mask_token_id is not None:
+            logits_NV[:, self.settings.mask_token_id] = -torch.inf
+
+    def propose(self, *_: Any, **__: Any) -> list[list[int]]:
+        """vLLM wants proposers to have it; the extended runner calls `next_tokens` instead."""
+        raise AssertionError("the model runner was not extended: `runner.extend` did not run")

@@ -1,0 +1,124 @@
+"""Which rows of a forward are drafts and masks, and whose masks become the next drafts.
+
+    request            A           B (prompt)    C
+    speculative        [7 8 M M]   []            [M M]
+    rows of forward    0 1 2 3 4   5 6 7 8       9 10 11
+                       a 7 8 M M   prompt        c M M
+    rows of logits     0 1 2 3 4   5             6 7 8
+    real ones          0 1 2       5             6
+
+Masks stand behind a request's last draft. They continue its answer only if all drafts before them
+were accepted; then the next step checks what they propose. Otherwise that step has no drafts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+# vLLM's own padding of speculative tokens: never accepted, unknown to grammars and penalties.
+MASK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The speculative tokens of a request in a step."""
+
+    drafts: tuple[int, ...]
+    masks: int
+    padding: int = 0  # behind the masks: rows that nobody reads
+
+    @property
+    def length(self) -> int:
+        """Number of rows with logits: the last token's, too."""
+        return 1 + len(self.drafts) + self.masks + self.padding
+
+
+def parsed(speculative: Sequence[int], depths: int) -> Row:
+    """The row that these speculative tokens make; at most `depths` of its paddings are masks."""
+    drafts = tuple(takewhile(lambda token: token >= 0, speculative))
+    rest = len(speculative) - len(drafts)
+    return Row(drafts, min(rest, depths), max(0, rest - depths))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Masks that continue an answer: they propose the next step's drafts."""
+
+    request: int  # its place in the batch
+    first: int  # the first mask's row among the logits
+    masks: int
+    token: int  # the answer's last token, before what the first mask predicts
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows of all requests in a forward, in the batch's order."""
+
+    rows: tuple[Row, ...]
+    ends: tuple[int, ...]  # where each request's rows end in the forward
+
+    def masks(self) -> tuple[list[int], list[int]]:
+        """Places of all masks in the forward, and their depths, which count from 0."""
+        places: list[int] = []
+        depths: list[int] = []
+        for row, end in zip(self.rows, self.ends, strict=True):
+            first = end - row.padding - row.masks
+            places += range(first, first + row.masks)
+            depths += range(row.masks)
+        return places, depths
+
+    def real_logits(self) -> list[int]:
+        """Places of tokens and drafts among the logits."""
+        places: list[int] = []
+        start = 0
+        for row in self.rows:
+            places += range(start, start + 1 + len(row.drafts))
+            start += row.length
+        return places
+
+    def origins(self, sampled: Sequence[Sequence[int]]) -> list[Origin]:
+        """The masks that continue what was sampled: those behind drafts that were all accepted."""
+        found: list[Origin] = []
+        start = 0
+        for request, (row, tokens) in enumerate(zip(self.rows, sampled, strict=True)):
+            if row.masks and len(tokens) == len(row.drafts) + 1:
+                first = start + 1 + len(row.drafts)
+                found.append(Origin(request, first, row.masks, tokens[-1]))
+            start += row.length
+        return found
+
+
+def laid_out(
+    requests: Iterable[str],
+    scheduled: Mapping[str, int],
+    speculative: Mapping[str, Sequence[int]],
+    depths: int,
+) -> Layout:
+    """The layout of a forward: `scheduled` says how many rows each request of the batch has."""
+    rows: list[Row] = []
+    ends: list[int] = []
+    end = 0
+    for request in requests:
+        rows.append(parsed(speculative.get(request, ()), depths))
+        end += scheduled[request]
+        ends.append(end)
+    return Layout(tuple(rows), tuple(ends))
+
+
+def next_speculative(
+    sampled: Sequence[Sequence[int]], drafts: Mapping[int, Sequence[int]], masks: int
+) -> list[list[int]]:
+    """The speculative tokens of each request's next step: drafts by place in the batch, then masks.
+
+    A request that has sampled nothing is in the middle of its prompt, and gets none.
+    """
+    return [
+        [*drafts.get(request, ()), *[MASK] * masks] if tokens else []
+        for request, tokens in enumerate(sampled)
+    ]
+
+
+def masks_for(running: int, most: int, limits: Sequence[tuple[int, int]]) -> int:
+    """Masks of each request when so many run: `limits` holds pairs `(from so many on, masks)`."""
+    allowed = [masks for least, masks in sorted(limits) if running >= least]
+    return min([most, *allowed[-1:]])

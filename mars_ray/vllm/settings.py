@@ -1,0 +1,125 @@
+"""What a vLLM configuration says about MARS, checked.
+
+speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
+additional_config = {"mars": {"adapter": "adapters/smollm2"}}
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from pydantic import ValidationError
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+
+from mars_ray.config.vllm import VllmMars, VllmMarsRequest
+from mars_ray.errors import ConfigError
+from mars_ray.model.card import CARD_FILE, read_card
+from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
+from mars_ray.vllm.adapter import ARCHITECTURES
+
+# What `model` of vLLM's speculative_config must be.
+PROPOSER = "mars_ray.vllm.proposer.MarsProposer"
+KEY = "mars"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """MARS decoding of one model: by an adapter, or by the mask token that it was trained with."""
+
+    options: VllmMars
+    masks: int  # most of a request in a step; there are as many drafts at most
+    adapter: DraftAdapter | None
+    mask_token_id: int | None
+
+
+def asked_for(config: VllmConfig) -> bool:
+    """Whether the configuration asks for MARS."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.model == PROPOSER
+
+
+def options(config: VllmConfig) -> VllmMars:
+    """What `additional_config` says. Raises ConfigError."""
+    additional: Any = config.additional_config
+    content = additional.get(KEY, {}) if isinstance(additional, dict) else {}
+    try:
+        return VllmMars.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"additional_config of vLLM, key {KEY!r}: {error}") from error
+
+
+def request_options(params: SamplingParams) -> VllmMarsRequest:
+    """What a request's `extra_args` say. Raises ConfigError."""
+    try:
+        return VllmMarsRequest.model_validate((params.extra_args or {}).get(KEY, {}))
+    except ValidationError as error:
+        raise ConfigError(f"extra_args of the request, key {KEY!r}: {error}") from error
+
+
+def read(config: VllmConfig) -> Settings:
+    """The settings with their adapter. Raises ConfigError or ModelError."""
+    own = options(config)
+    _check_engine(config)
+    directory = _directory(config)
+    adapter = None
+    card = read_card(directory)
+    if own.adapter:
+        adapter = read_draft_adapter(own.adapter, directory)
+    depths = adapter.card.depths if adapter else card.block_size
+    if not depths:
+        raise ConfigError(
+            f"{directory} was not trained by MARS (it has no {CARD_FILE}): name a draft adapter in "
+            f'additional_config, {{"{KEY}": {{"adapter": "DIRECTORY"}}}}'
+        )
+    masks = _masks(config, depths)
+    return Settings(own, masks, adapter, card.trained_mask_id)
+
+
+def _directory(config: VllmConfig) -> Path:
+    """Where vLLM has the model's files; a hub's name is looked up in the cache that it filled."""
+    model = config.model_config
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    return Path(
+        snapshot_download(
+            model.model,
+            revision=model.revision,
+            cache_dir=config.load_config.download_dir,
+            local_files_only=True,
+        )
+    )
+
+
+def _check_engine(config: VllmConfig) -> None:
+    """Raises ConfigError for what the plug-in cannot do."""
+    speculative = config.speculative_config
+    assert speculative is not None
+    found = config.model_config.architectures
+    if not set(found) & set(ARCHITECTURES):
+        raise ConfigError(
+            f"MARS in vLLM decodes {', '.join(ARCHITECTURES)}; this model is {', '.join(found)}"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "MARS in vLLM does not work with pipeline_parallel_size > 1: use "
+            "tensor_parallel_size instead"
+        )
+    if speculative.num_speculative_tokens_per_batch_size is not None:
+        raise ConfigError(
+            "num_speculative_tokens_per_batch_size has no effect on MARS: say masks_by_running in "
+            f"additional_config, key {KEY!r}"
+        )
+
+
+def _masks(config: VllmConfig, depths: int) -> int:
+    """Masks of a request: half of its speculative tokens, because as many are drafts."""
+    assert config.speculative_config is not None
+    tokens = config.speculative_config.num_speculative_tokens
+    if tokens % 2 or not 2 <= tokens <= 2 * depths:
+        raise ConfigError(
+            f"num_speculative_tokens is {tokens}: it counts drafts and as many masks, so it must "
+            f"be even and at most {2 * depths}, twice the depth that was trained"
+        )
+    return tokens // 2

