@@ -62,9 +62,8 @@ ONLY_IN = {
     "fastapi": {"serve/"},
     "llguidance": {"decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
-    "vllm": {"serve/replica/vllm_"},
     "gguf": {"model/gguf.py"},
-    "vllm": {"vllm/"},
+    "vllm": {"vllm/", "serve/replica/vllm_"},
     "torch": {
         "core/",
         "model/",

@@ -4,7 +4,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from mars_ray.config.base import Config
 from mars_ray.config.decode import EngineConfig
@@ -59,6 +66,17 @@ class VllmConfig(Config):
     draft_adapter: str | None = Field(
         default=None, description="a draft adapter for this model: directory, hub name or URI"
     )
+    masks: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="masks of a request in a step; default: as many as the checkpoint or its "
+        "adapter was trained for. A number leaves room for an adapter that comes later",
+    )
+    masks_by_running: tuple[tuple[PositiveInt, NonNegativeInt], ...] = Field(
+        default=(),
+        description="pairs (n, masks): with n or more requests running, each has so many masks",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: str | None = Field(default=None, description="as vLLM names it, such as 'fp8'")
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share each layer")
@@ -77,6 +95,8 @@ class VllmConfig(Config):
                 raise ValueError(f"args.{name}: it is said by {_SAID_BY[name]}")
             if name in _FIXED:
                 raise ValueError(f"args.{name}: the service relies on its own value; leave it out")
+        if "mars" in self.args.get("additional_config", {}):
+            raise ValueError("args.additional_config.mars: it is said by the engine's own fields")
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,11 @@ SIZE = EngineConfig(
 )
 # Large enough for every request of these tests at once.
 VLLM_SIZE = VllmConfig(
-    max_batch=BATCH, max_context=CONTEXT, dtype="float32", cache_bytes=64_000_000
+    max_batch=BATCH,
+    max_context=CONTEXT,
+    dtype="float32",
+    cache_bytes=64_000_000,
+    masks=bigram.DEPTHS,
 )
 
 

@@ -55,7 +55,13 @@ async def _vllm(job: ServeJob, config: VllmConfig, checkpoint: Path) -> Running:
     from mars_ray.serve.replica.vllm_loading import load_vllm
 
     executor = "ray" if config.workers > 1 and job.gpus_per_replica else None
+    place = config.draft_adapter
+    if place:
+        directory = local_adapter(place, job.model_cache)
+        config = config.model_copy(update={"draft_adapter": str(directory)})
     client, tokenizer = await load_vllm(checkpoint, config, executor)
+    if place and config.draft_adapter:
+        client.adapter_name = adapter_name(place, Path(config.draft_adapter))
     seen = await client.snapshot()
     problem = warning(job, measured(job, seen.step_cost, 0))
     _tell(job, str(seen.info), config.max_step_tokens, problem)

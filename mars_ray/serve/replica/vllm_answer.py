@@ -9,6 +9,7 @@ from vllm.v1.outputs import LogprobsLists
 from mars_ray.decode.mailbox import Deliver
 from mars_ray.decode.request import Completion, Request, TokenEvent, TokenLogprobs
 from mars_ray.decode.request import FinishReason as Reason
+from mars_ray.decode.thresholds import Elastic
 from mars_ray.errors import PoisonError
 
 _REASONS: dict[FinishReason, Reason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -22,27 +23,32 @@ class VllmAnswer:
     deliver: Deliver
     core_id: str  # its name in vLLM's engine
     threshold: float | None  # the lowest in force so far, in modes that have one
+    in_force: float | None = field(init=False)  # the threshold of the next step
     submitted_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
     forwards: int = 0
     tokens: list[int] = field(default_factory=list)
     token_forward: list[int] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)  # whose drafts were verified, in order
+    drafted_by: str | None = None  # the adapter that made drafts for the next step
     is_over: bool = False
 
+    def __post_init__(self) -> None:
+        self.in_force = self.threshold
+
+    def follow(self, set_point: float) -> None:
+        """Sets the threshold from the next step on, if the request tolerates a change."""
+        if self.in_force is not None and isinstance(self.request.quality, Elastic):
+            self.in_force = max(self.request.quality.floor, set_point)
+
     def add(self, output: EngineCoreOutput, adapter: str | None) -> TokenEvent:
-        """The event of a step; `adapter` is the one whose drafts the step has verified."""
+        """The event of a step in which this adapter, or none, has made drafts for the next one."""
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and self.queue_s is None:
                 self.queue_s = max(0.0, event.timestamp - self.submitted_s)
-        tokens = tuple(output.new_token_ids)
+        tokens, verified = tuple(output.new_token_ids), None
         if tokens:
-            self.forwards += 1
-            self.tokens += tokens
-            self.token_forward += [self.forwards] * len(tokens)
-            # Nobody's drafts are verified by the forward of the prompt.
-            if adapter and self.forwards > 1 and adapter not in self.adapters[-1:]:
-                self.adapters.append(adapter)
+            verified = self._step(tokens, adapter)
         completion = failure = None
         if output.finish_reason is not None:
             self.is_over = True
@@ -56,9 +62,22 @@ class VllmAnswer:
             tokens,
             completion,
             logprobs=_logprobs(logprobs, self.request.logprobs or 0) if logprobs else (),
-            adapter=adapter if self.forwards > 1 else None,
+            adapter=verified,
             failure=failure,
         )
+
+    def _step(self, tokens: tuple[int, ...], adapter: str | None) -> str | None:
+        """Counts a forward; returns the adapter whose drafts it has verified."""
+        self.forwards += 1
+        self.tokens += tokens
+        self.token_forward += [self.forwards] * len(tokens)
+        if self.threshold is not None and self.in_force is not None:
+            self.threshold = min(self.threshold, self.in_force)
+        # A prompt's forward has no masks.
+        verified, self.drafted_by = self.drafted_by, adapter if self.forwards > 1 else None
+        if verified and verified not in self.adapters[-1:]:
+            self.adapters.append(verified)
+        return verified
 
     def late(self) -> TokenEvent:
         """The last event of a request whose deadline has passed, with the tokens that it has."""

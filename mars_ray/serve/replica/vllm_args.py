@@ -10,20 +10,26 @@ from typing import Any
 import vllm
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
+from mars_ray.config.vllm import VllmMars
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.decode.request import MOST_LOGPROBS, Request
+from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.errors import ConfigError, RequestError
+from mars_ray.vllm.settings import KEY, PROPOSER
 
 # vLLM raises lower temperatures to this one.
 _LEAST_TEMPERATURE = 0.01
 _SEEDS = 1 << 64
 
 
-def engine_args(directory: Path, config: VllmConfig, executor: str | None) -> AsyncEngineArgs:
-    """The arguments of an engine for a model directory; `executor` is vLLM's
-    distributed_executor_backend, None for its own choice.
+def engine_args(
+    directory: Path, config: VllmConfig, masks: int, executor: str | None
+) -> AsyncEngineArgs:
+    """The arguments of an engine for a model directory, with so many masks of a request in a step;
+    `executor` is vLLM's distributed_executor_backend, None for its own choice.
 
     Raises ConfigError for an argument that vLLM does not have, or does not take.
     """
@@ -55,11 +61,40 @@ def engine_args(directory: Path, config: VllmConfig, executor: str | None) -> As
         given["gpu_memory_utilization"] = config.gpu_memory_utilization
     if executor is not None:
         given["distributed_executor_backend"] = executor
+    if masks:
+        given |= _drafting(config, masks)
     try:
         config.check_names((field.name for field in fields(AsyncEngineArgs)), vllm.__version__)
-        return AsyncEngineArgs(**given | config.args)
+        return AsyncEngineArgs(**config.args | given)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _drafting(config: VllmConfig, masks: int) -> dict[str, Any]:
+    """The arguments by which the plug-in (`mars_ray/vllm`) drafts with so many masks."""
+    mars = VllmMars(
+        adapter=config.draft_adapter,
+        adapters_change=adapters_change(config),
+        masks_by_running=config.masks_by_running,
+    )
+    return {
+        # Drafts and masks are speculative tokens, as many of the one as of the other.
+        "speculative_config": {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": 2 * masks,
+        },
+        "additional_config": {
+            **config.args.get("additional_config", {}),
+            KEY: mars.model_dump(mode="json"),
+        },
+    }
+
+
+def adapters_change(config: VllmConfig) -> bool:
+    """Whether the draft adapter may change while the engine runs: CUDA graphs keep theirs."""
+    may_come = bool(config.draft_adapter or config.masks)
+    return may_come and (current_platform.is_cpu() or bool(config.args.get("enforce_eager")))
 
 
 def sampling_params(request: Request, drafts: bool) -> SamplingParams:
@@ -89,11 +124,28 @@ def sampling_params(request: Request, drafts: bool) -> SamplingParams:
         # Text, and stop strings in it, are the output processor's business.
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args={KEY: _said(request)} if drafts else None,
         skip_clone=True,
     )
 
 
+def _said(request: Request) -> dict[str, Any]:
+    """How the plug-in is to decode a request."""
+    own = request.mode.own_threshold
+    if own is None:
+        return {"drafts": False}
+    if isinstance(request.quality, Elastic):
+        return {"floor": request.quality.floor}
+    return {"threshold": own}
+
+
 def _check(request: Request, drafts: bool) -> None:
+    if isinstance(request.quality, Budget):
+        raise RequestError(
+            "the vLLM engine has no quality_budget: name a quality or a threshold, or ask a "
+            "service whose engine.type is 'mars'",
+            field="quality_budget",
+        )
     sampling = request.sampling
     if 0 < sampling.temperature < _LEAST_TEMPERATURE:
         raise RequestError(

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.decode.info import EngineInfo
@@ -30,7 +32,8 @@ from mars_ray.decode.mailbox import Deliver, delivered, failed
 from mars_ray.decode.request import EngineFacts, Request, TokenEvent, check_request
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, RequestError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.card import ModelCard
+from mars_ray.model.draft_adapter import read_draft_adapter
 from mars_ray.serve.replica.vllm_answer import VllmAnswer
 from mars_ray.serve.replica.vllm_args import sampling_params
 from mars_ray.serve.replica.vllm_counts import StepSeen, VllmCounts
@@ -43,17 +46,33 @@ Reply = TypeVar("Reply")
 _LOOK_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Mars:
+    """What an engine was started with to decode MARS."""
+
+    directory: Path  # the model's
+    card: ModelCard  # of the model alone
+    masks: int  # of a request in a step, at most; 0: nothing is ever drafted
+    adapter: str | None  # name of the draft adapter
+    depths: int  # of what makes drafts
+    change: bool  # whether another adapter may take its place
+
+
 class VllmClient:
     """An engine of vLLM that runs on its own. `start` it before use, `stop` it at the end."""
 
     def __init__(
-        self, llm: AsyncLLM, config: VllmConfig, facts: EngineFacts, info: EngineInfo
+        self, llm: AsyncLLM, config: VllmConfig, facts: EngineFacts, info: EngineInfo, mars: Mars
     ) -> None:
         self._llm = llm
         self._config = config
         self.facts = facts
         self._info = info
-        self.can_draft = False
+        self._mars = mars
+        self._card = replace(mars.card, block_size=mars.depths)
+        self.can_draft = mars.depths > 0
+        self.adapter_name = mars.adapter
+        self._ready: tuple[str, int] | None = None  # name and depths of the adapter made ready
         self._counts = VllmCounts(config.max_step_tokens)
         self._seen: list[StepSeen] | None = None  # the steps of `warm_up`
         self._answers: dict[str, VllmAnswer] = {}
@@ -126,7 +145,11 @@ class VllmClient:
         """See EngineClient."""
 
         async def change() -> None:
+            if self._mars.masks:
+                await self._llm.collective_rpc("mars_set_threshold", args=(threshold,))
             self._set_point = threshold
+            for answer in self._answers.values():
+                answer.follow(threshold)
 
         await self._ask(change)
 
@@ -138,8 +161,11 @@ class VllmClient:
                 self._info,
                 open_requests=len(self._answers),
                 set_point=self._set_point,
-                windows=(),
-                adapter=None,
+                windows=[
+                    min(self._mars.masks, self._card.block_size) if answer.threshold else 0
+                    for answer in self._answers.values()
+                ],
+                adapter=self.adapter_name,
                 can_draft=self.can_draft,
             )
 
@@ -147,12 +173,49 @@ class VllmClient:
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """See EngineClient."""
-        raise ModelError("the vLLM engine takes no draft adapter")
+        if not self._mars.change:
+            raise ModelError(
+                "this vLLM engine has no room for another draft adapter: start the service with "
+                "the adapter; or, to change it while the service runs, with engine.masks and, on "
+                "GPUs, engine.args.enforce_eager = true"
+            )
+        adapter = await asyncio.to_thread(read_draft_adapter, directory, self._mars.directory)
+        depths = adapter.card.depths
+        if depths > self._mars.masks:
+            raise ModelError(
+                f"the draft adapter has {depths} depths, and the engine has room for "
+                f"{self._mars.masks} masks: start the service with engine.masks = {depths}"
+            )
+
+        async def load() -> None:
+            try:
+                await self._llm.collective_rpc("mars_load_adapter", args=(str(directory),))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                raise ModelError(f"vLLM does not take the draft adapter: {error}") from error
+
+        await self._ask(load)
+        self._ready = name, depths
 
     async def use_adapter(self, name: str | None) -> None:
         """See EngineClient."""
+        ready, self._ready = self._ready, None
+        depths = self._mars.card.block_size
         if name is not None:
-            raise ModelError(f"draft adapter {name} is not ready: load it first")
+            if ready is None or ready[0] != name:
+                raise ModelError(f"draft adapter {name} is not ready: load it first")
+            depths = ready[1]
+        # Set before the engine is asked, as requests submitted later are decoded after the change.
+        self.can_draft = depths > 0
+
+        async def use() -> None:
+            if self._mars.change:
+                await self._llm.collective_rpc("mars_use_adapter", args=(name is not None,))
+            self.adapter_name = name
+            self._card = replace(self._mars.card, block_size=depths)
+
+        await self._ask(use)
 
     async def _ask(self, question: Callable[[], Awaitable[Reply]]) -> Reply:
         """The reply, made by the engine's thread. Raises what the question raises, and EngineError
@@ -164,6 +227,12 @@ class VllmClient:
                 return
             try:
                 reply.set_result(await question())
+            except asyncio.CancelledError:
+                reply.set_exception(EngineError("the engine was shut down"))
+                raise
+            except EngineDeadError:
+                reply.set_exception(EngineError("vLLM's engine has ended"))
+                raise
             except Exception as error:  # noqa: BLE001 - a question must not end the thread
                 reply.set_exception(error)
 
@@ -240,9 +309,9 @@ class VllmClient:
                 self._counts.preempted()
         if output.prefill_stats:
             self._counts.prompt(output.prefill_stats.num_computed_tokens)
-        event = answer.add(output, adapter=None)
+        event = answer.add(output, self.adapter_name if answer.request.mode.has_masks else None)
         if event.tokens:
-            self._counts.forward(answer.request.mode.type, len(event.tokens), answer.threshold)
+            self._counts.forward(answer.request.mode.type, len(event.tokens), answer.in_force)
         if answer.is_over:
             # The id is free from here on, whether the event is delivered or not.
             self._forget(answer)
@@ -272,7 +341,7 @@ class VllmClient:
             made = llm.input_processor.process_inputs(
                 request.id,
                 tokens_input(list(request.prompt)),
-                sampling_params(request, drafts=False),
+                sampling_params(request, drafts=self._mars.masks > 0),
                 supported_tasks=("generate",),
                 priority=request.priority,
             )
@@ -280,7 +349,11 @@ class VllmClient:
             field = getattr(error, "parameter", None)
             raise RequestError(f"vLLM refuses the request: {error}", field=field) from error
         llm.input_processor.assign_request_id(made)
-        answer = VllmAnswer(request, deliver, made.request_id, request.mode.own_threshold)
+        # A quality takes the place of the mode's own threshold.
+        own = request.mode.own_threshold
+        threshold = own if own is None or request.quality is None else 1.0
+        answer = VllmAnswer(request, deliver, made.request_id, threshold)
+        answer.follow(self._set_point)
         if not self._answers:
             self._last_step_s = time.monotonic()
             self._counts.begin(self._last_step_s)
@@ -292,7 +365,7 @@ class VllmClient:
 
     def _check(self, request: Request) -> None:
         facts = self.facts
-        check_request(request, facts.vocabulary, PLAIN, facts.max_context)
+        check_request(request, facts.vocabulary, self._card, facts.max_context)
         if problem := self._config.unsupported(request.mode):
             raise RequestError(problem, field="mode")
 

@@ -14,10 +14,12 @@ from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.request import EngineFacts
 from mars_ray.errors import ModelError
+from mars_ray.model.card import read_card
+from mars_ray.model.draft_adapter import read_draft_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids_of
-from mars_ray.serve.replica.vllm_args import engine_args
-from mars_ray.serve.replica.vllm_client import VllmClient
+from mars_ray.serve.replica.vllm_args import adapters_change, engine_args
+from mars_ray.serve.replica.vllm_client import Mars, VllmClient
 
 _ENVIRONMENT = {
     # A replica has threads, which a forked process would miss.
@@ -48,14 +50,22 @@ def loaded(
         os.environ.setdefault(name, value)
     tokenizer = load_tokenizer(directory)
     stops = stop_ids_of(directory, tokenizer)
-    args = engine_args(directory, config, executor)
+    card = read_card(directory)
+    adapter = config.draft_adapter
+    depths = read_draft_card(adapter).depths if adapter else card.block_size
+    masks = config.masks or depths
+    if masks:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plug-in extends the other one
+    args = engine_args(directory, config, masks, executor)
     try:
         llm = AsyncLLM.from_engine_args(args)
     except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
         raise ModelError(f"vLLM does not start with {directory}: {error}") from error
     vocabulary = llm.model_config.get_vocab_size()
     facts = EngineFacts(config.max_context, config.max_batch, vocabulary, stops)
-    return VllmClient(llm, config, facts, _info(llm.vllm_config)), tokenizer
+    name = Path(adapter).name if adapter else None
+    mars = Mars(directory, card, masks, name, depths, adapters_change(config))
+    return VllmClient(llm, config, facts, _info(llm.vllm_config), mars), tokenizer
 
 
 def _info(config: EngineArguments) -> EngineInfo:
