@@ -81,6 +81,10 @@ class VllmConfig(Config):
     quantization: str | None = Field(default=None, description="as vLLM names it, such as 'fp8'")
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share each layer")
     pipeline_parallel_size: int = Field(default=1, ge=1, description="groups of layers")
+    py_executable: str | None = Field(
+        default=None,
+        description="the Python that has vLLM, for the replicas' processes; default: the nodes' own",
+    )
     args: dict[str, Any] = Field(
         default={}, description="more of vLLM's engine arguments, by the names of its EngineArgs"
     )

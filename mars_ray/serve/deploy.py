@@ -13,6 +13,7 @@ from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.autoscale.service_model_fit import prior_model
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
@@ -173,8 +174,15 @@ def _actor_options(job: ServeJob) -> dict[str, Any]:
         "num_cpus": job.cpus_per_replica,
         "num_gpus": 0 if _is_group(job) else job.gpus_per_replica,
         "resources": job.resources_per_replica,
-        "runtime_env": {"env_vars": _ENV | job.environment},
+        "runtime_env": _runtime_env(job),
     }
+
+
+def _runtime_env(job: ServeJob) -> dict[str, Any]:
+    runtime_env: dict[str, Any] = {"env_vars": _ENV | job.environment}
+    if isinstance(job.engine, VllmConfig) and job.engine.py_executable:
+        runtime_env["py_executable"] = job.engine.py_executable
+    return runtime_env
 
 
 def _life(job: ServeJob) -> dict[str, Any]:

@@ -41,7 +41,13 @@ def job(checkpoint) -> ServeJob:
         replicas=2,
         cpus_per_replica=0.5,
         environment=ENVIRONMENT,
-        engine=VllmConfig(max_batch=4, max_context=300, dtype="float32", cache_bytes=16_000_000),
+        engine=VllmConfig(
+            max_batch=4,
+            max_context=300,
+            dtype="float32",
+            cache_bytes=16_000_000,
+            args={"enforce_eager": True},  # nothing to compile
+        ),
         limits=Limits(new_tokens=TOKENS, waiting_requests=40),
     )
 
@@ -164,5 +170,5 @@ def engines() -> set[int]:
     return {
         child.pid
         for child in psutil.Process(raylet).children(recursive=True)
-        if child.name().startswith("VLLM::")
+        if child.name().startswith("VLLM::EngineC")
     }

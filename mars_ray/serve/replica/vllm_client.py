@@ -282,6 +282,7 @@ class VllmClient:
         self._loop.run_until_complete(self._refuse_rest())
         self._fail_all(EngineError("the engine was shut down"))
         self._llm.shutdown()
+        self._loop.run_until_complete(_end_tasks())
         self._loop.close()
 
     async def _refuse_rest(self) -> None:
@@ -414,3 +415,11 @@ class VllmClient:
     async def _stop(self) -> None:
         assert self._main is not None
         self._main.cancel()
+
+
+async def _end_tasks() -> None:
+    """Cancels what vLLM leaves running in the loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
