@@ -63,7 +63,7 @@ ONLY_IN = {
     "llguidance": {"decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
     "gguf": {"model/gguf.py"},
-    "vllm": {"vllm/", "serve/replica/vllm_"},
+    "vllm": {"vllm/", "evaluate/peers/vllm_peer.py", "serve/replica/vllm_"},
     "torch": {
         "core/",
         "model/",

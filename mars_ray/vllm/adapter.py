@@ -10,6 +10,9 @@ of a request with a LoRA of its own would lose that one; and all linear layers w
 Shape suffixes: I inputs, O outputs, R rank, M rows of masks.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,6 +6,9 @@ of the result, unless that is int64. Versions without the fault are left alone: 
 Shape suffixes: B requests, N drafts of all requests.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import torch
 from torch import Tensor
 from vllm.logger import init_logger

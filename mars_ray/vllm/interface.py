@@ -4,6 +4,9 @@ The runner is no public interface. So a version that has changed it must fail wh
 say so, rather than decode wrongly.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import inspect
 from typing import Any
 

@@ -7,6 +7,9 @@ tensor says whose results count, because a graph's shapes are fixed.
 Shape suffixes: N rows of a forward, M rows of masks, D depths, H hidden size, I inputs, O outputs.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,5 +1,8 @@
 """What vLLM calls in each of its processes, by the entry point group `vllm.general_plugins`."""
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from functools import wraps
 from typing import Any
 

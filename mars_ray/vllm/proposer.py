@@ -8,6 +8,9 @@ Shape suffixes: N rows with logits, M rows of masks, X rows, C candidates, H hid
 V vocabulary.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -9,6 +9,9 @@
 Beside them the rejection sampler's last function, for thresholds below 1 (`relaxed.py`).
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial, wraps

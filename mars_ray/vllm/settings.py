@@ -4,6 +4,9 @@ speculative_config = {"method": "custom_class", "model": PROPOSER, "num_speculat
 additional_config = {"mars": {"adapter": "adapters/smollm2"}}
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -89,7 +89,8 @@ def build(architecture: str, rows: int) -> tuple[PreTrainedModel, PreTrainedToke
         config = MistralConfig(vocab_size=rows, eos_token_id=3, sliding_window=None, **SHAPE)
         return MistralForCausalLM(config), llama_tokenizer()
     if architecture == "qwen3":
-        config = Qwen3Config(vocab_size=rows, head_dim=16, tie_word_embeddings=True, **SHAPE)
+        head_dim = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+        config = Qwen3Config(vocab_size=rows, head_dim=head_dim, tie_word_embeddings=True, **SHAPE)
         return Qwen3ForCausalLM(config), qwen_tokenizer()
     config = Qwen2Config(vocab_size=rows, tie_word_embeddings=True, **SHAPE)
     return Qwen2ForCausalLM(config), qwen_tokenizer()

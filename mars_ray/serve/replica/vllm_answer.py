@@ -1,5 +1,8 @@
 """One request in vLLM's engine: makes events of what its steps say about it."""
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import time
 from dataclasses import dataclass, field
 

@@ -3,6 +3,9 @@
 Every field of ours has one of vLLM's, or is refused by name: none is dropped.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -8,6 +8,9 @@ request whose reader is slow, and make text of tokens of which text is made here
 All commands from outside go through one queue, in their order.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import asyncio
 import concurrent.futures
 import contextlib

@@ -4,6 +4,9 @@ vLLM's scheduler reports each step: what it held, and when it ended. Its tokens 
 tokens of a request are counted whether somebody still waits for them or not.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy

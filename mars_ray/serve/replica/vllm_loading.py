@@ -1,5 +1,8 @@
 """From a model directory to a client of a vLLM engine that runs."""
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import asyncio
 import os
 from pathlib import Path

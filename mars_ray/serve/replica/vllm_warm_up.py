@@ -3,6 +3,9 @@
 vLLM itself runs every kernel when it starts; steps cannot be asked of it one by one.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import random
 from collections.abc import Iterable, Iterator
 

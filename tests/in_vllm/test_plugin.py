@@ -10,7 +10,7 @@ from decode.models import MASK, STOP, pattern
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
-from vllm_plugin.engines import answers, counts, engine, mars_engine, tokens_per_forward
+from in_vllm.engines import answers, counts, engine, mars_engine, tokens_per_forward
 
 from mars_ray.errors import EngineError
 from mars_ray.vllm import interface
@@ -88,7 +88,7 @@ def test_logprobs_are_the_models(plain: Any, drafting: Any):
                 assert own[token].logprob == pytest.approx(value.logprob, abs=1e-3)
 
 
-def test_sampled_tokens_have_the_models_distribution(plain: Any, drafting: Any):
+def test_sampled_tokens_have_the_models_distribution(plain: Any, drafting: Any, mars: Any):
     """Chi-square of the first eight tokens' joint counts, a false alarm in 1,000: a sampler that
     forgets the temperature of drafts fails by far."""
     many = [PROMPTS[4]] * 3000
@@ -96,7 +96,8 @@ def test_sampled_tokens_have_the_models_distribution(plain: Any, drafting: Any):
     before = counts(drafting)
     found = [answers(llm, many, **sampling) for llm in (plain, drafting)]
     assert counts(drafting)["total"]["accepted"][0] > before["total"]["accepted"][0]
-    assert all(MASK not in answer for answer in found[1])
+    # In the base of an adapter it is a token like others.
+    assert drafting is not mars or all(MASK not in answer for answer in found[1])
     for place in range(8):
         wanted, own = (Counter(answer[place] for answer in each) for each in found)
         assert _chi_square(wanted, own) < _limit(len(wanted | own) - 1), f"token {place}"
@@ -123,7 +124,7 @@ def test_counts_add_up(mars: Any):
     assert made == total["forwards"] - old["forwards"] + accepted
     # Tokens behind the limit are counted in the step that made them.
     assert tokens <= made <= tokens + 4 * 4
-    assert len(after["requests"]) == len(before["requests"]) + 4
+    assert len(after["requests"].keys() - before["requests"].keys()) == 4
 
 
 def test_fewer_masks_when_many_run(checkpoint: Path, plain: Any):
@@ -135,35 +136,6 @@ def test_fewer_masks_when_many_run(checkpoint: Path, plain: Any):
     assert counts(own)["total"]["forwards_with_masks"] == 0
     answers(own, PROMPTS[:2], max_tokens=9)
     assert counts(own)["total"]["forwards_with_drafts"] > 0
-
-
-def test_an_adapter_of_another_base_is_refused(checkpoint: Path, good: Path, tmp_path: Path):
-    """By the fingerprint of its weights, as in our own engine."""
-    from decode.models import trained_model
-
-    trained_model(steps=1).save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="is another model"):
-        mars_engine(tmp_path, mars={"adapter": str(good)})
-
-
-@pytest.mark.parametrize(
-    ("masks", "mars", "message"),
-    [
-        (5, {}, "at most 8"),
-        (2, {"adaptor": "x"}, "adaptor"),
-        (2, {"adapter": "/nowhere"}, "draft adapter"),
-    ],
-)
-def test_wrong_settings_are_refused(checkpoint: Path, masks: int, mars: Any, message: str):
-    """A setting that cannot be meant must not be dropped."""
-    with pytest.raises(RuntimeError, match=message):
-        mars_engine(checkpoint, masks, mars=mars)
-
-
-def test_a_model_without_masks_is_refused(base: Path):
-    """It would decode with masks that nobody has trained."""
-    with pytest.raises(RuntimeError, match="name a draft adapter"):
-        mars_engine(base)
 
 
 def test_this_vllm_is_as_the_plugin_knows_it():

@@ -10,12 +10,13 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_V2_MODEL_RUNNER="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
 )
 
+# An engine that is collected takes the process group of all others with it.
+_KEPT: list[Any] = []
 PROPOSER = "mars_ray.vllm.proposer.MarsProposer"
 
 
@@ -30,8 +31,10 @@ def engine(model: Path, **arguments: Any) -> Any:
         "enforce_eager": True,
         "max_num_seqs": 16,
         "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 64 << 20,
     }
-    return LLM(**settings | arguments)
+    _KEPT.append(LLM(**settings | arguments))
+    return _KEPT[-1]
 
 
 def mars_engine(model: Path, masks: int = 4, *, mars: Any = None, **arguments: Any) -> Any:
