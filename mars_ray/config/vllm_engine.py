@@ -83,7 +83,7 @@ class VllmConfig(Config):
     pipeline_parallel_size: int = Field(default=1, ge=1, description="groups of layers")
     py_executable: str | None = Field(
         default=None,
-        description="the Python that has vLLM, for the replicas' processes; default: the nodes' own",
+        description="Python with vLLM for the replicas' processes; default: the nodes' own",
     )
     args: dict[str, Any] = Field(
         default={}, description="more of vLLM's engine arguments, by the names of its EngineArgs"
