@@ -30,6 +30,8 @@ _SAID_BY = {
     "revision": "the job's revision",
     "served_model_name": "the job's model_name",
 }
+# What would have no effect: requests of this service name no LoRA of their own.
+_UNUSED = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
 # What the service relies on (`serve/replica/vllm_args.py`).
 _FIXED = (
     "disable_log_stats",
@@ -97,6 +99,11 @@ class VllmConfig(Config):
                 raise ValueError(f"args.{name}: it is a field of the engine: write engine.{name}")
             if name in _SAID_BY:
                 raise ValueError(f"args.{name}: it is said by {_SAID_BY[name]}")
+            if name in _UNUSED:
+                raise ValueError(
+                    f"args.{name}: no request of this service can name a LoRA, so it would have no "
+                    "effect: merge the LoRA into the checkpoint, or use `vllm serve` (docs/vllm.md)"
+                )
             if name in _FIXED:
                 raise ValueError(f"args.{name}: the service relies on its own value; leave it out")
         if "mars" in self.args.get("additional_config", {}):

@@ -54,4 +54,8 @@ def warning(job: ServeJob, model: ServiceModel) -> str | None:
     if rows is None:
         return None
     problem = contradiction(model, rows, job.scaling.slo.time_per_token_s)
-    return None if problem is None else f"engine.max_step_tokens = {rows}: {problem}"
+    if problem is None:
+        return None
+    # vLLM's steps have their size before any of them is measured.
+    remedy = ", or leave the number out to have it chosen" if job.engine.type == "mars" else ""
+    return f"engine.max_step_tokens = {rows}: {problem}{remedy}"

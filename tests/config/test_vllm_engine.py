@@ -34,6 +34,8 @@ def test_the_type_chooses_the_engine():
         ({"type": "vllm", "args": {"max_model_len": 9}}, "max_context"),
         ({"type": "vllm", "args": {"dtype": "auto"}}, "write engine.dtype"),
         ({"type": "vllm", "args": {"disable_log_stats": True}}, "leave it out"),
+        ({"type": "vllm", "args": {"enable_lora": True}}, "no effect"),
+        ({"type": "vllm", "args": {"additional_config": {"mars": {}}}}, "own fields"),
         ({"type": "vllm", "max_batch": 64, "max_step_tokens": 32}, "less than max_batch"),
         ({"type": "vllm", "cache_bytes": 9, "gpu_memory_utilization": 0.5}, "one of them"),
     ],

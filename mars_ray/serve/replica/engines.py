@@ -63,7 +63,7 @@ async def _vllm(job: ServeJob, config: VllmConfig, checkpoint: Path) -> Running:
     if place and config.draft_adapter:
         client.adapter_name = adapter_name(place, Path(config.draft_adapter))
     seen = await client.snapshot()
-    problem = warning(job, measured(job, seen.step_cost, 0))
+    problem = warning(job, measured(job, seen.step_cost, client.depths))
     _tell(job, str(seen.info), config.max_step_tokens, problem)
     return Running(client, tokenizer, problem)
 

@@ -90,6 +90,11 @@ class VllmClient:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_s = time.monotonic()
 
+    @property
+    def depths(self) -> int:
+        """Depths of the drafts that are made now; 0 if none are."""
+        return self._card.block_size
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

@@ -17,7 +17,8 @@ from mars_ray.serve.replica.vllm_counts import StepSeen
 
 # Tokens of an answer, and so steps of each batch size that are timed.
 _TOKENS = 8
-_PROMPT = 8
+# Tokens of its prompt; more would make a cold start with large batches long.
+_PROMPT = 32
 # Most rows of a prompt that are measured at once, as a cold start should be short.
 _MOST_PROMPT = 512
 # Steps of a prompt that are timed.
