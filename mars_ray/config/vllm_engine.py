@@ -114,6 +114,10 @@ class VllmConfig(Config):
     def _sizes_fit(self) -> "VllmConfig":
         if self.cache_bytes is not None and self.gpu_memory_utilization is not None:
             raise ValueError("cache_bytes and gpu_memory_utilization: set one of them")
+        if self.pipeline_parallel_size > 1 and (self.draft_adapter or self.masks):
+            raise ValueError(
+                "drafts do not work with pipeline_parallel_size > 1: use tensor_parallel_size"
+            )
         if self.max_step_tokens < self.max_batch:
             raise ValueError(
                 f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}: "

@@ -37,6 +37,7 @@ def test_the_type_chooses_the_engine():
         ({"type": "vllm", "args": {"enable_lora": True}}, "no effect"),
         ({"type": "vllm", "args": {"additional_config": {"mars": {}}}}, "own fields"),
         ({"type": "vllm", "max_batch": 64, "max_step_tokens": 32}, "less than max_batch"),
+        ({"type": "vllm", "pipeline_parallel_size": 2, "masks": 4}, "use tensor_parallel_size"),
         ({"type": "vllm", "cache_bytes": 9, "gpu_memory_utilization": 0.5}, "one of them"),
     ],
 )

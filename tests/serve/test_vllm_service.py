@@ -1,7 +1,9 @@
 """A service whose replicas run vLLM: the same HTTP, on a real cluster, with the real engine."""
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -10,7 +12,6 @@ import psutil
 import pytest
 import ray
 from ray import serve
-from ray.util import list_named_actors
 from serve.command import wait_for, wait_until_free
 from serve.vllm_here import ENVIRONMENT, needs_vllm
 
@@ -64,12 +65,6 @@ def url(ray_cluster, job) -> Iterator[str]:
 def official(url) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as made:
         yield made
-
-
-def replicas() -> list[dict]:
-    """The living actors of the model's deployment."""
-    actors = list_named_actors(all_namespaces=True)
-    return [actor for actor in actors if "#Replica-mars#" in actor["name"]]
 
 
 def asked(**fields) -> dict:
@@ -139,36 +134,57 @@ async def events_of(client: httpx.AsyncClient) -> AsyncIterator[str]:
                 yield line.removeprefix("data: ")
 
 
-def test_a_replica_killed_while_it_writes(url):
-    """Streams of the dead one end with an error event, others are whole; its engine's processes go
-    with it, and another replica comes."""
+@pytest.mark.parametrize("victim", ["replica", "engine"])
+def test_a_process_killed_while_it_writes(url, victim):
+    """Streams of the dead replica end with an error event, others are whole. Neither the replica
+    outlives its engine nor the engine its replica, and others come in their place."""
+    before = engines()
+    dying = replica_processes()[0]
 
     async def ask_and_kill() -> tuple[list[list[str]], httpx.Response]:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             streams = [events_of(client) for _ in range(4)]
             begun = [[await anext(events)] for events in streams]
-            ray.kill(ray.get_actor(**replicas()[0]))
+            (dying if victim == "replica" else engine_of(dying)).kill()
             for events, own in zip(streams, begun, strict=True):
                 own.extend([event async for event in events])
             reply = await client.post("/v1/chat/completions", json=asked())
             return begun, reply
 
-    before = engines()
     ended, reply = asyncio.run(ask_and_kill())
     assert reply.status_code == 200
     cut = [events for events in ended if events[-1] != "[DONE]"]
     assert 1 <= len(cut) < 4
     for events in cut:
         assert json.loads(events[-1])["error"]["code"] == "replica_lost"
-    wait_for(lambda: len([pid for pid in before if psutil.pid_exists(pid)]) == 1)
-    wait_for(lambda: len(engines()) == 2)
+    wait_for(lambda: not dying.is_running())
+    wait_for(lambda: len([engine for engine in before if engine.is_running()]) == 1)
+    begin = time.monotonic()
+    while len(engines()) < 2:
+        assert time.monotonic() - begin < 240  # a start may take a minute
+        time.sleep(1)
 
 
-def engines() -> set[int]:
-    """Process ids of the engines of this cluster's replicas."""
+def replica_processes() -> list[psutil.Process]:
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-    return {
-        child.pid
-        for child in psutil.Process(raylet).children(recursive=True)
+    children = psutil.Process(raylet).children()
+    return [child for child in children if "Replica-mars" in " ".join(child.cmdline())]
+
+
+def engine_of(replica: psutil.Process) -> psutil.Process:
+    """Of vLLM's processes the one that schedules steps."""
+    (engine,) = [
+        child
+        for child in replica.children(recursive=True)
         if child.name().startswith("VLLM::EngineC")
-    }
+    ]
+    return engine
+
+
+def engines() -> set[psutil.Process]:
+    """The engines of all replicas that have started theirs."""
+    found = set()
+    for replica in replica_processes():
+        with contextlib.suppress(ValueError, psutil.Error):
+            found.add(engine_of(replica))
+    return found

@@ -370,7 +370,11 @@ class VllmClient:
         if request.deadline is not None:
             delay_s = max(0.0, request.deadline - time.monotonic())
             self._loop.call_later(delay_s, self._expire, answer)
-        await llm.engine_core.add_request_async(made)
+        try:
+            await llm.engine_core.add_request_async(made)
+        except Exception:
+            self._forget(answer)
+            raise
 
     def _check(self, request: Request) -> None:
         facts = self.facts
