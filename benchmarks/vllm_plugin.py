@@ -12,6 +12,7 @@ result holds medians of the seconds, and ratios of those that stood side by side
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -69,8 +70,15 @@ def beside(arguments: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "task.json", Path(folder) / "found.json"
         given.write_text(json.dumps(task))
-        subprocess.run([arguments.vllm, str(SIDE), str(given), str(found)], check=True)
+        command = [arguments.vllm, str(SIDE), str(given), str(found)]
+        subprocess.run(command, check=True, env=os.environ | _openmp(Path(arguments.vllm)))
         return json.loads(found.read_text())
+
+
+def _openmp(python: Path) -> dict[str, str]:
+    """vLLM's CPU build wants Intel's OpenMP, which its environment has, loaded first."""
+    library = python.parents[1] / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(library)} if library.exists() else {}
 
 
 def result(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -134,11 +134,14 @@ def main() -> None:
     import vllm
 
     sides = Sides(task)
+    # T/F is of steps with all masks, as our engine's; speed of steps with as many as pay.
+    sides.mars.collective_rpc("mars_set_masks", args=([[1, task["masks"]]],))
     found = greedy(sides) | {"vllm": vllm.__version__}
     long = [index for index in task["timed"] if len(found["plain"][index]) >= _LEAST_TOKENS]
     before = sides.counts()
     sides.answers(sides.mars, long, temperature=1.0)
     found["sampled"] = sides.total_since(before)
+    sides.mars.collective_rpc("mars_set_masks", args=(task["mars"].get("masks_by_running", []),))
     found["speed"] = [speed(sides, batch, long) for batch in task["batches"]]
     Path(sys.argv[2]).write_text(json.dumps(found))
 

@@ -39,7 +39,8 @@ class VllmMars(Config):
     masks_by_running: Annotated[
         tuple[tuple[PositiveInt, NonNegativeInt], ...],
         Field(
-            description="pairs (n, masks): with n or more requests running, each has so many masks"
+            description="pairs (n, masks): with n or more requests running, each has so many masks;"
+            " default: as many as pay, by the seconds of steps and the drafts accepted"
         ),
     ] = ()
     threshold: Annotated[

@@ -77,7 +77,8 @@ class VllmConfig(Config):
     )
     masks_by_running: tuple[tuple[PositiveInt, NonNegativeInt], ...] = Field(
         default=(),
-        description="pairs (n, masks): with n or more requests running, each has so many masks",
+        description="pairs (n, masks): with n or more requests running, each has so many masks; "
+        "default: as many as pay, by the seconds of steps and the drafts accepted",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: str | None = Field(default=None, description="as vLLM names it, such as 'fp8'")

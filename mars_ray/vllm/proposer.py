@@ -11,6 +11,7 @@ V vocabulary.
 # vLLM lives in an environment of its own.
 # pyright: reportMissingImports=false
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from mars_ray.vllm.cpu import repair_expansion
 from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
 from mars_ray.vllm.mask_rows import GatedRows, IndexedRows, MaskRows
 from mars_ray.vllm.rows import Layout, Origin, masks_for, next_speculative
+from mars_ray.vllm.window import Window
 
 
 class MarsProposer:
@@ -46,6 +48,9 @@ class MarsProposer:
         self.logits_NV: Tensor | None = None  # of the step under way
         self._threshold = self.settings.options.threshold
         self._requests: dict[str, VllmMarsRequest] = {}  # what requests have said
+        self.window = Window(0)
+        self._masks_by_running = list(self.settings.options.masks_by_running)
+        self._ended_at: float | None = None  # when the last step did
         self._config = vllm_config
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._model: Any = None
@@ -79,6 +84,7 @@ class MarsProposer:
         self.adapter = adapter
         depths = adapter.card.depths if adapter else self.settings.own_depths
         self.most_masks = min(self.settings.masks, depths)
+        self.window = Window(self.most_masks)
         device = next(self._model.parameters()).device
         self._headed = self._with_head(adapter, device) if adapter else None
 
@@ -137,6 +143,10 @@ class MarsProposer:
         assert 0 <= threshold <= 1
         self._threshold = threshold
 
+    def set_masks(self, masks_by_running: Sequence[tuple[int, int]]) -> None:
+        """Set how many masks requests have from the next step on; empty: as many as pay."""
+        self._masks_by_running = [(least, masks) for least, masks in masks_by_running]
+
     def threshold_of(self, request: str, state: Any) -> float:
         """A request's threshold: its own, or the engine's."""
         own = self._said_by(request, state)
@@ -170,14 +180,30 @@ class MarsProposer:
         if origins and logits_NV is not None:
             chosen = self._drafts(origins, hidden_NH, logits_NV)
             drafts = {origin.request: own for origin, own in zip(origins, chosen, strict=True)}
-        running = sum(1 for tokens in sampled if tokens)
-        limits = self.settings.options.masks_by_running
-        masks = masks_for(running, self.most_masks, limits)
         wanted = [
             tokens if self._said_by(request, states[request]).drafts else ()
             for request, tokens in zip(self.requests, sampled, strict=True)
         ]
-        return next_speculative(wanted, drafts, masks)
+        return next_speculative(wanted, drafts, self._masks_of_next(sampled, wanted))
+
+    def _masks_of_next(
+        self, sampled: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
+    ) -> int:
+        running = sum(1 for tokens in sampled if tokens)
+        drafting = any(wanted)
+        for row, tokens in zip(self.layout.rows, sampled, strict=True):
+            if row.drafts and tokens:
+                # Those of a deeper adapter may still be under way.
+                drafts = min(len(row.drafts), self.most_masks)
+                self.window.acceptance.add(drafts, len(tokens) - 1)
+        before, self._ended_at = self._ended_at, time.perf_counter()
+        decodes = self.layout.decodes and drafting
+        self.window.note(running, self._ended_at - before if decodes and before else None)
+        if not drafting or not self.most_masks:
+            return 0
+        if self._masks_by_running:
+            return masks_for(running, self.most_masks, self._masks_by_running)
+        return self.window.choose(running)
 
     def _drafts(
         self, origins: Sequence[Origin], hidden_NH: Tensor, logits_NV: Tensor

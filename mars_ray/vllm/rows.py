@@ -57,6 +57,15 @@ class Layout:
     rows: tuple[Row, ...]
     ends: tuple[int, ...]  # where each request's rows end in the forward
 
+    @property
+    def decodes(self) -> bool:
+        """Whether there are no rows of prompts."""
+        starts = (0, *self.ends)
+        return all(
+            end - start == row.length
+            for row, start, end in zip(self.rows, starts, self.ends, strict=False)
+        )
+
     def masks(self) -> tuple[list[int], list[int]]:
         """Places of all masks in the forward, and their depths, which count from 0."""
         places: list[int] = []

@@ -224,6 +224,7 @@ def extend() -> None:
     WorkerBase.mars_set_threshold = _set_threshold
     WorkerBase.mars_load_adapter = _load_adapter
     WorkerBase.mars_use_adapter = _use_adapter
+    WorkerBase.mars_set_masks = _set_masks
 
 
 def _for_mars(original: _Method, own: _Method) -> _Method:
@@ -255,3 +256,8 @@ def _load_adapter(worker: Any, directory: str) -> None:
 def _use_adapter(worker: Any, is_any: bool) -> None:
     """`collective_rpc("mars_use_adapter", args=(True,))`: the one made ready last, or none."""
     worker.model_runner.drafter.use_adapter(is_any)
+
+
+def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:
+    """`collective_rpc("mars_set_masks", args=([[1, 4]],))`: as `masks_by_running`, at once."""
+    worker.model_runner.drafter.set_masks(masks_by_running)

@@ -56,9 +56,13 @@ def options(config: VllmConfig) -> VllmMars:
 
 
 def request_options(params: SamplingParams) -> VllmMarsRequest:
-    """What a request's `extra_args` say. Raises ConfigError."""
+    """What a request's `extra_args` say: a table, or its JSON, because vLLM's HTTP bodies hold no
+    tables there. Raises ConfigError."""
+    content = (params.extra_args or {}).get(KEY, {})
     try:
-        return VllmMarsRequest.model_validate((params.extra_args or {}).get(KEY, {}))
+        if isinstance(content, str):
+            return VllmMarsRequest.model_validate_json(content)
+        return VllmMarsRequest.model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"extra_args of the request, key {KEY!r}: {error}") from error
 

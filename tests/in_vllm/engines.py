@@ -38,13 +38,13 @@ def engine(model: Path, **arguments: Any) -> Any:
 
 
 def mars_engine(model: Path, masks: int = 4, *, mars: Any = None, **arguments: Any) -> Any:
-    """vLLM with the plug-in; `mars` is the plug-in's part of `additional_config`."""
+    """vLLM with the plug-in, all masks in every step; `mars` is its part of `additional_config`."""
     speculative = {
         "method": "custom_class",
         "model": PROPOSER,
         "num_speculative_tokens": 2 * masks,
     }
-    additional = {"mars": mars or {}}
+    additional = {"mars": {"masks_by_running": [[1, masks]]} | (mars or {})}
     return engine(model, speculative_config=speculative, additional_config=additional, **arguments)
 
 

@@ -30,6 +30,12 @@ def test_rows_lie_as_drawn():
     assert LAYOUT.real_logits() == [0, 1, 2, 5, 6]
 
 
+def test_steps_with_prompts_are_known():
+    """Their seconds say nothing about masks."""
+    assert not LAYOUT.decodes
+    assert laid_out("AC", {"A": 5, "C": 3}, SPECULATIVE, DEPTHS).decodes
+
+
 def test_paddings_beyond_the_trained_depth_are_no_masks():
     """vLLM pads a resumed request with as many rows as a step can have: no adapter knows those."""
     assert parsed([MASK] * 4, DEPTHS) == Row((), masks=2, padding=2)

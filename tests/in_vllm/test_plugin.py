@@ -154,3 +154,42 @@ def test_vllm_finds_the_plugin():
     """Without its entry point, grammars would end drafting in every step."""
     names = {point.name: point.value for point in entry_points(group="vllm.general_plugins")}
     assert names["mars"] == "mars_ray.vllm.plugin:register"
+
+
+def test_thresholds_by_request(plain: Any, checkpoint: Path):
+    """Requests at 1 keep the model's text beside others at 0, which accept every draft; and a new
+    set-point is for those that name none."""
+    own = mars_engine(checkpoint)
+    expected = answers(plain, PROMPTS, max_tokens=40, ignore_eos=True)
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=40,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"mars": {"threshold": float(index % 2)}},
+        )
+        for index in range(len(PROMPTS))
+    ]
+    given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    before = counts(own)
+    outputs = own.generate(given, params, use_tqdm=False)
+    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    assert texts[1::2] == expected[1::2]
+    assert texts[0::2] != expected[0::2]
+    assert all(MASK not in text for text in texts)
+    assert answers(own, PROMPTS, max_tokens=40, ignore_eos=True) == expected
+    lossless = counts(own)
+    own.collective_rpc("mars_set_threshold", args=(0.0,))
+    answers(own, PROMPTS, max_tokens=40, ignore_eos=True)
+    relaxed = counts(own)
+    assert _accepted_share(lossless, relaxed) == 1
+    assert _accepted_share(before, lossless) < 0.98
+
+
+def _accepted_share(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Of the drafts that were checked between two counts, those accepted."""
+    sums = [sum(each["total"][key]) for each in (after, before) for key in ("accepted", "drafted")]
+    return (sums[0] - sums[2]) / (sums[1] - sums[3])

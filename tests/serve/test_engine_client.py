@@ -40,6 +40,7 @@ VLLM_SIZE = VllmConfig(
     dtype="float32",
     cache_bytes=64_000_000,
     masks=bigram.DEPTHS,
+    masks_by_running=((1, bigram.DEPTHS),),
     args={"enforce_eager": True},  # nothing to compile
 )
 
