@@ -16,7 +16,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import ServedEngine, VllmConfig
 
-Engine = TypeVar("Engine", EngineConfig, VllmConfig)
+Engine = TypeVar("Engine", bound=EngineConfig | VllmConfig)
 # Most rows that are chosen. Each row more saves little by then, and its activations need memory.
 _MOST_ROWS = 2048
 

@@ -10,11 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import vllm
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.version import __version__ as VLLM_VERSION
 
 from mars_ray.config.vllm import VllmMars
 from mars_ray.config.vllm_engine import VllmConfig
@@ -67,7 +67,7 @@ def engine_args(
     if masks:
         given |= _drafting(config, masks)
     try:
-        config.check_names((field.name for field in fields(AsyncEngineArgs)), vllm.__version__)
+        config.check_names((field.name for field in fields(AsyncEngineArgs)), VLLM_VERSION)
         return AsyncEngineArgs(**config.args | given)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
