@@ -315,6 +315,7 @@ def test_a_deadline_ends_a_request(client, folder):
     """With what it has, which the service does not pass on as if it were an answer."""
 
     async def scenario() -> tuple[Completion, list[Message]]:
+        await completions(client, asked("first"))  # which may take longer than all later ones
         late = asked("late", tokens=2500, deadline=time.monotonic() + 0.5)
         done = await completions(client, late)
         return done["late"], await answered(server(client, folder), timeout_s=0.5)
