@@ -43,10 +43,6 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("gpus_per_replica=0", "cpus_per_replica=1"),
         "engine={max_batch=8, max_context=256}",
     ),
-    "serve-qwen2.5-32b": (
-        *("gpus_per_replica=0", "cpus_per_replica=1"),
-        "engine={max_batch=8, max_context=256}",
-    ),
     "train-gsm8k": (*_MODEL, "stages.ar.steps=3", "stages.mars.steps=3"),
     "train-qwen2.5-0.5b": _for_gpus("ar", "mars"),
     "train-qwen2.5-0.5b-control": _for_gpus("ar", "more-ar"),
