@@ -1,5 +1,8 @@
 """The part of `vllm_plugin.py` that vLLM's Python runs: TASK.json FOUND.json."""
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import json
 import os
 import statistics

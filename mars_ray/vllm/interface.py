@@ -10,7 +10,6 @@ say so, rather than decode wrongly.
 import inspect
 from typing import Any
 
-import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler
@@ -18,6 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.version import __version__
 
 from mars_ray.errors import EngineError
 
@@ -109,6 +109,6 @@ def check() -> None:
     """Raises EngineError if vLLM is not as the plug-in knows it."""
     if found := differences():
         raise EngineError(
-            f"vLLM {vllm.__version__} has another interface than this version of mars-ray knows "
+            f"vLLM {__version__} has another interface than this version of mars-ray knows "
             f"({'; '.join(found)}): install vLLM {TESTED[-1]}, or decode without the plug-in"
         )

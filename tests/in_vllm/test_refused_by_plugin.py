@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("wish", [{"threshold": 2}, {"treshold": 0.5}])
 def test_a_request_that_cannot_be_meant(checkpoint: Path, wish: dict[str, Any]):
     """By name, as the service refuses a field, and before it reaches the engine."""
-    with pytest.raises(ValueError, match=next(iter(wish))):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=next(iter(wish))):
         answers(mars_engine(checkpoint), [[1, 2, 3]], extra_args={"mars": wish})
 
 

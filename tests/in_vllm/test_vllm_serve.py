@@ -30,9 +30,9 @@ PROGRAM = "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve "
 
 
 def documented(model: Path, adapter: Path) -> list[str]:
-    """The arguments behind `vllm`, with another model and adapter."""
+    """The arguments behind `vllm serve`, with another model and adapter."""
     shown = next(each.text for each in commands() if each.text.startswith(PROGRAM))
-    words = shlex.split(shown.replace("models/smollm2", str(model)))[2:]
+    words = shlex.split(shown.replace("models/smollm2", str(model)))[4:]
     return [word.replace("adapters/smollm2", str(adapter)) for word in words]
 
 
@@ -64,7 +64,10 @@ def test_vllm_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     words = documented(tmp_path / "model", tmp_path / "adapter")
     settings = "--dtype float32 --max-model-len 128 --enforce-eager --max-num-seqs 4"
     size = f"--kv-cache-memory-bytes {64 << 20} --served-model-name tiny"
-    command = [str(Path(sys.executable).with_name("vllm")), *words, "--port", str(port)]
+    # What `vllm serve` starts. In the CPU build, the program `vllm` itself asks for a package of
+    # that name, whose version it shows, and ends.
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*module, "--model", str(tmp_path / "model"), *words, "--port", str(port)]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     server = subprocess.Popen([*command, *settings.split(), *size.split()], env=environment)
     try:
