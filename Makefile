@@ -73,6 +73,7 @@ $(VLLM_VENV)/bin/python:
 test-vllm: $(VLLM_VENV)/bin/python  ## the plug-in for vLLM, in an environment that this makes
 	$(VLLM_VENV)/bin/python -c "import setuptools; setuptools.setup()" --quiet egg_info
 	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/in_vllm $(ARGS)
+	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -m vllm $(addprefix tests/serve/test_,engine_client.py vllm_service.py) $(ARGS)
 
 fuzz: setup                    ## 6,000 requests made up from the served schema: some minutes
 	FUZZ_REQUESTS=6000 $(TESTS) -s tests/serve/test_fuzz.py $(ARGS)
@@ -98,11 +99,13 @@ wheel: setup                   ## in dist/
 
 # BASE_DIGEST: sha256:... of python:3.11-slim-bookworm, as `docker buildx imagetools inspect` tells it.
 VERSION = $(shell $(BIN)/python -c "import mars_ray; print(mars_ray.__version__)")
-image: setup-run               ## mars-ray-cpu and mars-ray-cuda
+image: setup-run               ## mars-ray-cpu, mars-ray-cuda and mars-ray-vllm
 	docker build --file deploy/Dockerfile --target cpu --build-arg BASE_DIGEST=$(BASE_DIGEST) \
 		--tag mars-ray-cpu:$(VERSION) .
 	docker build --file deploy/Dockerfile --target cuda --build-arg BASE_DIGEST=$(BASE_DIGEST) \
 		--tag mars-ray-cuda:$(VERSION) .
+	docker build --file deploy/Dockerfile --target vllm --build-arg BASE_DIGEST=$(BASE_DIGEST) \
+		--tag mars-ray-vllm:$(VERSION) .
 
 # The tool has dependencies that ours exclude, so it gets an environment of its own.
 sbom: setup-run                ## dist/sbom.json: what an installation brings along, by CycloneDX

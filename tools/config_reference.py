@@ -105,7 +105,7 @@ def _type(kind: Any) -> str:
         return f"table of {_type(parts[1])}"
     if isinstance(kind, type) and issubclass(kind, Config):
         return f"[{kind.__name__}](#{kind.__name__.lower()})"
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
     return names.get(kind, str(kind))
 
 

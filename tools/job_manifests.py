@@ -227,7 +227,8 @@ OTHERS = {
     "bench-decode-smollm2": "its tokens per second beside vLLM, which is installed apart",
     "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
     "serve-models": "a service: `mars-ray serve`, or deploy/kustomize",
-    "serve-qwen2.5-7b": "a service on GPUs: `mars-ray serve`, or deploy/kustomize/overlays/gpu",
+    "serve-qwen2.5-7b": "a service by vLLM: `mars-ray serve`, or deploy/kustomize/overlays/vllm",
+    "serve-qwen2.5-32b": "the same with two GPUs for each replica: `mars-ray serve`",
 }
 
 

@@ -38,6 +38,9 @@ for requirement in metadata.get_all("Requires-Dist"):
 PYTHON
 pip install --requirement "$directory/requirements.txt"
 pip install --no-deps "$wheel"
-# For the tests. Our package itself is found by PYTHONPATH.
-pip install pytest pytest-timeout hypothesis pyarrow safetensors filelock rich
+# What a replica of ours imports, with the Ray of all other processes of a cluster, and what the tests
+# do. Our package itself is found by PYTHONPATH.
+ray=$(sed -n 's/^ray==//p' "$(dirname "$0")/../constraints.txt")
+pip install "ray[serve]==$ray" filelock pyarrow rich typer
+pip install pytest pytest-timeout hypothesis safetensors psutil
 "$directory/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'

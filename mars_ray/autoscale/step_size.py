@@ -64,11 +64,11 @@ def contradiction(model: ServiceModel, rows: int, time_per_token_s: float) -> st
         return (
             f"a full step of {rows:,} rows takes {1e3 * full_s:.3g} ms, but a token may take "
             f"{1e3 * time_per_token_s:.3g} ms, so answers are late whenever prompts wait: "
-            f"set {chosen:,} rows, or leave the number out to have it chosen"
+            f"set {chosen:,} rows"
         )
     if rows < least_rows(model):
         return (
             f"a step of {rows:,} rows has no room for all drafts and masks of one sequence: "
-            f"set {chosen:,} rows, or leave the number out to have it chosen"
+            f"set {chosen:,} rows"
         )
     return None

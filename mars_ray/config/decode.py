@@ -45,6 +45,7 @@ _STEP_TOKENS = 512
 class EngineConfig(Config):
     """Size of one decoding engine."""
 
+    type: Literal["mars"] = "mars"
     max_batch: int = Field(default=16, ge=1, description="sequences decoded together")
     max_context: int = Field(default=1024, ge=8, description="prompt and answer, tokens")
     max_step_tokens: int | None = Field(
@@ -96,6 +97,20 @@ class EngineConfig(Config):
     def step_tokens(self) -> int:
         """Most rows of one forward."""
         return self.max_step_tokens or _STEP_TOKENS
+
+    @property
+    def workers(self) -> int:
+        """Processes of one engine, with a GPU each if there are any."""
+        return 1
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Groups of layers on workers of their own."""
+        return 1
+
+    def unsupported(self, mode: Mode) -> str | None:
+        """None: this engine decodes every mode."""
+        return None
 
     @model_validator(mode="after")
     def _one_size(self) -> "EngineConfig":

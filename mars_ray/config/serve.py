@@ -10,6 +10,7 @@ from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Revision
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode, Threshold, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig
+from mars_ray.config.vllm_engine import ServedEngine
 
 
 class Limits(Config):
@@ -76,7 +77,9 @@ class ServedModel(Config):
     default_quality: str = Field(
         default="lossless", description="class of requests that pin no mode, threshold or quality"
     )
-    engine: EngineConfig = EngineConfig()
+    engine: ServedEngine = Field(
+        default=EngineConfig(), description='the embedded one, or with `type = "vllm"` vLLM\'s'
+    )
 
     @model_validator(mode="after")
     def _default_exists(self) -> Self:
@@ -99,6 +102,29 @@ class ServedModel(Config):
             )
         if self.service_model:
             raise ValueError("`service_model` has no effect with a fixed number of replicas")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_decodes_default_mode(self) -> Self:
+        if self.default_mode and (problem := self.engine.unsupported(self.default_mode)):
+            raise ValueError(f"default_mode: {problem}")
+        return self
+
+    @model_validator(mode="after")
+    def _workers_have_gpus(self) -> Self:
+        workers = self.engine.workers
+        if workers == 1:
+            return self
+        if self.gpus_per_replica not in (0, workers):
+            raise ValueError(
+                f"gpus_per_replica {self.gpus_per_replica:g}: the engine's {workers} workers need "
+                f"a GPU each, so write {workers}, or 0 to run on CPUs"
+            )
+        if self.gpus_per_replica and self.max_replicas_per_node:
+            raise ValueError(
+                "max_replicas_per_node has no effect on replicas of several GPUs, which Ray places "
+                "as a group: leave it out"
+            )
         return self
 
     @property

@@ -14,6 +14,12 @@ class VllmMarsRequest(Config):
         float | None,
         Field(ge=0, le=1, description="in place of the engine's; 1 is lossless"),
     ] = None
+    floor: Annotated[
+        float, Field(ge=0, le=1, description="lowest of the engine's thresholds that it follows")
+    ] = 0.0
+    drafts: Annotated[
+        bool, Field(description="false: plain decoding, a token for each forward")
+    ] = True
 
 
 class VllmMars(Config):
@@ -23,6 +29,13 @@ class VllmMars(Config):
         str | None,
         Field(description="directory of a draft adapter; none for a model with mars.json"),
     ] = None
+    adapters_change: Annotated[
+        bool,
+        Field(
+            description="adapters may come, change and go while the engine runs; not with CUDA "
+            "graphs, which keep what they were recorded with"
+        ),
+    ] = False
     masks_by_running: Annotated[
         tuple[tuple[PositiveInt, NonNegativeInt], ...],
         Field(

@@ -10,14 +10,15 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.isolation import step_apart, works
+from mars_ray.decode.mailbox import Close, Deliver, delivered, failed
 from mars_ray.decode.request import Completion, EngineFacts, Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
@@ -25,70 +26,11 @@ from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.model.stop import stop_ids
 
 _log = logging.getLogger(__name__)
-_Deliver = Callable[[TokenEvent], None]
 Answer = TypeVar("Answer")
 # The engine counts as broken after this many consecutive failed steps.
 _MOST_FAILED_STEPS = 3
 # Interval of checks whether the thread has ended.
 _LOOK_S = 0.05
-
-
-class Mailbox:
-    """Events of some requests: one writer on any thread, one reader on the loop it was made on."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: deque[TokenEvent] = deque()
-        self._woken = asyncio.Event()
-        self._is_awaited = False
-        # Counts of requests' first and last events; each count is changed by one side only.
-        self._urgent_put = self._urgent_taken = 0
-        self._discard: Callable[[int], None] | None = None
-
-    def put(self, event: TokenEvent) -> None:
-        """Add an event, which wakes a waiting reader; a first or last one also ends a pause."""
-        if self._discard:
-            self._discard(len(event.tokens))
-            return
-        is_urgent = _is_urgent(event)
-        self._events.append(event)
-        self._urgent_put += is_urgent
-        if is_urgent or self._is_awaited:
-            self._is_awaited = False
-            # The loop may be closed by the time a last event arrives.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._woken.set)
-
-    def close(self, discard: Callable[[int], None]) -> None:
-        """The reader is gone: `discard` gets the number of tokens of what is here and still comes.
-        Only the writer may call it."""
-        self._discard = discard
-        while self._events:
-            discard(len(self._events.popleft().tokens))
-
-    async def take(self) -> list[TokenEvent]:
-        """Wait for an event, and return all that are here."""
-        while not self._events:
-            self._woken.clear()
-            self._is_awaited = True
-            # The writer may have checked the flag before it was set.
-            if not self._events:
-                await self._woken.wait()
-        taken = [self._events.popleft() for _ in range(len(self._events))]
-        self._urgent_taken += sum(map(_is_urgent, taken))
-        return taken
-
-    async def pause(self, seconds: float) -> None:
-        """Wait for this time, or until a request's first or last event is here."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._urgent_put <= self._urgent_taken:
-                    self._woken.clear()
-                    await self._woken.wait()
-
-
-def _is_urgent(event: TokenEvent) -> bool:
-    return event.forward == 1 or event.is_last
 
 
 class AsyncEngine:
@@ -104,9 +46,9 @@ class AsyncEngine:
         self._adapter: tuple[str, DraftAdapter] | None = None  # ready, not yet in use
         self.can_draft = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._listeners: dict[str, _Deliver] = {}
+        self._listeners: dict[str, Deliver] = {}
         self._aborted: set[str] = set()  # requests whose streams continue for others
-        self._undelivered: list[tuple[_Deliver, TokenEvent]] = []
+        self._undelivered: list[tuple[Deliver, TokenEvent]] = []
         self._is_unchecked = True  # no integrity check since the last step
         self._failed_steps = 0  # since the last step that succeeded
         self._discarded_tokens = 0  # of events that nobody has read
@@ -152,43 +94,33 @@ class AsyncEngine:
         while self._thread.is_alive():
             await asyncio.sleep(_LOOK_S)
 
-    async def stream(
+    def stream(
         self, *requests: Request, interval_s: float = 0.0
     ) -> AsyncGenerator[list[TokenEvent], None]:
         """Events of all the requests, one per forward of each, until every request has its last.
 
-        Events are yielded at most every `interval_s`, together with all that came in the meantime;
-        only a request's first and last event do not wait. Closing the iterator cancels unfinished
-        requests. An event with a failure is yielded, and then its failure is raised before any
-        later event: RequestError if the engine refuses the request or cannot follow its grammar any
-        further, EngineError if the engine fails.
+        Closing the iterator cancels unfinished requests. Failures are RequestError if the engine
+        refuses the request or cannot follow its grammar any further, EngineError if the engine
+        fails. All else is as in `delivered`.
         """
-        mailbox = Mailbox()
-        deliver = mailbox.put  # one object, by which `_cancel` recognises the request's stream
-        arrived: list[TokenEvent] = []
-        self._command(lambda: self._submit(requests, deliver))
-        try:
-            unfinished = len(requests)
-            while True:
-                arrived = await mailbox.take()
-                while arrived:
-                    failures = (end for end, event in enumerate(arrived, start=1) if event.failure)
-                    end = next(failures, len(arrived))
-                    events, arrived = arrived[:end], arrived[end:]
-                    yield events
-                    last = events[-1]
-                    if last.failure and last.request_id not in self._aborted:
-                        raise last.failure
-                    unfinished -= sum(event.is_last for event in events)
-                if unfinished <= 0:
-                    return
-                if interval_s:
-                    await mailbox.pause(interval_s)
-        finally:
-            self._aborted.difference_update(request.id for request in requests)
-            unread = sum(len(event.tokens) for event in arrived)
-            with contextlib.suppress(EngineError):
-                self._command(lambda: self._leave(requests, mailbox, deliver, unread))
+        return delivered(
+            requests,
+            interval_s,
+            lambda deliver: self._command(lambda: self._submit(requests, deliver)),
+            lambda deliver, close: self._leave(requests, deliver, close),
+            self._aborted,
+        )
+
+    def _leave(self, requests: Several[Request], deliver: Deliver, close: Close) -> None:
+        """Forget the requests of a stream that is over or was closed, and count its rest."""
+        self._aborted.difference_update(request.id for request in requests)
+
+        def leave() -> None:
+            self._cancel(requests, deliver)
+            close(self._discard)
+
+        with contextlib.suppress(EngineError):
+            self._command(leave)
 
     async def abort(self, request_id: str) -> None:
         """End a request of a stream that continues for the others. Only events that are already on
@@ -349,7 +281,7 @@ class AsyncEngine:
         self._failed_steps = 0
         return events
 
-    def _submit(self, requests: Iterable[Request], deliver: _Deliver) -> None:
+    def _submit(self, requests: Iterable[Request], deliver: Deliver) -> None:
         """Submit the requests up to the first that is refused, which ends their stream."""
         if not self._listeners:
             self.last_step_s = time.monotonic()
@@ -357,27 +289,19 @@ class AsyncEngine:
             try:
                 self._engine.submit(request)
             except RequestError as error:
-                deliver(_failed(request.id, error))
+                deliver(failed(request.id, error))
                 return
             except Exception as error:  # noqa: BLE001 - one request must not end the thread
                 _log.exception("request %s could not be submitted", request.id)
                 what = f"the engine failed on the request: {type(error).__name__}"
-                deliver(_failed(request.id, EngineError(what)))
+                deliver(failed(request.id, EngineError(what)))
                 return
             self._listeners[request.id] = deliver
-
-    def _leave(
-        self, requests: Iterable[Request], mailbox: Mailbox, deliver: _Deliver, unread: int
-    ) -> None:
-        """End what is left of a stream, and count what nobody has read of it."""
-        self._cancel(requests, deliver)
-        self._discard(unread)
-        mailbox.close(self._discard)
 
     def _discard(self, tokens: int) -> None:
         self._discarded_tokens += tokens
 
-    def _cancel(self, requests: Iterable[Request], deliver: _Deliver) -> None:
+    def _cancel(self, requests: Iterable[Request], deliver: Deliver) -> None:
         for request in requests:
             # Another request may have this id: a refused request must not end that one.
             if self._listeners.get(request.id) is deliver:
@@ -391,7 +315,7 @@ class AsyncEngine:
         listeners, self._listeners = self._listeners, {}
         # First, because the cause of the thread's end may make the rest fail.
         for request_id, deliver in listeners.items():
-            deliver(_failed(request_id, error))
+            deliver(failed(request_id, error))
         for request_id in listeners:
             try:
                 self._engine.cancel(request_id)
@@ -400,11 +324,6 @@ class AsyncEngine:
 
     def _stop(self) -> None:
         self._stopping = True
-
-
-def _failed(request_id: str, failure: Exception) -> TokenEvent:
-    """The last event of a request that never entered the engine, or leaves it with an error."""
-    return TokenEvent(request_id, (), 0, failure=failure)
 
 
 def _error_of(request_id: str, failure: Exception) -> Exception:

@@ -234,7 +234,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
-        check_request(request, self.model, self.card, self.config.max_context)
+        check_request(request, self.model.config.vocab_size, self.card, self.config.max_context)
         if request.mode.needs_draft_model and not self._drafter:
             raise RequestError(
                 "mode 'speculative' needs an engine with a draft_model", field="mode"

@@ -181,7 +181,9 @@ def generate(
     """Decode one request; `speculative` needs the draft model. Raises RequestError."""
     if adapter:
         card = replace(card, block_size=adapter.card.depths)
-    check_request(request, model, card, max_context=model.config.max_position_embeddings)
+    check_request(
+        request, model.config.vocab_size, card, max_context=model.config.max_position_embeddings
+    )
     step = _STEPS[type(request.mode)]
     run = _Run(
         model,

@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
@@ -24,7 +23,7 @@ from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window
 
-_MOST_LOGPROBS = 20  # OpenAI's limit
+MOST_LOGPROBS = 20  # OpenAI's limit
 FinishReason = Literal["stop", "length", "deadline"]
 
 
@@ -51,6 +50,11 @@ class GrammarState(Protocol):
 
 class Grammar(Protocol):
     """A compiled grammar, shared by all answers of a request."""
+
+    @property
+    def source(self) -> str:
+        """The grammar in llguidance's notation, for engines that compile it themselves."""
+        ...
 
     def start(self) -> GrammarState:
         """The state at the beginning of an answer."""
@@ -197,16 +201,13 @@ def _check_quality(request: Request) -> None:
         )
 
 
-def check_request(
-    request: Request, model: PreTrainedModel, card: ModelCard, max_context: int
-) -> None:
+def check_request(request: Request, vocabulary: int, card: ModelCard, max_context: int) -> None:
     """Raise RequestError or PromptTooLongError when the request cannot be decoded."""
     window_of(request.mode, card)
     if not request.prompt:
         raise RequestError("the prompt is empty", field="messages")
     if request.max_new_tokens < 1:
         raise RequestError("max_tokens must be at least 1", field="max_tokens")
-    vocabulary = model.config.vocab_size
     if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
         raise RequestError(f"a prompt token is outside the vocabulary of {vocabulary}")
     foreign = [token for token in request.sampling.logit_bias if not 0 <= token < vocabulary]
@@ -220,8 +221,8 @@ def check_request(
             f"stop_token_ids names a token outside the vocabulary of {vocabulary}",
             field="stop_token_ids",
         )
-    if request.logprobs is not None and not 0 <= request.logprobs <= _MOST_LOGPROBS:
-        raise RequestError(f"logprobs must lie in 0 .. {_MOST_LOGPROBS}", field="logprobs")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
+        raise RequestError(f"logprobs must lie in 0 .. {MOST_LOGPROBS}", field="logprobs")
     if request.grammar and request.sampling.min_new_tokens:
         raise RequestError(
             "a least length may contradict the format asked for; leave one of the two out",

@@ -36,6 +36,7 @@ class CompiledGrammar:
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str, field: str) -> None:
         """Raises RequestError if the grammar is wrong or too complex."""
+        self.source = grammar
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._tokenizer = tokenizer
         self._field = field

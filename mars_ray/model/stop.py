@@ -1,18 +1,46 @@
 """The tokens at which an answer ends."""
 
 import logging
+from pathlib import Path
 
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from mars_ray.errors import ModelError
+from mars_ray.model.load import opened
 
 log = logging.getLogger(__name__)
 
 
 def stop_ids(model: PreTrainedModel) -> frozenset[int]:
     """The tokens at which `transformers` would also stop. Raises ModelError if there are none."""
-    known = _known(model.generation_config)
+    return _some(_known(model.generation_config))
+
+
+def stop_ids_of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens at which answers of a directory's model end, that of the chat template's turn
+    included; reads no weights. Raises ModelError if there are none."""
+    known = _known(_generation_of(directory))
+    if tokenizer.chat_template:
+        try:
+            known.append(end_of_turn_id(tokenizer))
+        except ModelError as error:
+            log.warning("answers end only where generation_config.json says so: %s", error)
+    return _some(known)
+
+
+def _generation_of(directory: str | Path) -> GenerationConfig:
+    """As `transformers` makes it for the model: the model's own configuration where it has none."""
+    if (Path(directory) / GENERATION_CONFIG_NAME).exists():
+        return opened(directory, lambda: GenerationConfig.from_pretrained(directory))
+    config = opened(
+        directory, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    )
+    return GenerationConfig.from_model_config(config)
+
+
+def _some(known: list[int]) -> frozenset[int]:
     if not known:
         raise ModelError(
             "the model's generation_config.json names no eos_token_id, so answers would never end"
@@ -46,7 +74,7 @@ def stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def _known(generation: GenerationConfig | None) -> list[int]:
     eos = None if generation is None else generation.eos_token_id
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:

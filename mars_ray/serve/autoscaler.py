@@ -12,15 +12,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from mars_ray.autoscale.decide import decide
 from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.autoscale.state import Decision, State
-from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.vllm_engine import ServedEngine
 from mars_ray.serve.policy_memory import MemoryExchange
 from mars_ray.serve.status import Decided
 from mars_ray.serve.step_tokens import sized
@@ -74,7 +75,7 @@ class Autoscaler:
         self._name = name
         self._config = ScalingConfig.model_validate_json(config)
         self._model = ServiceModel.from_json(model, "the service model")
-        self._engine = EngineConfig.model_validate_json(engine)
+        self._engine = TypeAdapter(ServedEngine).validate_json(engine)
         self._measures_steps = measures_steps
         self._collector = Collector(self._config.cold_start_s)
         self._state = State()

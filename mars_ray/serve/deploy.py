@@ -11,7 +11,9 @@ from ray import serve
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.autoscale.service_model_fit import prior_model
 from mars_ray.cluster.port import check_port
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
@@ -91,6 +93,7 @@ def _replicas(job: ServeJob, built_s: float) -> serve.Application:
         max_ongoing_requests=_places(job),
         request_router_config=_ROUTERS[job.router],
         **_life(job),
+        **_placement(job),
         ray_actor_options=_actor_options(job),
     )(Replica)
     return replica.bind(job, Setting.of(job, built_s))
@@ -146,13 +149,41 @@ def _places(job: ServeJob) -> int:
     return job.engine.max_batch + job.limits.waiting_requests + _REFUSAL_PLACES
 
 
+def _placement(job: ServeJob) -> dict[str, Any]:
+    """The placement group of a replica whose engine has several GPUs.
+
+    The replica's own process has no GPU: each of the engine's workers, actors of Ray too, has one.
+    Layers that are shared talk all the time, so those workers are on one machine.
+    """
+    if not _is_group(job):
+        return {}
+    own = {"CPU": job.cpus_per_replica, **job.resources_per_replica}
+    others: list[dict[str, float]] = [{"GPU": 1.0} for _ in range(job.engine.workers - 1)]
+    is_split = job.engine.pipeline_parallel_size > 1
+    return {
+        "placement_group_bundles": [own | {"GPU": 1.0}, *others],
+        "placement_group_strategy": "PACK" if is_split else "STRICT_PACK",
+    }
+
+
+def _is_group(job: ServeJob) -> bool:
+    return job.engine.workers > 1 and job.gpus_per_replica > 0
+
+
 def _actor_options(job: ServeJob) -> dict[str, Any]:
     return {
         "num_cpus": job.cpus_per_replica,
-        "num_gpus": job.gpus_per_replica,
+        "num_gpus": 0 if _is_group(job) else job.gpus_per_replica,
         "resources": job.resources_per_replica,
-        "runtime_env": {"env_vars": _ENV | job.environment},
+        "runtime_env": _runtime_env(job),
     }
+
+
+def _runtime_env(job: ServeJob) -> dict[str, Any]:
+    runtime_env: dict[str, Any] = {"env_vars": _ENV | job.environment}
+    if isinstance(job.engine, VllmConfig) and job.engine.py_executable:
+        runtime_env["py_executable"] = job.engine.py_executable
+    return runtime_env
 
 
 def _life(job: ServeJob) -> dict[str, Any]:
@@ -257,7 +288,8 @@ def _checked_model(job: ServeJob) -> ServeJob:
         card = replace(card, block_size=draft_card.depths)
         engine = engine.model_copy(update={"draft_adapter": place})
     _check_default_mode(job, card)
-    check_context(engine.max_context, config_of(source))
+    if isinstance(engine, EngineConfig):  # vLLM checks it itself, for more architectures
+        check_context(engine.max_context, config_of(source))
     if engine.draft_model:
         drafts, _ = pinned(Place(engine.draft_model))
         engine = engine.model_copy(update={"draft_model": drafts.name})

@@ -5,20 +5,23 @@ The law is `autoscale/step_size.py`'s. A replica applies it to the step costs th
 at its start, the policy to those that replicas report, or to the job's service model until then.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.autoscale.service_model_fit import prior_model
 from mars_ray.autoscale.step_size import contradiction, step_rows
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.core.step_cost import CONTEXT, StepCost
+from mars_ray.config.vllm_engine import ServedEngine, VllmConfig
 
+Engine = TypeVar("Engine", bound=EngineConfig | VllmConfig)
 # Most rows that are chosen. Each row more saves little by then, and its activations need memory.
 _MOST_ROWS = 2048
 
 
-def with_room(engine: EngineConfig) -> EngineConfig:
+def with_room(engine: Engine) -> Engine:
     """The configuration of an engine whose steps can have any size that may be chosen.
 
     A draft model's sequences are as long as a step besides the context, so it gets no more room.
@@ -27,7 +30,7 @@ def with_room(engine: EngineConfig) -> EngineConfig:
     return engine.model_copy(update={"max_step_tokens": rows})
 
 
-def sized(model: ServiceModel, engine: EngineConfig, time_per_token_s: float) -> ServiceModel:
+def sized(model: ServiceModel, engine: ServedEngine, time_per_token_s: float) -> ServiceModel:
     """The service model for steps and batches of this engine."""
     rows = engine.max_step_tokens
     if rows is None:
@@ -35,12 +38,12 @@ def sized(model: ServiceModel, engine: EngineConfig, time_per_token_s: float) ->
     return replace(model, max_batch=engine.max_batch, step_rows=rows)
 
 
-def measured(job: ServeJob, cost: StepCost, depth: int) -> ServiceModel:
-    """The service model of a replica whose steps cost this, with `depth` masks."""
-    size = job.engine.max_batch
+def measured(job: ServeJob, step_cost: Mapping[int, float], depth: int) -> ServiceModel:
+    """The service model of a replica whose steps of so many rows take so long, with `depth`
+    masks."""
     model = replace(
-        prior_model(job.name, None, depth, size),
-        seconds_at=tuple(cost.table(size, CONTEXT).items()),
+        prior_model(job.name, None, depth, job.engine.max_batch),
+        seconds_at=tuple(step_cost.items()),
     )
     return sized(model, job.engine, job.scaling.slo.time_per_token_s)
 
@@ -51,4 +54,8 @@ def warning(job: ServeJob, model: ServiceModel) -> str | None:
     if rows is None:
         return None
     problem = contradiction(model, rows, job.scaling.slo.time_per_token_s)
-    return None if problem is None else f"engine.max_step_tokens = {rows}: {problem}"
+    if problem is None:
+        return None
+    # vLLM's steps have their size before any of them is measured.
+    remedy = ", or leave the number out to have it chosen" if job.engine.type == "mars" else ""
+    return f"engine.max_step_tokens = {rows}: {problem}{remedy}"

@@ -23,7 +23,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from mars_ray.errors import ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, Lora
 from mars_ray.model.lora_product import LoraProduct, side_by_side
-from mars_ray.vllm.mask_rows import MaskRows, add_after, embed_after
+from mars_ray.vllm.mask_rows import Delta, MaskRows, add_after, embed_after
 
 # vLLM's layers in a decoder layer, and those of the adapter that make one of them.
 _COLUMN = {
@@ -51,10 +51,17 @@ class _Summed:
         return torch.mm(inner_MK, self.product.up_KO)
 
 
-def attach(adapter: DraftAdapter, model: Any, masks: MaskRows, dtype: torch.dtype) -> None:
-    """Let vLLM's `model` treat masks by the adapter. Raises ModelError if it does not fit."""
-    inner = model.model
-    embedding = inner.embed_tokens
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an adapter adds to this rank's layers, by their names, and its embeddings of masks."""
+
+    deltas: dict[str, Delta]
+    mask_DH: Tensor
+
+
+def fitted(adapter: DraftAdapter, model: Any, dtype: torch.dtype) -> Parts:
+    """The adapter on vLLM's `model`, which does not change. Raises ModelError if it does not
+    fit."""
     device = next(model.parameters()).device
     mask_DH = adapter.mask_embedding_DH.to(device, dtype)
     size = model.config.hidden_size
@@ -63,29 +70,54 @@ def attach(adapter: DraftAdapter, model: Any, masks: MaskRows, dtype: torch.dtyp
             f"the draft adapter has hidden size {mask_DH.shape[1]}, and the model {size}: it was "
             "trained for another model"
         )
-    embed_after(embedding, masks, mask_DH)
+    deltas: dict[str, Delta] = {}
     unused = set(adapter.lora)
-    for index, layer in enumerate(inner.layers):
+    for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}"
         for own, names in _COLUMN.items():
             loras = [adapter.lora.get(f"{prefix}.{name}") for name in names]
-            module = layer.get_submodule(own)
-            product = _by_outputs(loras, _base(module), adapter.card.scale, f"{prefix}.{own}")
+            module = _base(layer.get_submodule(own))
+            product = _by_outputs(loras, module, adapter.card.scale, f"{prefix}.{own}")
             if product:
-                add_after(module, masks, product.as_of(device, dtype))
+                deltas[f"{prefix}.{own}"] = product.as_of(device, dtype)
             unused -= {f"{prefix}.{name}" for name in names}
         for own in _ROW:
             name = f"{prefix}.{own}"
-            module = layer.get_submodule(own)
             lora = adapter.lora.get(name)
             if lora:
-                delta = _by_inputs(lora, _base(module), adapter.card.scale, name)
-                delta = delta.as_of(device, dtype)
-                add_after(module, masks, _Summed(delta) if _base(module).tp_size > 1 else delta)
+                module = _base(layer.get_submodule(own))
+                delta = _by_inputs(lora, module, adapter.card.scale, name).as_of(device, dtype)
+                deltas[name] = _Summed(delta) if module.tp_size > 1 else delta
             unused.discard(name)
     if unused:
         name = min(unused)
         raise ModelError(f"the draft adapter has weights for {name}, which the model has not")
+    return Parts(deltas, mask_DH)
+
+
+class Sites:
+    """The places of a model where adapters act on masks."""
+
+    def __init__(self, model: Any, masks: MaskRows, first: Parts | None, *, change: bool) -> None:
+        """With `change` every layer is one, else those that the first adapter has weights for."""
+        self._embedding = embed_after(model.model.embed_tokens, masks)
+        names = [
+            f"model.layers.{index}.{own}"
+            for index in range(len(model.model.layers))
+            for own in (*_COLUMN, *_ROW)
+        ]
+        self._layers = {
+            name: add_after(model.get_submodule(name), masks)
+            for name in names
+            if change or (first and name in first.deltas)
+        }
+        self.put(first)
+
+    def put(self, parts: Parts | None) -> None:
+        """Let an adapter act from the next forward on, or none."""
+        self._embedding.mask_DH = parts.mask_DH if parts else None
+        for name, site in self._layers.items():
+            site.delta = parts.deltas.get(name) if parts else None
 
 
 def _base(module: Any) -> Any:

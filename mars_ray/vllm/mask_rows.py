@@ -115,9 +115,9 @@ class GatedRows:
         y_NH.copy_(torch.where(self._is_mask_N1[:count], mask_NH, y_NH))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Site:
-    """Where an adapter acts: on a linear layer's results, or on embeddings."""
+    """Where an adapter acts: on a linear layer's results, or on embeddings; or none does, yet."""
 
     masks: MaskRows
     delta: Delta | None = None
@@ -130,14 +130,14 @@ _SITES: list[Site] = []
 
 def _add_lora(y: Tensor, x: Tensor, site: int) -> None:
     own = _SITES[site]
-    assert own.delta is not None
-    own.masks.add(y, x, own.delta)
+    if own.delta is not None:
+        own.masks.add(y, x, own.delta)
 
 
 def _embed_masks(y: Tensor, site: int) -> None:
     own = _SITES[site]
-    assert own.mask_DH is not None
-    own.masks.embed(y, own.mask_DH)
+    if own.mask_DH is not None:
+        own.masks.embed(y, own.mask_DH)
 
 
 def _add_lora_shape(y: Tensor, x: Tensor, site: int) -> None:
@@ -161,23 +161,26 @@ direct_register_custom_op(
 )
 
 
-def add_after(module: torch.nn.Module, masks: MaskRows, delta: Delta) -> None:
-    """From now on `module`, one of vLLM's linear layers, adds `delta` to the results of masks."""
-    site = len(_SITES)
-    _SITES.append(Site(masks, delta=delta))
+def add_after(module: torch.nn.Module, masks: MaskRows) -> Site:
+    """From now on `module`, one of vLLM's linear layers, adds the site's `delta` to the results of
+    masks."""
+    own, site = Site(masks), len(_SITES)
+    _SITES.append(own)
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         torch.ops.mars_ray.add_lora(outputs[0], inputs[0], site)
 
     module.register_forward_hook(hook)
+    return own
 
 
-def embed_after(module: torch.nn.Module, masks: MaskRows, mask_DH: Tensor) -> None:
-    """From now on `module`, an embedding, gives masks the embeddings of their depths."""
-    site = len(_SITES)
-    _SITES.append(Site(masks, mask_DH=mask_DH))
+def embed_after(module: torch.nn.Module, masks: MaskRows) -> Site:
+    """From now on `module`, an embedding, gives masks the site's embeddings of their depths."""
+    own, site = Site(masks), len(_SITES)
+    _SITES.append(own)
 
     def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
         torch.ops.mars_ray.embed_masks(outputs, site)
 
     module.register_forward_hook(hook)
+    return own

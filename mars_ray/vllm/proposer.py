@@ -12,7 +12,7 @@ V vocabulary.
 # pyright: reportMissingImports=false
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 
+from mars_ray.config.vllm import VllmMarsRequest
 from mars_ray.core.draft_head import DraftHead, candidate_logits
-from mars_ray.model.draft_adapter import DraftAdapter
+from mars_ray.errors import ConfigError, ModelError
+from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.vllm import interface, runner, settings
-from mars_ray.vllm.adapter import attach
+from mars_ray.vllm.adapter import Parts, Sites, fitted
 from mars_ray.vllm.counts import MarsCounts
 from mars_ray.vllm.cpu import repair_expansion
 from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
@@ -45,14 +47,18 @@ class MarsProposer:
         self.requests: list[str] = []
         self.logits_NV: Tensor | None = None  # of the step under way
         self._threshold = self.settings.options.threshold
-        self._thresholds: dict[str, float | None] = {}  # that requests have named
-        self.window = Window(self.settings.masks)
+        self._requests: dict[str, VllmMarsRequest] = {}  # what requests have said
+        self.window = Window(0)
         self._masks_by_running = list(self.settings.options.masks_by_running)
         self._ended_at: float | None = None  # when the last step did
         self._config = vllm_config
         self._dtype: torch.dtype = vllm_config.model_config.dtype
         self._model: Any = None
         self._headed: HeadedDrafts | None = None
+        self._sites: Sites | None = None
+        self._ready: tuple[DraftAdapter, Parts] | None = None
+        self.adapter: DraftAdapter | None = None  # the one that makes drafts now
+        self.most_masks = 0  # of a request in a step now
         self.masks: MaskRows = IndexedRows(torch.device("cpu"))
         runner.extend()
 
@@ -62,10 +68,51 @@ class MarsProposer:
         self._model = model
         device = next(model.parameters()).device
         self.masks = self._mask_rows(device)
-        adapter = self.settings.adapter
-        if adapter:
-            attach(adapter, model, self.masks, self._dtype)
-            self._headed = self._with_head(adapter, device)
+        change = self.settings.options.adapters_change
+        if change and not isinstance(self.masks, IndexedRows):
+            raise ConfigError(
+                "adapters_change does not work with CUDA graphs: leave it out, or start vLLM with "
+                "enforce_eager"
+            )
+        first = self.settings.adapter
+        parts = fitted(first, model, self._dtype) if first else None
+        if parts or change:
+            self._sites = Sites(model, self.masks, parts, change=change)
+        self._put(first)
+
+    def _put(self, adapter: DraftAdapter | None) -> None:
+        self.adapter = adapter
+        depths = adapter.card.depths if adapter else self.settings.own_depths
+        self.most_masks = min(self.settings.masks, depths)
+        self.window = Window(self.most_masks)
+        device = next(self._model.parameters()).device
+        self._headed = self._with_head(adapter, device) if adapter else None
+
+    def load_adapter(self, directory: str) -> None:
+        """Make an adapter ready for use. Raises ModelError if it cannot be read or does not fit."""
+        if not self.settings.options.adapters_change:
+            raise ModelError(
+                "this engine keeps the draft adapter that it was started with: start it with "
+                "adapters_change, or anew"
+            )
+        self._ready = None
+        adapter = read_draft_adapter(directory, self.settings.directory)
+        if adapter.card.depths > self.settings.masks:
+            raise ModelError(
+                f"this engine has room for {self.settings.masks} masks, and the draft adapter has "
+                f"{adapter.card.depths} depths: start the engine with more num_speculative_tokens"
+            )
+        self._ready = adapter, fitted(adapter, self._model, self._dtype)
+
+    def use_adapter(self, is_any: bool) -> None:
+        """Let the adapter made ready last make drafts from the next step on; or the model itself,
+        if it was trained to."""
+        ready, self._ready = self._ready, None
+        adapter, parts = (None, None) if not is_any or ready is None else ready
+        assert not is_any or adapter, "no adapter is ready"
+        if self._sites:
+            self._sites.put(parts)
+        self._put(adapter)
 
     def _mask_rows(self, device: torch.device) -> MaskRows:
         if self._config.compilation_config.cudagraph_mode in (None, CUDAGraphMode.NONE):
@@ -102,25 +149,30 @@ class MarsProposer:
 
     def threshold_of(self, request: str, state: Any) -> float:
         """A request's threshold: its own, or the engine's."""
-        if request not in self._thresholds:
-            params = state.sampling_params
-            self._thresholds[request] = params and settings.request_options(params).threshold
-        own = self._thresholds[request]
-        return self._threshold if own is None else own
+        own = self._said_by(request, state)
+        return max(own.floor, self._threshold) if own.threshold is None else own.threshold
+
+    def _said_by(self, request: str, state: Any) -> VllmMarsRequest:
+        if request not in self._requests:
+            self._requests[request] = settings.request_options(state.sampling_params)
+        return self._requests[request]
 
     def ended(self, requests: Iterable[str]) -> None:
         """Forget requests that have finished or were aborted; their counts stay for a while."""
         requests = list(requests)
         self.counts.ended(requests)
         for request in requests:
-            self._thresholds.pop(request, None)
+            self._requests.pop(request, None)
 
     def begin(self, requests: Sequence[str], layout: Layout) -> None:
         """Note the rows of the forward that comes."""
         self.requests, self.layout = list(requests), layout
 
-    def next_tokens(self, sampled: Sequence[Sequence[int]], hidden_NH: Tensor) -> list[list[int]]:
-        """Count the step, and make each request's speculative tokens of the next one."""
+    def next_tokens(
+        self, sampled: Sequence[Sequence[int]], hidden_NH: Tensor, states: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """Count the step, and make each request's speculative tokens of the next one; `states` are
+        the runner's, by request."""
         logits_NV, self.logits_NV = self.logits_NV, None
         self.counts.add(self.requests, self.layout, sampled)
         origins = self.layout.origins(sampled)
@@ -128,18 +180,29 @@ class MarsProposer:
         if origins and logits_NV is not None:
             chosen = self._drafts(origins, hidden_NH, logits_NV)
             drafts = {origin.request: own for origin, own in zip(origins, chosen, strict=True)}
-        return next_speculative(sampled, drafts, self._masks_of_next(sampled))
+        wanted = [
+            tokens if self._said_by(request, states[request]).drafts else ()
+            for request, tokens in zip(self.requests, sampled, strict=True)
+        ]
+        return next_speculative(wanted, drafts, self._masks_of_next(sampled, wanted))
 
-    def _masks_of_next(self, sampled: Sequence[Sequence[int]]) -> int:
+    def _masks_of_next(
+        self, sampled: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
+    ) -> int:
         running = sum(1 for tokens in sampled if tokens)
+        drafting = any(wanted)
         for row, tokens in zip(self.layout.rows, sampled, strict=True):
             if row.drafts and tokens:
-                self.window.acceptance.add(len(row.drafts), len(tokens) - 1)
+                # Those of a deeper adapter may still be under way.
+                drafts = min(len(row.drafts), self.most_masks)
+                self.window.acceptance.add(drafts, len(tokens) - 1)
         before, self._ended_at = self._ended_at, time.perf_counter()
-        decodes = self.layout.decodes
+        decodes = self.layout.decodes and drafting
         self.window.note(running, self._ended_at - before if decodes and before else None)
+        if not drafting or not self.most_masks:
+            return 0
         if self._masks_by_running:
-            return masks_for(running, self.settings.masks, self._masks_by_running)
+            return masks_for(running, self.most_masks, self._masks_by_running)
         return self.window.choose(running)
 
     def _drafts(

@@ -49,7 +49,7 @@ def _prepare_inputs(
         requests,
         scheduler_output.num_scheduled_tokens,
         scheduler_output.scheduled_spec_decode_tokens,
-        runner.drafter.settings.masks,
+        runner.drafter.most_masks,
     )
     # An id may end and begin again in the same step.
     runner.drafter.ended(scheduler_output.finished_req_ids)
@@ -60,7 +60,7 @@ def _prepare_inputs(
 def _model_forward(original: _Method, runner: Any, *args: Any, **kwargs: Any) -> Any:
     mars = runner.drafter
     places, depths = mars.layout.masks()
-    if places and mars.settings.adapter is None:
+    if places and mars.adapter is None:
         place_M = torch.tensor(places, device=runner.input_ids.gpu.device)
         runner.input_ids.gpu[place_M] = mars.settings.mask_token_id
     mars.masks.begin(places, depths)
@@ -193,7 +193,7 @@ def _propose(
     sample_hidden_states: Tensor,
     *_: Any,
 ) -> list[list[int]]:
-    return runner.drafter.next_tokens(sampled_token_ids, sample_hidden_states)
+    return runner.drafter.next_tokens(sampled_token_ids, sample_hidden_states, runner.requests)
 
 
 def _always_fits(original: _Method, runner: Any, common_attn_metadata: Any) -> bool:
@@ -222,6 +222,8 @@ def extend() -> None:
     rejection_sampler.rejection_sample = wraps(sample)(partial(_rejection_sample, sample))
     WorkerBase.mars_counts = _counts
     WorkerBase.mars_set_threshold = _set_threshold
+    WorkerBase.mars_load_adapter = _load_adapter
+    WorkerBase.mars_use_adapter = _use_adapter
     WorkerBase.mars_set_masks = _set_masks
 
 
@@ -244,6 +246,16 @@ def _counts(worker: Any) -> dict[str, Any]:
 def _set_threshold(worker: Any, threshold: float) -> None:
     """`collective_rpc("mars_set_threshold", args=(0.3,))`: of requests that name none, at once."""
     worker.model_runner.drafter.set_threshold(threshold)
+
+
+def _load_adapter(worker: Any, directory: str) -> None:
+    """`collective_rpc("mars_load_adapter", args=(directory,))`: make an adapter ready."""
+    worker.model_runner.drafter.load_adapter(directory)
+
+
+def _use_adapter(worker: Any, is_any: bool) -> None:
+    """`collective_rpc("mars_use_adapter", args=(True,))`: the one made ready last, or none."""
+    worker.model_runner.drafter.use_adapter(is_any)
 
 
 def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:

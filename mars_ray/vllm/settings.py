@@ -35,6 +35,8 @@ class Settings:
     masks: int  # most of a request in a step; there are as many drafts at most
     adapter: DraftAdapter | None
     mask_token_id: int | None
+    directory: Path  # the model's
+    own_depths: int  # that the model itself was trained for
 
 
 def asked_for(config: VllmConfig) -> bool:
@@ -75,13 +77,13 @@ def read(config: VllmConfig) -> Settings:
     if own.adapter:
         adapter = read_draft_adapter(own.adapter, directory)
     depths = adapter.card.depths if adapter else card.block_size
-    if not depths:
+    if not depths and not own.adapters_change:
         raise ConfigError(
             f"{directory} was not trained by MARS (it has no {CARD_FILE}): name a draft adapter in "
             f'additional_config, {{"{KEY}": {{"adapter": "DIRECTORY"}}}}'
         )
-    masks = _masks(config, depths)
-    return Settings(own, masks, adapter, card.trained_mask_id)
+    masks = _masks(config, None if own.adapters_change else depths)
+    return Settings(own, masks, adapter, card.trained_mask_id, directory, card.block_size)
 
 
 def _directory(config: VllmConfig) -> Path:
@@ -120,13 +122,15 @@ def _check_engine(config: VllmConfig) -> None:
         )
 
 
-def _masks(config: VllmConfig, depths: int) -> int:
-    """Masks of a request: half of its speculative tokens, because as many are drafts."""
+def _masks(config: VllmConfig, depths: int | None) -> int:
+    """Masks of a request: half of its speculative tokens, because as many are drafts; of `depths`,
+    unless a deeper adapter may come."""
     assert config.speculative_config is not None
     tokens = config.speculative_config.num_speculative_tokens
-    if tokens % 2 or not 2 <= tokens <= 2 * depths:
+    if tokens % 2 or tokens < 2 or (depths and tokens > 2 * depths):
+        limit = f" and at most {2 * depths}, twice the depth that was trained" if depths else ""
         raise ConfigError(
             f"num_speculative_tokens is {tokens}: it counts drafts and as many masks, so it must "
-            f"be even and at most {2 * depths}, twice the depth that was trained"
+            f"be even{limit}"
         )
     return tokens // 2

@@ -9,8 +9,9 @@ from decode.models import CARD, pattern, request, trained_model
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode
-from mars_ray.decode.async_engine import AsyncEngine, Mailbox
+from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.mailbox import Mailbox
 from mars_ray.decode.request import Completion, TokenEvent, TokenLogprobs, as_one
 
 

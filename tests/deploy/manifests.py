@@ -18,7 +18,7 @@ from kubernetes_validate import validate
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "vllm")
 # KubeRay's schemas are not ours to ship.
 _SCHEMAS = ROOT.parent / "shared" / "schemas" / "kuberay"
 _KUBERNETES = "1.33"

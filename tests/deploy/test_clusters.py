@@ -195,7 +195,8 @@ def test_images_are_those_of_make_image_and_of_this_version():
     ]
     text = "\n".join(path.read_text() for path in files)
     images = set(re.findall(r"registry\.example\.com/(\S+:\S+)", text))
-    assert images == {f"mars-ray-cpu:{__version__}", f"mars-ray-cuda:{__version__}"}
+    built = ("mars-ray-cpu", "mars-ray-cuda", "mars-ray-vllm")
+    assert images == {f"{name}:{__version__}" for name in built}
     tags = re.findall(r"newTag: (.+)", text)
-    assert len(tags) == 3
+    assert len(tags) == 5
     assert set(tags) == {__version__}

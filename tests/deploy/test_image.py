@@ -11,6 +11,7 @@ from deploy.manifests import ROOT
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+TARGETS = ("cpu", "cuda", "vllm")
 TEXT = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
 
 
@@ -58,14 +59,14 @@ def test_bases_are_named_by_digest_and_nobody_is_root():
     for source, _ in stages:
         assert source in names or source == "${BASE_IMAGE}@${BASE_DIGEST}"
     assert "\nARG BASE_DIGEST\n" in TEXT
-    for target in ("cpu", "cuda"):
+    for target in TARGETS:
         body = TEXT.split(f" AS {target}\n")[1].split("\nFROM ")[0]
         assert re.findall(r"^USER (.+)$", body, re.MULTILINE)[-1] == "1000"
 
 
 def test_final_images_have_no_compiler_of_the_build_stage():
     """Guards images that grow: final stages take one directory of what the others made."""
-    for target in ("cpu", "cuda"):
+    for target in TARGETS:
         body = TEXT.split(f" AS {target}\n")[1].split("\nFROM ")[0]
         assert re.findall(r"^COPY (.+)$", body, re.MULTILINE) == [
             f"--from=packages-{target} /opt/mars-ray /opt/mars-ray"
@@ -107,3 +108,9 @@ def test_the_heads_image_can_ask_clouds_for_machines():
 def test_the_cpu_image_can_simulate():
     """Guards the manifests of jobs/kuberay/simulate-*.yaml: numba is in an extra."""
     assert '"${wheel}[simulate]"' in stage("packages-cpu")
+
+
+def test_all_images_have_one_ray():
+    """Guards a worker that the head of its cluster refuses: its Ray is another one."""
+    (ray,) = re.findall(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"\nARG RAY={ray}\n" in stage("packages-vllm")

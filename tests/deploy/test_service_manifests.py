@@ -12,7 +12,9 @@ from pydantic import BaseModel
 from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
 
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
+from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.serve.deploy import APP_NAME, build_app
 
 # Of Ray: how long `ray start --block` lets a node drain that is told to stop.
@@ -115,7 +117,8 @@ def test_budgets_and_policy_select_the_pods(overlay):
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_budgets_select_no_pods_of_jobs(name, overlay):
     """Guards a service's head that may be evicted because a job's head is there, too."""
-    (cluster,) = documents(ROOT / "clusters" / "kuberay" / f"{name}.yaml")
+    machines = "cpu" if name == "cpu" else "gpu"
+    (cluster,) = documents(ROOT / "clusters" / "kuberay" / f"{machines}.yaml")
     for budget in of_kind(overlay, "PodDisruptionBudget"):
         wanted = budget["spec"]["selector"]["matchLabels"].items()
         for group in groups(cluster):
@@ -149,19 +152,23 @@ def test_budgets_say_how_many_stay():
         assert isinstance(budget["spec"]["minAvailable"], int)
 
 
-def test_the_gpu_overlay_repeats_the_base_but_for_its_gpus():
-    """Guards a change of the base's Serve configuration that the overlay's copy does not get."""
+@pytest.mark.parametrize(("name", "engine"), [("gpu", EngineConfig), ("vllm", VllmConfig)])
+def test_overlays_with_gpus_repeat_the_base_but_for_those(name, engine):
+    """Guards a change of the base's Serve configuration that the overlays' copies do not get."""
     (base,) = documents(ROOT / "deploy" / "kustomize" / "base" / "rayservice.yaml")
     (patch,) = yaml.safe_load(
-        (ROOT / "deploy" / "kustomize" / "overlays" / "gpu" / "serve.yaml").read_text()
+        (ROOT / "deploy" / "kustomize" / "overlays" / name / "serve.yaml").read_text()
     )
     ours = yaml.safe_load(base["spec"]["serveConfigV2"])
     theirs = yaml.safe_load(patch["value"])
     args = theirs["applications"][0]["args"]
     assert args.pop("gpus_per_replica") == 1
-    # As in the job for that size of model.
-    job = tomllib.loads((ROOT / "jobs" / "serve-qwen2.5-7b.toml").read_text())
-    assert args.pop("engine") == job["engine"]
+    given = args.pop("engine")
+    assert type(ServeJob.model_validate({"checkpoint": "any", "engine": given}).engine) is engine
+    if name == "vllm":
+        # As in the job for that size of model.
+        job = tomllib.loads((ROOT / "jobs" / "serve-qwen2.5-7b.toml").read_text())
+        assert given == job["engine"]
     args["cpus_per_replica"] = ours["applications"][0]["args"]["cpus_per_replica"]
     assert theirs == ours
 

@@ -74,6 +74,8 @@ NOT_HERE = {
     "make test": "executes the tests, this one among them",
     "make image ": "needs Docker, and bases from a registry",
     'pip install "mars-ray[vllm]"': "vLLM pins another torch than we do",
+    'pip install "vllm==': "the same",
+    "pip install --no-deps mars-ray": "the same",
     "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ": "needs vLLM: tests/in_vllm/test_vllm_serve.py",
     "kubectl ": "needs a Kubernetes cluster",
     "curl -X PUT --data @memory.json ": "routes of a policy: tests/serve/test_memory_routes.py",

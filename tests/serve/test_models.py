@@ -17,6 +17,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.load import parse_job
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServedModel, ServeJob
+from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.serve.deploy import _replicas, build_app, start
 from mars_ray.serve.ingress.routes import build_api
@@ -163,6 +164,30 @@ def test_what_replicas_are_given(job):
     assert options["num_gpus"] == 0.25
     assert options["resources"] == {"H200": 0.5}
     assert options["runtime_env"]["env_vars"]["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_replica_of_several_gpus_is_a_placement_group(job):
+    """Its own process has the first bundle, which must hold all that it asks for; each worker of
+    vLLM has a GPU. Only groups of layers may be on several machines."""
+    given = {"gpus_per_replica": 4, "cpus_per_replica": 2, "resources_per_replica": {"H200": 0.5}}
+    split = VllmConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    for engine, strategy in (
+        (split, "PACK"),
+        (VllmConfig(tensor_parallel_size=4), "STRICT_PACK"),
+    ):
+        asked = job.model_copy(update=given | {"engine": engine})
+        config = _replicas(asked, 0.0)._bound_deployment._replica_config
+        assert config.placement_group_bundles == [
+            {"CPU": 2, "GPU": 1, "H200": 0.5},
+            *[{"GPU": 1}] * 3,
+        ]
+        assert config.placement_group_strategy == strategy
+        assert config.ray_actor_options["num_gpus"] == 0
+    for alone in (VllmConfig(), EngineConfig()):
+        asked = job.model_copy(update=given | {"gpus_per_replica": 1, "engine": alone})
+        config = _replicas(asked, 0.0)._bound_deployment._replica_config
+        assert config.placement_group_bundles is None
+        assert config.ray_actor_options["num_gpus"] == 1
 
 
 @pytest.fixture(scope="module")

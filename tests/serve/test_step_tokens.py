@@ -8,7 +8,7 @@ from serve.asking import load_server
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.config.serve import ServeJob
-from mars_ray.core.step_cost import StepCost
+from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
@@ -41,7 +41,7 @@ def test_the_rows_are_those_that_the_time_per_token_allows(
 ):
     """Rows that are free anyway are never fewer, and there is an end where more bring nothing."""
     asked = owed(job, time_per_token_s)
-    model = measured(asked, COST, engine.card.block_size)
+    model = measured(asked, COST.table(asked.engine.max_batch, CONTEXT), engine.card.block_size)
     engine.set_step_tokens(model.step_rows)
     assert warning(asked, model) is None
     assert engine.step_tokens == model.step_rows
@@ -56,7 +56,7 @@ def test_a_number_of_the_job_stays_and_is_warned_of(job):
     for time_per_token_s in (0.2, 0.02):
         asked = owed(job, time_per_token_s, 1024)
         assert with_room(asked.engine) == asked.engine
-        model = measured(asked, COST, 4)
+        model = measured(asked, COST.table(asked.engine.max_batch, CONTEXT), 4)
         assert model.step_rows == 1024
         problem = warning(asked, model)
         assert (problem is None) is (time_per_token_s == 0.2)

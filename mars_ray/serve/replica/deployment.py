@@ -1,4 +1,4 @@
-"""A replica as a Serve deployment: one process, one engine in a thread of its own."""
+"""A replica as a Serve deployment: one process with one engine."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
-from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.async_engine import AsyncEngine
-from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
-from mars_ray.model.places import adapter_name, local_adapter, local_copy
 from mars_ray.serve.protocol import (
     ErrorInfo,
     GenerationRequest,
@@ -24,12 +19,11 @@ from mars_ray.serve.protocol import (
     Used,
 )
 from mars_ray.serve.replica.adapters import Adapters
+from mars_ray.serve.replica.engines import running_engine
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.metrics import ReplicaMetrics
 from mars_ray.serve.status import ReplicaStatus
-from mars_ray.serve.step_tokens import measured, warning, with_room
 from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swapped
-from mars_ray.storage.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +44,13 @@ class Replica:
         self._swap = await swapped(job.name, setting.at_s)
         if self._swap:
             job = _with_adapter(job, self._swap.adapter)
-        checkpoint, engine_config = _fetched(job)
-        engine, tokenizer = load_engine(checkpoint, engine_config)
-        place = job.engine.draft_adapter
-        if place and engine_config.draft_adapter:
-            engine.adapter_name = adapter_name(place, Path(engine_config.draft_adapter))
-        assert engine.cost is not None, "the engine is not warmed up"
-        model = measured(job, engine.cost, engine.card.block_size)
-        engine.set_step_tokens(model.step_rows)
-        problem = warning(job, model)
-        # The first lines of this process's log state the engine that runs here.
-        print(f"{job.name}: {engine.info}, steps of {engine.step_tokens} rows", flush=True)
-        if problem:
-            print(f"{job.name}: warning: {problem}", flush=True)
+        running = await running_engine(job)
         self._metrics = ReplicaMetrics()
-        client = AsyncEngine(engine, checkpoint)
-        self._engine = LLMServer(client, tokenizer, job, self._metrics, problem)
-        self._adapters = Adapters(client, job.model_cache)
+        self._engine = LLMServer(
+            running.client, running.tokenizer, job, self._metrics, running.warning
+        )
+        self._adapters = Adapters(running.client, job.model_cache)
         self._built_s = setting.at_s
-        self._engine.start()
         self._looking = asyncio.create_task(self._look())
         following = follow(job.name, setting, self._set, lambda: self._swap)
         self._following = asyncio.create_task(following)
@@ -156,19 +138,6 @@ class Replica:
     def open_answers(self) -> int:
         """Number of answers in progress or waiting."""
         return self._engine.open_answers
-
-
-def _fetched(job: ServeJob) -> tuple[Path, EngineConfig]:
-    """The checkpoint's local directory, and the engine's configuration with its other models
-    fetched."""
-    engine = with_room(job.engine)
-    checkpoint = local_copy(Place(job.checkpoint, job.revision), job.model_cache)
-    changes = {}
-    if engine.draft_model:
-        changes["draft_model"] = str(local_copy(Place(engine.draft_model), job.model_cache))
-    if engine.draft_adapter:
-        changes["draft_adapter"] = str(local_adapter(engine.draft_adapter, job.model_cache))
-    return checkpoint, engine.model_copy(update=changes)
 
 
 def _with_adapter(job: ServeJob, place: str | None) -> ServeJob:

@@ -1,0 +1,438 @@
+"""vLLM's engine behind the interface of the service (`engine_client.py`).
+
+A thread with an event loop of its own owns vLLM's `AsyncLLM`, whose engine runs in another process.
+Of `AsyncLLM` it uses the parts: requests are made by its input processor and sent to its engine
+core, and steps are read from there as they come. Its own output handler would join the steps of a
+request whose reader is slow, and make text of tokens of which text is made here.
+
+All commands from outside go through one queue, in their order.
+"""
+
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.mailbox import Close, Deliver, delivered, failed
+from mars_ray.decode.request import EngineFacts, Request, TokenEvent, check_request
+from mars_ray.decode.stats import Snapshot
+from mars_ray.errors import EngineError, ModelError, RequestError
+from mars_ray.model.card import ModelCard
+from mars_ray.model.draft_adapter import read_draft_adapter
+from mars_ray.serve.replica.vllm_answer import VllmAnswer
+from mars_ray.serve.replica.vllm_args import sampling_params
+from mars_ray.serve.replica.vllm_counts import StepSeen, VllmCounts
+from mars_ray.serve.replica.vllm_warm_up import loads, step_cost
+
+_log = logging.getLogger(__name__)
+_Command = Callable[[], Awaitable[None]]
+Reply = TypeVar("Reply")
+# Interval of checks whether the thread has ended.
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Mars:
+    """What an engine was started with to decode MARS."""
+
+    directory: Path  # the model's
+    card: ModelCard  # of the model alone
+    masks: int  # of a request in a step, at most; 0: nothing is ever drafted
+    adapter: str | None  # name of the draft adapter
+    depths: int  # of what makes drafts
+    change: bool  # whether another adapter may take its place
+
+
+class VllmClient:
+    """An engine of vLLM that runs on its own. `start` it before use, `stop` it at the end."""
+
+    def __init__(
+        self, llm: AsyncLLM, config: VllmConfig, facts: EngineFacts, info: EngineInfo, mars: Mars
+    ) -> None:
+        self._llm = llm
+        self._config = config
+        self.facts = facts
+        self._info = info
+        self._mars = mars
+        self._card = replace(mars.card, block_size=mars.depths)
+        self.can_draft = mars.depths > 0
+        self.adapter_name = mars.adapter
+        self._ready: tuple[str, int] | None = None  # name and depths of the adapter made ready
+        self._counts = VllmCounts(config.max_step_tokens)
+        self._seen: list[StepSeen] | None = None  # the steps of `warm_up`
+        self._answers: dict[str, VllmAnswer] = {}
+        self._by_core_id: dict[str, VllmAnswer] = {}
+        self._aborted: set[str] = set()  # requests whose streams continue for others
+        self._set_point = 1.0
+        self._loop = asyncio.new_event_loop()
+        self._commands: asyncio.Queue[_Command] = asyncio.Queue()
+        self._closed = False
+        self._closing = threading.Lock()
+        self._main: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._last_step_s = time.monotonic()
+
+    @property
+    def depths(self) -> int:
+        """Depths of the drafts that are made now; 0 if none are."""
+        return self._card.block_size
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def warm_up(self) -> None:
+        """Measure what steps cost; call it before the first request. Counts begin anew after it."""
+        self._seen = []
+        for requests in loads(self.facts, self._config.max_step_tokens):
+            async for _ in self.stream(*requests):
+                pass
+        cost = step_cost(self._seen)
+
+        async def forget() -> None:
+            self._seen = None
+            self._counts = VllmCounts(self._config.max_step_tokens, cost)
+
+        await self._ask(forget)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread and vLLM's processes; open requests get an EngineError."""
+        with contextlib.suppress(EngineError):
+            self._command(self._stop)
+        self._thread.join(timeout_s)
+
+    def check_health(self, limit_s: float) -> None:
+        """Raise EngineError if the engine is gone, or has had work for `limit_s` without a step."""
+        if not self._thread.is_alive():
+            raise EngineError("vLLM's engine is not running")
+        idle_s = time.monotonic() - self._last_step_s
+        if self._answers and idle_s > limit_s:
+            raise EngineError(f"vLLM's engine has work but has not stepped for {idle_s:.0f} s")
+
+    async def ended(self) -> None:
+        """Return once the engine is gone for any reason, and its requests have their errors."""
+        while self._thread.is_alive():
+            await asyncio.sleep(_LOOK_S)
+
+    def stream(
+        self, *requests: Request, interval_s: float = 0.0
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """See EngineClient."""
+        return delivered(
+            requests,
+            interval_s,
+            lambda deliver: self._command(lambda: self._submit(requests, deliver)),
+            lambda deliver, close: self._leave(requests, deliver, close),
+            self._aborted,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """See EngineClient."""
+        self._aborted.add(request_id)
+        self._command(lambda: self._abort([request_id]))
+
+    async def set_threshold(self, threshold: float) -> None:
+        """See EngineClient."""
+
+        async def change() -> None:
+            if self._mars.masks:
+                await self._llm.collective_rpc("mars_set_threshold", args=(threshold,))
+            self._set_point = threshold
+            for answer in self._answers.values():
+                answer.follow(threshold)
+
+        await self._ask(change)
+
+    async def snapshot(self) -> Snapshot:
+        """See EngineClient."""
+
+        async def told() -> Snapshot:
+            return self._counts.snapshot(
+                self._info,
+                open_requests=len(self._answers),
+                set_point=self._set_point,
+                windows=[
+                    min(self._mars.masks, self._card.block_size) if answer.threshold else 0
+                    for answer in self._answers.values()
+                ],
+                adapter=self.adapter_name,
+                can_draft=self.can_draft,
+            )
+
+        return await self._ask(told)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """See EngineClient."""
+        if not self._mars.change:
+            raise ModelError(
+                "this vLLM engine has no room for another draft adapter: start the service with "
+                "the adapter; or, to change it while the service runs, with engine.masks and, on "
+                "GPUs, engine.args.enforce_eager = true"
+            )
+        adapter = await asyncio.to_thread(read_draft_adapter, directory, self._mars.directory)
+        depths = adapter.card.depths
+        if depths > self._mars.masks:
+            raise ModelError(
+                f"the draft adapter has {depths} depths, and the engine has room for "
+                f"{self._mars.masks} masks: start the service with engine.masks = {depths}"
+            )
+
+        async def load() -> None:
+            try:
+                await self._llm.collective_rpc("mars_load_adapter", args=(str(directory),))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                raise ModelError(f"vLLM does not take the draft adapter: {error}") from error
+
+        await self._ask(load)
+        self._ready = name, depths
+
+    async def use_adapter(self, name: str | None) -> None:
+        """See EngineClient."""
+        ready, self._ready = self._ready, None
+        depths = self._mars.card.block_size
+        if name is not None:
+            if ready is None or ready[0] != name:
+                raise ModelError(f"draft adapter {name} is not ready: load it first")
+            depths = ready[1]
+        # Set before the engine is asked, as requests submitted later are decoded after the change.
+        self.can_draft = depths > 0
+
+        async def use() -> None:
+            if self._mars.change:
+                await self._llm.collective_rpc("mars_use_adapter", args=(name is not None,))
+            self.adapter_name = name
+            self._card = replace(self._mars.card, block_size=depths)
+
+        await self._ask(use)
+
+    async def _ask(self, question: Callable[[], Awaitable[Reply]]) -> Reply:
+        """The reply, made by the engine's thread. Raises what the question raises, and EngineError
+        once the engine has ended."""
+        reply: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+
+        async def answer() -> None:
+            if not reply.set_running_or_notify_cancel():
+                return
+            try:
+                reply.set_result(await question())
+            except asyncio.CancelledError:
+                reply.set_exception(EngineError("the engine was shut down"))
+                raise
+            except EngineDeadError:
+                reply.set_exception(EngineError("vLLM's engine has ended"))
+                raise
+            except Exception as error:  # noqa: BLE001 - a question must not end the thread
+                reply.set_exception(error)
+
+        self._command(answer)
+        return await asyncio.wrap_future(reply)
+
+    def _command(self, command: _Command) -> None:
+        """Let the thread execute this. Raises EngineError once it has ended."""
+        with self._closing:
+            if self._closed:
+                raise EngineError("the engine was shut down")
+            self._loop.call_soon_threadsafe(self._commands.put_nowait, command)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._main = self._loop.create_task(self._serve())
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass  # stopped
+        except Exception:  # noqa: BLE001 - the edge of the thread; `check_health` reports it
+            _log.exception("vLLM's engine has ended")
+        finally:
+            self._close()
+
+    async def _serve(self) -> None:
+        """Read steps and execute commands until the engine or the client ends."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read())
+            tasks.create_task(self._obey())
+
+    async def _read(self) -> None:
+        while True:
+            self._take(await self._llm.engine_core.get_output_async())
+
+    async def _obey(self) -> None:
+        while True:
+            command = await self._commands.get()
+            await command()
+
+    def _close(self) -> None:
+        """End all requests: whatever ended the engine, no client may wait for it any longer."""
+        with self._closing:
+            self._closed = True
+        self._fail_all(EngineError("the engine was shut down"))
+        # Earlier commands may hold requests and questions that somebody waits for.
+        self._loop.run_until_complete(self._refuse_rest())
+        self._fail_all(EngineError("the engine was shut down"))
+        self._llm.shutdown()
+        self._loop.run_until_complete(_end_tasks())
+        self._loop.close()
+
+    async def _refuse_rest(self) -> None:
+        await asyncio.sleep(0)  # lets commands on their way arrive
+        while not self._commands.empty():
+            with contextlib.suppress(Exception):
+                await self._commands.get_nowait()()
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        """Counts a step, and delivers its events."""
+        self._last_step_s = time.monotonic()
+        seen = self._counts.step(outputs)
+        if seen and self._seen is not None:
+            self._seen.append(seen)
+        for output in outputs.outputs:
+            answer = self._by_core_id.get(output.request_id)
+            if answer is not None:
+                self._advance(answer, output)
+        if not self._answers:
+            self._counts.idle()
+
+    def _advance(self, answer: VllmAnswer, output: EngineCoreOutput) -> None:
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.PREEMPTED:
+                self._counts.preempted()
+        if output.prefill_stats:
+            self._counts.prompt(output.prefill_stats.num_computed_tokens)
+        event = answer.add(output, self.adapter_name if answer.request.mode.has_masks else None)
+        if event.tokens:
+            self._counts.forward(answer.request.mode.type, len(event.tokens), answer.in_force)
+        if answer.is_over:
+            # The id is free from here on, whether the event is delivered or not.
+            self._forget(answer)
+        answer.deliver(event)
+
+    async def _submit(self, requests: Several[Request], deliver: Deliver) -> None:
+        """Submit the requests up to the first that is refused, which ends their stream."""
+        for request in requests:
+            try:
+                await self._add(request, deliver)
+            except RequestError as error:
+                deliver(failed(request.id, error))
+                return
+            except Exception as error:  # noqa: BLE001 - one request must not end the thread
+                _log.exception("request %s could not be submitted", request.id)
+                what = f"the engine failed on the request: {type(error).__name__}"
+                deliver(failed(request.id, EngineError(what)))
+                return
+
+    async def _add(self, request: Request, deliver: Deliver) -> None:
+        """Send a request to the engine. Raises RequestError."""
+        self._check(request)
+        if request.id in self._answers:
+            raise RequestError(f"request id {request.id!r} is in use")
+        llm = self._llm
+        try:
+            made = llm.input_processor.process_inputs(
+                request.id,
+                tokens_input(list(request.prompt)),
+                sampling_params(request, drafts=self._mars.masks > 0),
+                supported_tasks=("generate",),
+                priority=request.priority,
+            )
+        except (VLLMClientError, ValueError) as error:
+            field = getattr(error, "parameter", None)
+            raise RequestError(f"vLLM refuses the request: {error}", field=field) from error
+        llm.input_processor.assign_request_id(made)
+        # A quality takes the place of the mode's own threshold.
+        own = request.mode.own_threshold
+        threshold = own if own is None or request.quality is None else 1.0
+        answer = VllmAnswer(request, deliver, made.request_id, threshold)
+        answer.follow(self._set_point)
+        if not self._answers:
+            self._last_step_s = time.monotonic()
+            self._counts.begin(self._last_step_s)
+        self._answers[request.id] = self._by_core_id[made.request_id] = answer
+        if request.deadline is not None:
+            delay_s = max(0.0, request.deadline - time.monotonic())
+            self._loop.call_later(delay_s, self._expire, answer)
+        try:
+            await llm.engine_core.add_request_async(made)
+        except Exception:
+            self._forget(answer)
+            raise
+
+    def _check(self, request: Request) -> None:
+        facts = self.facts
+        check_request(request, facts.vocabulary, self._card, facts.max_context)
+        if problem := self._config.unsupported(request.mode):
+            raise RequestError(problem, field="mode")
+
+    def _expire(self, answer: VllmAnswer) -> None:
+        """End a request whose deadline has passed, if it is still there."""
+        if answer.is_over or self._answers.get(answer.request.id) is not answer:
+            return
+        self._forget(answer)
+        answer.deliver(answer.late())
+        with contextlib.suppress(EngineError):
+            self._command(lambda: self._llm.engine_core.abort_requests_async([answer.core_id]))
+
+    def _leave(self, requests: Several[Request], deliver: Deliver, close: Close) -> None:
+        """Forget the requests of a stream that is over or was closed, and count its rest."""
+        self._aborted.difference_update(request.id for request in requests)
+
+        async def cancel() -> None:
+            # Another request may have this id: a refused request must not end that one.
+            own = [
+                request.id
+                for request in requests
+                if request.id in self._answers and self._answers[request.id].deliver is deliver
+            ]
+            await self._abort(own)
+            close(self._counts.discard)
+
+        with contextlib.suppress(EngineError):
+            self._command(cancel)
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        answers = [self._answers[name] for name in request_ids if name in self._answers]
+        for answer in answers:
+            answer.is_over = True
+            self._forget(answer)
+        await self._llm.engine_core.abort_requests_async([answer.core_id for answer in answers])
+
+    def _forget(self, answer: VllmAnswer) -> None:
+        del self._answers[answer.request.id], self._by_core_id[answer.core_id]
+        if not self._answers:
+            self._counts.idle()
+
+    def _fail_all(self, error: EngineError) -> None:
+        answers, self._answers, self._by_core_id = self._answers, {}, {}
+        for answer in answers.values():
+            answer.deliver(failed(answer.request.id, error))
+
+    async def _stop(self) -> None:
+        assert self._main is not None
+        self._main.cancel()
+
+
+async def _end_tasks() -> None:
+    """Cancels what vLLM leaves running in the loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
