@@ -29,6 +29,7 @@ class VllmAnswer:
     in_force: float | None = field(init=False)  # the threshold of the next step
     submitted_s: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
+    cached_tokens: int | None = None  # of the prompt; None until it has been computed
     forwards: int = 0
     tokens: list[int] = field(default_factory=list)
     token_forward: list[int] = field(default_factory=list)
@@ -49,6 +50,8 @@ class VllmAnswer:
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and self.queue_s is None:
                 self.queue_s = max(0.0, event.timestamp - self.submitted_s)
+        if output.prefill_stats and self.cached_tokens is None:
+            self.cached_tokens = output.prefill_stats.num_cached_tokens
         tokens, verified = tuple(output.new_token_ids), None
         if tokens:
             verified = self._step(tokens, adapter)
@@ -102,6 +105,7 @@ class VllmAnswer:
             completion,
             logprobs=logprobs,
             queue_s=self.queue_s or 0.0,
+            cached_tokens=self.cached_tokens or 0,
             threshold=self.threshold,
             adapter=adapter,
             failure=failure,

@@ -108,6 +108,7 @@ class VllmCounts:
 
     def forward(self, mode: str, tokens: int, threshold: float | None) -> None:
         """Counts a request's step; with a threshold, one that verifies drafts by it."""
+        self._totals.output_tokens += tokens
         if tokens > 1:
             self._beyond.setdefault(mode, Counter())[tokens - 1] += 1
         if threshold is not None:
