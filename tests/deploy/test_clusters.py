@@ -85,6 +85,15 @@ def test_shared_storage_is_mounted_before_the_container_starts(name):
     assert "/shared" in header.partition("To change:")[2]
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> None:
+    """A home with the token that the files of launched clusters copy to their nodes."""
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("secret")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_every_kind_of_machine_gets_its_image(name):
     """Guards workers that never start: `ray up` does without `docker.image`, its autoscaler not."""
