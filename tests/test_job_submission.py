@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_job_submit_trains_and_reports_its_exit_code(ray_cluster, tmp_path):
     """Guards jobs that only run on the machine they were written on: the working directory is
     uploaded, the driver runs on the cluster, a failure fails the submission."""
