@@ -141,7 +141,9 @@ def test_errors_reach_the_client_as_its_own(client):
     with pytest.raises(openai.NotFoundError) as missing:
         ask(model="other")
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match=r"prompt tokens.*more than the context of 2000") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match=r"prompt tokens.*more than the context of 2000"
+    ) as caught:
         ask(messages=[{"role": "user", "content": "x " * 3000}], max_tokens=1900, stream=True)
     assert caught.value.code == "context_length_exceeded"
 
