@@ -8,17 +8,17 @@ import concurrent.futures
 import contextlib
 import logging
 import queue
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.engine_thread import EngineThread
 from mars_ray.decode.isolation import step_apart, works
-from mars_ray.decode.mailbox import Close, Deliver, delivered, failed
+from mars_ray.decode.mailbox import Close, Deliver, failed
 from mars_ray.decode.request import Completion, EngineFacts, Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
@@ -29,11 +29,9 @@ _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 # The engine counts as broken after this many consecutive failed steps.
 _MOST_FAILED_STEPS = 3
-# Interval of checks whether the thread has ended.
-_LOOK_S = 0.05
 
 
-class AsyncEngine:
+class AsyncEngine(EngineThread):
     """An engine that runs in a thread. `start` it before use, `stop` it at the end.
 
     The service uses it as an `EngineClient` (`serve/replica/engine_client.py`).
@@ -41,22 +39,18 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, directory: str | Path | None = None) -> None:
         """`directory` is the model's; draft adapters are checked against it."""
+        super().__init__()
         self._engine = engine
         self._directory = directory
         self._adapter: tuple[str, DraftAdapter] | None = None  # ready, not yet in use
         self.can_draft = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Deliver] = {}
-        self._aborted: set[str] = set()  # requests whose streams continue for others
         self._undelivered: list[tuple[Deliver, TokenEvent]] = []
         self._is_unchecked = True  # no integrity check since the last step
         self._failed_steps = 0  # since the last step that succeeded
         self._discarded_tokens = 0  # of events that nobody has read
         self._stopping = False
-        self._closed = False
-        self._closing = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.last_step_s = time.monotonic()
 
     @property
     def open_requests(self) -> int:
@@ -69,46 +63,6 @@ class AsyncEngine:
         model, config = self._engine.model, self._engine.config
         return EngineFacts(
             config.max_context, config.max_batch, model.config.vocab_size, stop_ids(model)
-        )
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread; open requests get an EngineError."""
-        with contextlib.suppress(EngineError):
-            self._command(self._stop)
-        self._thread.join(timeout_s)
-
-    def check_health(self, limit_s: float = 30.0) -> None:
-        """Raise EngineError if the thread is gone, or has had work for `limit_s` without a step."""
-        if not self._thread.is_alive():
-            raise EngineError("the engine thread is not running")
-        idle_s = time.monotonic() - self.last_step_s
-        if self._listeners and idle_s > limit_s:
-            raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
-
-    async def ended(self) -> None:
-        """Return once the thread is gone for any reason, and its requests have their errors."""
-        while self._thread.is_alive():
-            await asyncio.sleep(_LOOK_S)
-
-    def stream(
-        self, *requests: Request, interval_s: float = 0.0
-    ) -> AsyncGenerator[list[TokenEvent], None]:
-        """Events of all the requests, one per forward of each, until every request has its last.
-
-        Closing the iterator cancels unfinished requests. Failures are RequestError if the engine
-        refuses the request or cannot follow its grammar any further, EngineError if the engine
-        fails. All else is as in `delivered`.
-        """
-        return delivered(
-            requests,
-            interval_s,
-            lambda deliver: self._command(lambda: self._submit(requests, deliver)),
-            lambda deliver, close: self._leave(requests, deliver, close),
-            self._aborted,
         )
 
     def _leave(self, requests: Several[Request], deliver: Deliver, close: Close) -> None:

@@ -76,12 +76,13 @@ class Layout:
             depths += range(row.masks)
         return places, depths
 
-    def real_logits(self) -> list[int]:
-        """Places of tokens and drafts among the logits."""
+    def real_logits(self, drafts: Sequence[Sequence[int]]) -> list[int]:
+        """Places among the logits of each request's last token, and of these of its drafts: the
+        first of the row."""
         places: list[int] = []
         start = 0
-        for row in self.rows:
-            places += range(start, start + 1 + len(row.drafts))
+        for row, own in zip(self.rows, drafts, strict=True):
+            places += range(start, start + 1 + len(own))
             start += row.length
         return places
 

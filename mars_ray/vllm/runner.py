@@ -76,12 +76,7 @@ def _sample(
     mars = runner.drafter
     mars.logits_NV = logits
     kept = [_checkable(runner, *each) for each in zip(mars.requests, mars.layout.rows, strict=True)]
-    places: list[int] = []
-    start = 0
-    for row, drafts in zip(mars.layout.rows, kept, strict=True):
-        places += range(start, start + 1 + len(drafts))
-        start += row.length
-    real_NV = logits[torch.tensor(places, device=logits.device)]
+    real_NV = logits[torch.tensor(mars.layout.real_logits(kept), device=logits.device)]
     mars.ban_mask(real_NV)
     metadata = _metadata(kept, logits.device) if any(kept) else None
     batch = runner.input_batch
@@ -230,7 +225,7 @@ def extend() -> None:
 def _for_mars(original: _Method, own: _Method) -> _Method:
     @wraps(original)
     def method(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        # Only ours has settings of this name; vLLM's proposers are many classes.
+        # Only ours has this method; vLLM's proposers are many classes.
         if not hasattr(getattr(runner, "drafter", None), "next_tokens"):
             return original(runner, *args, **kwargs)
         return own(original, runner, *args, **kwargs)

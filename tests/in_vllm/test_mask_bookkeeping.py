@@ -27,7 +27,7 @@ LAYOUT = laid_out("ABC", {"A": 5, "B": 4, "C": 3}, SPECULATIVE, DEPTHS)
 def test_rows_lie_as_drawn():
     """Guards the offsets: a mask taken for a token would give the adapter's words to the model."""
     assert LAYOUT.masks() == ([3, 4, 10, 11], [0, 1, 0, 1])
-    assert LAYOUT.real_logits() == [0, 1, 2, 5, 6]
+    assert LAYOUT.real_logits([row.drafts for row in LAYOUT.rows]) == [0, 1, 2, 5, 6]
 
 
 def test_steps_with_prompts_are_known():
@@ -41,7 +41,7 @@ def test_paddings_beyond_the_trained_depth_are_no_masks():
     assert parsed([MASK] * 4, DEPTHS) == Row((), masks=2, padding=2)
     padded = laid_out("AB", {"A": 5, "B": 1}, {"A": [MASK] * 4}, DEPTHS)
     assert padded.masks() == ([1, 2], [0, 1])
-    assert padded.real_logits() == [0, 5]
+    assert padded.real_logits([row.drafts for row in padded.rows]) == [0, 5]
 
 
 def test_only_masks_behind_the_outcome_propose():

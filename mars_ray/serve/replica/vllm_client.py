@@ -15,9 +15,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +29,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.decode.engine_thread import EngineThread
 from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.mailbox import Close, Deliver, delivered, failed
-from mars_ray.decode.request import EngineFacts, Request, TokenEvent, check_request
+from mars_ray.decode.mailbox import Close, Deliver, failed
+from mars_ray.decode.request import EngineFacts, Request, check_request
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, RequestError
 from mars_ray.model.card import ModelCard
@@ -45,8 +45,6 @@ from mars_ray.serve.replica.vllm_warm_up import loads, step_cost
 _log = logging.getLogger(__name__)
 _Command = Callable[[], Awaitable[None]]
 Reply = TypeVar("Reply")
-# Interval of checks whether the thread has ended.
-_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +59,13 @@ class Mars:
     change: bool  # whether another adapter may take its place
 
 
-class VllmClient:
+class VllmClient(EngineThread):
     """An engine of vLLM that runs on its own. `start` it before use, `stop` it at the end."""
 
     def __init__(
         self, llm: AsyncLLM, config: VllmConfig, facts: EngineFacts, info: EngineInfo, mars: Mars
     ) -> None:
+        super().__init__()
         self._llm = llm
         self._config = config
         self.facts = facts
@@ -80,24 +79,20 @@ class VllmClient:
         self._seen: list[StepSeen] | None = None  # the steps of `warm_up`
         self._answers: dict[str, VllmAnswer] = {}
         self._by_core_id: dict[str, VllmAnswer] = {}
-        self._aborted: set[str] = set()  # requests whose streams continue for others
         self._set_point = 1.0
         self._loop = asyncio.new_event_loop()
         self._commands: asyncio.Queue[_Command] = asyncio.Queue()
-        self._closed = False
-        self._closing = threading.Lock()
         self._main: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._last_step_s = time.monotonic()
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._answers)
 
     @property
     def depths(self) -> int:
         """Depths of the drafts that are made now; 0 if none are."""
         return self._card.block_size
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     async def warm_up(self) -> None:
         """Measure what steps cost; call it before the first request. Counts begin anew after it."""
@@ -112,37 +107,6 @@ class VllmClient:
             self._counts = VllmCounts(self._config.max_step_tokens, cost)
 
         await self._ask(forget)
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread and vLLM's processes; open requests get an EngineError."""
-        with contextlib.suppress(EngineError):
-            self._command(self._stop)
-        self._thread.join(timeout_s)
-
-    def check_health(self, limit_s: float) -> None:
-        """Raise EngineError if the engine is gone, or has had work for `limit_s` without a step."""
-        if not self._thread.is_alive():
-            raise EngineError("vLLM's engine is not running")
-        idle_s = time.monotonic() - self._last_step_s
-        if self._answers and idle_s > limit_s:
-            raise EngineError(f"vLLM's engine has work but has not stepped for {idle_s:.0f} s")
-
-    async def ended(self) -> None:
-        """Return once the engine is gone for any reason, and its requests have their errors."""
-        while self._thread.is_alive():
-            await asyncio.sleep(_LOOK_S)
-
-    def stream(
-        self, *requests: Request, interval_s: float = 0.0
-    ) -> AsyncGenerator[list[TokenEvent], None]:
-        """See EngineClient."""
-        return delivered(
-            requests,
-            interval_s,
-            lambda deliver: self._command(lambda: self._submit(requests, deliver)),
-            lambda deliver, close: self._leave(requests, deliver, close),
-            self._aborted,
-        )
 
     async def abort(self, request_id: str) -> None:
         """See EngineClient."""
@@ -301,7 +265,7 @@ class VllmClient:
 
     def _take(self, outputs: EngineCoreOutputs) -> None:
         """Counts a step, and delivers its events."""
-        self._last_step_s = time.monotonic()
+        self.last_step_s = time.monotonic()
         seen = self._counts.step(outputs)
         if seen and self._seen is not None:
             self._seen.append(seen)
@@ -364,8 +328,8 @@ class VllmClient:
         answer = VllmAnswer(request, deliver, made.request_id, threshold)
         answer.follow(self._set_point)
         if not self._answers:
-            self._last_step_s = time.monotonic()
-            self._counts.begin(self._last_step_s)
+            self.last_step_s = time.monotonic()
+            self._counts.begin(self.last_step_s)
         self._answers[request.id] = self._by_core_id[made.request_id] = answer
         if request.deadline is not None:
             delay_s = max(0.0, request.deadline - time.monotonic())
