@@ -45,8 +45,8 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced_directory(directory: Path) -> Iterator[Path]:
-    """A new directory that replaces `directory` when the block ends without an error. Raises
-    OSError."""
+    """A new directory that replaces `directory` when the block ends without an error; if it cannot,
+    `directory` is as before. Raises OSError."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside its final place: a rename is atomic only within one file system.
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -54,9 +54,15 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
         fresh = work / "new"
         fresh.mkdir()
         yield fresh
-        if directory.exists():
+        is_new = not directory.exists()
+        if not is_new:
             os.replace(directory, work / "old")
-        os.replace(fresh, directory)
+        try:
+            os.replace(fresh, directory)
+        except OSError:
+            if not is_new:
+                os.replace(work / "old", directory)
+            raise
     finally:
         shutil.rmtree(work)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mars_ray.errors import ConfigError
-from mars_ray.files import check_writable, replaced, sole_writer
+from mars_ray.files import check_writable, replaced, replaced_directory, sole_writer
 
 HOLD = """
 import sys, time
@@ -89,3 +89,14 @@ def test_a_look_at_a_file_leaves_it_as_it_is(tmp_path):
     path.write_text("1")
     check_writable(path, "--output")
     assert path.read_text() == "1"
+
+
+def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
+    """Guards the loss of the old directory where the new one has no way into its place."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "weights").write_text("old")
+    with pytest.raises(FileNotFoundError), replaced_directory(directory) as fresh:
+        fresh.rmdir()
+    assert (directory / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

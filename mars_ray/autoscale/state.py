@@ -1,6 +1,7 @@
 """The policy's answer, and its memory between two ticks."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -76,6 +77,7 @@ class Memory:
     floor: Floor
     feedback: Feedback
     traffic: Traffic
+    version: Literal[1] = 1  # of this layout; another one is not read
 
 
 _MEMORY = TypeAdapter(Memory)

@@ -148,6 +148,17 @@ def test_a_memory_that_is_none_is_an_error(text):
         State.from_json(text)
 
 
+def test_a_memory_of_another_layout_is_an_error():
+    """Guards figures that a later release means otherwise; what has no mark is of the first."""
+    text = State(feedback=Feedback(utilisation=0.51)).to_json()
+    other = text.replace('"version":1', '"version":2')
+    with pytest.raises(DataError, match="version"):
+        State.from_json(other)
+    unmarked = text.replace(',"version":1', "")
+    assert "version" not in unmarked
+    assert State.from_json(unmarked).feedback.utilisation == 0.51
+
+
 def test_a_floor_of_minutes_is_in_the_reason():
     """The sentence says why replicas are kept."""
     fleet = Fleet(config(max_replicas=20), state=State(traffic=WATCHED.traffic))
