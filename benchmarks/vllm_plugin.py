@@ -1,13 +1,14 @@
 """vLLM with the plug-in beside plain vLLM and our own engine: text, T/F, tokens per second.
 
     python benchmarks/vllm_plugin.py jobs/evaluate-smollm2.toml OUTPUT.json --vllm VENV/bin/python \
-        [--prompts 200] [--batches 1,4,8,16] [--repeats 5] [KEY=VALUE ...]
+        [--prompts 200] [--batches 1,4,8,16] [--timed N] [--repeats 5] [KEY=VALUE ...]
 
 The prompts are the job's, its kinds in turn. Our engine decodes them in `verified` with one group
 of masks, every step with all of them, which is what the plug-in does. Both vLLMs live in one
 process of VENV (`vllm_plugin_side.py`) and answer all prompts in batches of 16. Then those whose
-answers neither loop nor end at once are timed in batches of each size, plain and plug-in in turn. A
-result holds medians of the seconds, and ratios of those that stood side by side.
+answers neither loop nor end at once, or --timed of them, are answered again in batches of each
+size, each batch by plain vLLM and by the plug-in in turn. A result holds medians of the seconds,
+and ratios of those that stood side by side.
 """
 
 import argparse
@@ -94,7 +95,8 @@ def result(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:
         "stops": own["stops"],
         "max_new_tokens": job.max_new_tokens,
         "max_context": job.engine.max_context,
-        "timed": [index for index, loops in enumerate(looping) if not loops],
+        "straight": [index for index, loops in enumerate(looping) if not loops],
+        "timed": arguments.timed,
         "batches": [int(size) for size in arguments.batches.split(",")],
         "repeats": arguments.repeats,
         "masks": arguments.masks,
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, help="the Python of vLLM's environment")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--batches", default="1,4,8,16")
+    parser.add_argument("--timed", type=int, help="how many of the prompts are timed; all of them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--masks", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2, help="of vLLM")

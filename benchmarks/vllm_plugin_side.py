@@ -96,18 +96,23 @@ def greedy(sides: Sides) -> dict[str, Any]:
 
 
 def speed(sides: Sides, batch: int, indices: list[int]) -> dict[str, Any]:
-    """Seconds of both sides for the same prompts in batches of one size, in turn."""
+    """Seconds of both sides for the same prompts in batches of one size, each batch in turn."""
     groups = [indices[at : at + batch] for at in range(0, len(indices), batch)]
     seconds: dict[str, list[float]] = {"plain": [], "mars": []}
     tokens = 0
     before = sides.counts()
     for repeat in range(sides.task["repeats"]):
-        order = [("plain", sides.plain), ("mars", sides.mars)]
-        for name, llm in order if repeat % 2 == 0 else reversed(order):
-            start = time.perf_counter()
-            outputs = [out for group in groups for out in sides.answers(llm, group)]
-            seconds[name].append(time.perf_counter() - start)
-            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        sums, tokens = {"plain": 0.0, "mars": 0.0}, 0
+        for number, group in enumerate(groups):
+            order = [("plain", sides.plain), ("mars", sides.mars)]
+            for name, llm in order if (repeat + number) % 2 == 0 else reversed(order):
+                start = time.perf_counter()
+                outputs = sides.answers(llm, group)
+                sums[name] += time.perf_counter() - start
+                if name == "plain":
+                    tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        for name, total in sums.items():
+            seconds[name].append(total)
     ratios = [plain / mars for plain, mars in zip(seconds["plain"], seconds["mars"], strict=True)]
     return {
         "batch": batch,
@@ -140,12 +145,13 @@ def main() -> None:
     # T/F is of steps with all masks, as our engine's; speed of steps with as many as pay.
     sides.mars.collective_rpc("mars_set_masks", args=([[1, task["masks"]]],))
     found = greedy(sides) | {"vllm": vllm.__version__}
-    long = [index for index in task["timed"] if len(found["plain"][index]) >= _LEAST_TOKENS]
+    long = [index for index in task["straight"] if len(found["plain"][index]) >= _LEAST_TOKENS]
     before = sides.counts()
     sides.answers(sides.mars, long, temperature=1.0)
     found["sampled"] = sides.total_since(before)
     sides.mars.collective_rpc("mars_set_masks", args=(task["mars"].get("masks_by_running", []),))
-    found["speed"] = [speed(sides, batch, long) for batch in task["batches"]]
+    timed = long[: task["timed"]]
+    found["speed"] = [speed(sides, batch, timed) for batch in task["batches"]]
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 
