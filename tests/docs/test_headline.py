@@ -51,7 +51,6 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     assert found.keys() | lacking.keys() == headline.HEADLINES.keys()
     assert {why.partition(":")[0] for why in lacking.values()} == {
         "smollm2_identity.json",
-        "smollm2_frontier_bf16.json",
         "code_size.json",
         "house_walks.json",
         "simulate.json",
@@ -89,6 +88,17 @@ def test_a_step_error_is_that_of_the_worse_mode(tmp_path):
     found, _ = headline.headlines(tmp_path)
     assert {name: entry["value"] for name, entry in found.items()} == {
         "simulator.step_error_p90": 0.07
+    }
+
+
+def test_answers_that_bfloat16_changes(tmp_path):
+    """By hand: of the worst mode, and of plain decoding in other batches."""
+    half = {"difference_rate": 0.3, "floor": {"identical": 0.75}}
+    (tmp_path / "smollm2_identity.json").write_text(json.dumps({"bfloat16": half}))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {
+        "smollm2.bf16_difference_rate": 0.3,
+        "smollm2.bf16_floor_rate": 0.25,
     }
 
 
