@@ -95,7 +95,7 @@ class Headline:
 HEADLINES = {
     "smollm2.identical_share": Headline("smollm2_identity", _at("float32", "identical_share")),
     "smollm2.prompts": Headline("smollm2_identity", _at("float32", "prompts")),
-    # Answers in `verified` that differ from those in `exact`, and those of `exact` in other batches.
+    # Answers in `verified` unlike those in `exact`, and those of `exact` in other batches.
     "smollm2.bf16_difference_rate": Headline(
         "smollm2_identity", _at("bfloat16", "difference_rate")
     ),
