@@ -1,10 +1,10 @@
-"""Load tools of others against the live service, as they come: GuideLLM, AIPerf, `vllm bench serve`.
+"""Load tools of others against a live service, unchanged: GuideLLM, AIPerf, `vllm bench serve`.
 
     python benchmarks/load_tools.py models/smollm2 --adapter adapters/smollm2 \
         --guidellm DIR/bin/guidellm --aiperf DIR/bin/aiperf --vllm DIR/bin/python
 
 benchmarks/install_load_tool.sh installs the first two, tools/vllm_cpu_env.sh the third. What each
-reports is kept, shortened to its numbers.
+reports is kept, shortened to its numbers. tests/serve/test_load_tools.py runs them, too.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from load_servers import Command, mars_command, started
 from mars_ray.provenance import provenance
 
 MODEL = "mars"
+# The options that say where the tools' reports go.
+_OUTPUTS = ("--output", "--artifact-dir", "--save-result")
 _TIMEOUT_S = 500.0
 # Nothing is looked for on the hub: the tokenizer is in a directory.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -202,6 +204,13 @@ def main() -> None:
     }
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def shown(tool: Tool, asked: Asked) -> str:
+    """The command line as people write it: without where the report goes."""
+    words = tool.words(tool.package, asked, Path("report.json"))
+    text = " ".join(words[: next(n for n, word in enumerate(words) if word in _OUTPUTS)])
+    return text.replace(" -m vllm.entrypoints.cli.main ", " ")
 
 
 def _service(arguments: argparse.Namespace) -> Command:

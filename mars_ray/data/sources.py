@@ -23,7 +23,7 @@ FORMS = (IDS, ("messages",), ("prompt", "response"), ("instruction", "output"))
 PROMPT_FORMS = (("messages",), ("prompt",), ("instruction",), ("question",), ("body",))
 # Fields of a prompt's row that say what the answer should be; the first that is present counts.
 REFERENCES = ("reference", "answer", "response", "output")
-_FIELDS = {field for form in (*FORMS, *PROMPT_FORMS, REFERENCES) for field in form} | {"input"}
+_FIELDS = {field for form in FORMS for field in form} | {"input", REFERENCES[0]}
 # Fields of an OpenAI batch line's body that change what the prompt asks for.
 _CHANGING = ("tools", "functions", "response_format")
 # Fields of a message that change what the assistant did; a turn without them would be wrong.
