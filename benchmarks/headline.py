@@ -76,6 +76,12 @@ def _step_error_p90(result: Result) -> float:
     return max(mode["mean_of_runs"]["p90"] for mode in result["modes"].values())
 
 
+def _clean_tools(result: Result) -> float:
+    """How many load tools got an answer to each of their requests."""
+    asked = result["requests"]
+    return sum(tool["failed"] == 0 and tool["completed"] >= asked for tool in result["tools"])
+
+
 def _test_minutes(result: Result) -> float:
     """Duration of `make test` without its checks, in minutes."""
     return (result["fast_s"] + result["ray_s"]) / 60
@@ -130,6 +136,7 @@ HEADLINES = {
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
     "policy.lines": Headline("policy_lines", _at("after")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
+    "service.load_tools": Headline("load_tools", _clean_tools),
 }
 
 

@@ -332,6 +332,28 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def load_tools(result: dict[str, Any]) -> list[str]:
+    """What load tools of others have reported, each at its own prompts."""
+    lines = [
+        "| tool | version | requests | failed | tokens/s | first token, ms | per token, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["tools"]:
+        lines.append(
+            f"| {row['tool']} | {row['version']} | {row['completed']} | {row['failed']} | "
+            f"{row['output_tokens_per_s']:,.0f} | {row['first_token_ms']:,.0f} | "
+            f"{row['per_token_ms']:,.0f} |"
+        )
+    sizes = f"{result['prompt_tokens']} and {result['output_tokens']} tokens"
+    facts = machine(result["provenance"])
+    return [
+        *lines,
+        "",
+        f"{result['model']}, {result['clients']} clients, prompts and answers of {sizes}, medians, "
+        f"the tools on the cores of the service, {facts}.",
+    ]
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "demo": demo,
     "gsm8k": gsm8k,
@@ -365,6 +387,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "capacity": capacity,
     "sweep_demo": sweep,
     "schedules_demo": schedules,
+    "load_tools": load_tools,
 }
 
 

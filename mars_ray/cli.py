@@ -17,11 +17,11 @@ from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
 from mars_ray.cluster.ending import sigterm_ends_at_once
 from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment, keep_private
-from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.adapt import AdaptJob, adaptation_of
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob, TinyDemoJob
-from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.evaluate import EvaluateJob, evaluation_of
 from mars_ray.config.export import ExportJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
@@ -105,9 +105,28 @@ def tune(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
 
 
 @app.command()
-def evaluate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
-    """Measure a checkpoint's frontier: quality against tokens per forward."""
-    job = _job(EvaluateJob, job_file, overrides, dry_run)
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|JOB.toml", help="Directory of a model; or a job.")
+    ],
+    overrides: Overrides = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts of yours: .jsonl, .json, .parquet or .txt; with references too."
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="What is compared: its group, in answer and reference.")
+    ] = None,
+    function: Annotated[
+        str | None, typer.Option(help="MODULE:FUNCTION of answer and reference; true if right.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Measure speed and quality of a model's modes, on a job's task or on prompts of yours."""
+    source, overrides = evaluation_of(model, overrides or (), data or (), regex, function)
+    job = _job(EvaluateJob, source, overrides, dry_run)
     from mars_ray.evaluate.report import print_table, summary
     from mars_ray.evaluate.run import run_evaluation
 
@@ -148,7 +167,8 @@ def adapt(
     dry_run: DryRun = False,
 ) -> None:
     """Train a draft adapter for a model, which stays as it is; run again to resume."""
-    job = _adapt_job(model, overrides, data, minutes, dry_run)
+    source, overrides = adaptation_of(model, overrides or (), data or (), minutes)
+    job = _job(AdaptJob, source, overrides, dry_run)
     from mars_ray.adapt.run import run_adaptation
 
     with _Cluster():
@@ -397,27 +417,6 @@ def _job(
 def _seen_from(directory: str, path: Path) -> str:
     """The path relative to the directory if it is below it; any other path in full."""
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
-
-
-def _adapt_job(
-    model: str,
-    overrides: list[str] | None,
-    data: list[Path] | None,
-    minutes: float | None,
-    dry_run: bool,
-) -> AdaptJob:
-    """The job of a file, or the default job of a model that is named instead."""
-    more = [] if minutes is None else [f"minutes={minutes}"]
-    if data:
-        files = json.dumps([str(path) for path in data])
-        more.append(f'answers.prompts=[{{type = "files", paths = {files}}}]')
-    overrides = [*(overrides or ()), *more]
-    if model.endswith(".toml"):
-        return _job(AdaptJob, Path(model), overrides, dry_run)
-    from mars_ray.config.adapt import name_of
-
-    table = {"kind": "adapt", "name": name_of(model), "model": model}
-    return _job(AdaptJob, table, overrides, dry_run)
 
 
 def _slo(text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 sole_writer           lets one process at a time write a job's output
 changed_keys          tells whether existing output is of the same job
+claim                 keeps a directory for one job
 replaced, write_whole write a file so that it exists whole or not at all
 replaced_directory    does the same for a directory
 read_journal, append  JSON lines that a long run adds to and resumes from
@@ -120,6 +121,20 @@ def sole_writer(place: Path, lock_file: Path, setting: str) -> Iterator[None]:
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ, sorted; any of them makes it another job."""
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def claim(path: Path, now: Mapping[str, Any], what: str, setting: str) -> None:
+    """Claims the directory of `path` for a job by writing it there. Raises ConfigError if `what`
+    another job has begun is in it; `setting` names the directory."""
+    if path.exists():
+        changed = changed_keys(json.loads(path.read_text("utf-8")), now)
+        if changed:
+            raise ConfigError(
+                f"{path.parent} holds {what} by another job, with another {', '.join(changed)}: "
+                f"choose another {setting}, or delete this one"
+            )
+        return
+    write_whole(path, json.dumps(now, indent=1) + "\n")
 
 
 def append(path: Path, *records: Any) -> None:

@@ -34,11 +34,11 @@ from mars_ray.adapt.speed import measure_speeds
 from mars_ray.adapt.split import Split, split
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
-from mars_ray.errors import CheckpointError, ConfigError
+from mars_ray.errors import CheckpointError
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
 from mars_ray.evaluate.tasks import problems_of
-from mars_ray.files import changed_keys, sole_writer, write_whole
+from mars_ray.files import claim, sole_writer, write_whole
 from mars_ray.generate.on_ray import RayEngines
 from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
@@ -62,23 +62,9 @@ def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
     """
     places = Places(Path(absolute_path(job.directory)))
     with sole_writer(places.root, places.root / ".lock", "output_dir"):
-        _claim(job, places)
+        now = job.model_dump(mode="json")
+        claim(places.root / _JOB_FILE, now, "an adaptation", "output_dir")
         return _adapted(job, places, console)
-
-
-def _claim(job: AdaptJob, places: Places) -> None:
-    """Claim the directory for this job. Raises ConfigError if another job has begun in it."""
-    path = places.root / _JOB_FILE
-    now = job.model_dump(mode="json")
-    if path.exists():
-        changed = changed_keys(json.loads(path.read_text("utf-8")), now)
-        if changed:
-            raise ConfigError(
-                f"{places.root} holds an adaptation by another job, with another "
-                f"{', '.join(changed)}: choose another output_dir, or delete this one"
-            )
-        return
-    write_whole(path, json.dumps(now, indent=1) + "\n")
 
 
 def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:

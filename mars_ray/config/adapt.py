@@ -1,8 +1,10 @@
 """An adaptation: from a model to a draft adapter that is measured and ready to be served."""
 
+import json
 import re
-from pathlib import PurePath
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -115,3 +117,17 @@ class AdaptJob(Config):
     def directory(self) -> str:
         """The directory of all output."""
         return self.output_dir or f"runs/adapt-{self.name}"
+
+
+def adaptation_of(
+    model: str, overrides: Sequence[str], data: Sequence[Path], minutes: float | None
+) -> tuple[Path | dict[str, Any], list[str]]:
+    """A job's file, or the table of the default job of a model that is named instead; with its
+    overrides."""
+    more = [] if minutes is None else [f"minutes={minutes}"]
+    if data:
+        files = json.dumps([str(path) for path in data])
+        more.append(f'answers.prompts=[{{type = "files", paths = {files}}}]')
+    if model.endswith(".toml"):
+        return Path(model), [*overrides, *more]
+    return {"kind": "adapt", "name": name_of(model), "model": model}, [*overrides, *more]

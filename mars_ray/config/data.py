@@ -33,7 +33,8 @@ class _Rows(Config):
 
 
 class FilesSource(_Rows):
-    """Local `.json`, `.jsonl` (also `.gz`) or `.parquet` files; globs are expanded and sorted.
+    """Local `.json`, `.jsonl` (also `.gz`) or `.parquet` files, or `.txt` with a prompt on each
+    line; globs are expanded and sorted.
 
     `columns` renames a file's fields to ours: `{prompt = "question", response = "answer"}`;
     what lies inside a field is named by a dotted path: `{prompt = "turns.0"}`.

@@ -1,13 +1,19 @@
 """An evaluation: a checkpoint, a task, and the modes to measure."""
 
-from typing import Annotated, Literal, Self
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from mars_ray.config.adapt import name_of
 from mars_ray.config.base import Config
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, check_generation
 from mars_ray.config.modes import ExactMode, Modes
+from mars_ray.errors import ConfigError
 
 
 class CorpusTask(Config):
@@ -36,15 +42,71 @@ class PromptsTask(Config):
 Task = Annotated[CorpusTask | Gsm8kTask | PromptsTask, Field(discriminator="type")]
 
 
+class ExactMatch(Config):
+    """An answer is right if it is the reference, but for space around it."""
+
+    type: Literal["exact"] = "exact"
+
+
+class RegexMatch(Config):
+    """An answer is right if what the group matches last in it is what it matches in the reference,
+    or the reference itself where the expression matches nothing there."""
+
+    type: Literal["regex"] = "regex"
+    pattern: str = Field(description="a Python regular expression with one group")
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_a_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(
+                f"{pattern!r} has {groups} groups: put what is to be compared into (...), and any "
+                "other group into (?:...)"
+            )
+        return pattern
+
+
+class FunctionGrade(Config):
+    """A Python function of an answer's text and its reference says whether the answer is right."""
+
+    type: Literal["function"] = "function"
+    function: str = Field(
+        pattern=r"^[\w.]+:\w+$",
+        description="module:function; the module may lie in the working directory",
+    )
+
+
+Grade = Annotated[ExactMatch | RegexMatch | FunctionGrade, Field(discriminator="type")]
+
+
+class FilesTask(FilesSource):
+    """Prompts of files, with reference answers or without.
+
+    An answer with a reference is graded; where no row has one, an answer is right if it is that of
+    `exact`.
+    """
+
+    grade: Grade = ExactMatch()
+
+
 class EvaluateJob(Config):
-    """Writes `frontier.json`, a table and a plot."""
+    """Writes `frontier.json`, a table and a plot.
+
+    For `files`, also a report, in a directory that belongs to the job; an interrupted evaluation
+    goes on with the modes that are missing.
+    """
 
     kind: Literal["evaluate"] = "evaluate"
     checkpoint: str
     output_dir: str | None = Field(
-        default=None, description="default: beside the checkpoint's model"
+        default=None,
+        description="default: beside the checkpoint's model; for files runs/evaluate/MODEL-FILE",
     )
-    task: Task
+    task: Annotated[CorpusTask | Gsm8kTask | PromptsTask | FilesTask, Field(discriminator="type")]
     # `exact` always runs, because every other mode is compared with it, problem by problem.
     modes: Modes = (ExactMode(),)
     max_new_tokens: int = Field(default=256, ge=1)
@@ -54,3 +116,50 @@ class EvaluateJob(Config):
     def _can_generate(self) -> Self:
         check_generation(self.modes, self.max_new_tokens, self.engine)
         return self
+
+    @property
+    def directory(self) -> str:
+        """The directory of the results."""
+        if self.output_dir is None and isinstance(self.task, FilesTask):
+            file = PurePath(self.task.paths[0]).name.partition(".")[0]
+            return f"runs/evaluate/{name_of(self.checkpoint)}-{name_of(file)}"
+        return self.output_dir or self.checkpoint
+
+
+# Of a model that is named instead of a job; `exact` runs in any case.
+_MODES = ({"type": "verified"}, {"type": "verified", "threshold": 0.3})
+
+
+def evaluation_of(
+    model: str,
+    overrides: Sequence[str],
+    data: Sequence[str],
+    regex: str | None,
+    function: str | None,
+) -> tuple[Path | dict[str, Any], list[str]]:
+    """A job's file, or the table of a job for a model that is named instead; with its overrides.
+
+    Raises ConfigError if nothing says what is asked, or two things how it is graded.
+    """
+    is_job = model.endswith(".toml")
+    if not is_job and not data:
+        raise ConfigError(f"evaluate {model}: name the prompts with --data FILE, or give it a job")
+    if regex is not None and function is not None:
+        raise ConfigError("--regex and --function both grade the answers: leave one of them out")
+    more = []
+    if data:
+        more.append(f'task={{type = "files", paths = {_toml(list(data))}}}')
+    if regex is not None:
+        more.append(f'task.grade={{type = "regex", pattern = {_toml(regex)}}}')
+    if function is not None:
+        more.append(f'task.grade={{type = "function", function = {_toml(function)}}}')
+    # The overrides come last: they may set more of the task.
+    all_overrides = [*more, *overrides]
+    if is_job:
+        return Path(model), all_overrides
+    return {"kind": "evaluate", "checkpoint": model, "modes": [*_MODES]}, all_overrides
+
+
+def _toml(value: str | list[str]) -> str:
+    # Escapes that JSON has and TOML has not are those of half characters.
+    return json.dumps(value, ensure_ascii=False)

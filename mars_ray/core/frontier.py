@@ -74,11 +74,19 @@ class FrontierPoint:
     nll: float | None = None  # mean negative log-probability of a token, by the model itself
     looping: PointPart | None = None  # answers that end in a loop
     by_kind: dict[str, PointPart] | None = None  # answers that do not loop
+    # The next two are measured on prompts of files.
+    graded: int | None = None  # problems with a reference: if any, accuracy is their share
+    first_difference: float | None = None  # tokens up to it; the median of answers that have one
 
     @property
     def tokens_per_forward(self) -> float:
         """T/F over all problems."""
         return self.tokens / self.forwards
+
+    @property
+    def has_references(self) -> bool:
+        """Whether accuracy is by reference answers, and not by those of `exact`."""
+        return self.agreement is None if self.graded is None else self.graded > 0
 
     @property
     def without_loops(self) -> float | None:
@@ -106,6 +114,7 @@ class Frontier:
     task: dict[str, Any]
     points: tuple[FrontierPoint, ...]
     provenance: dict[str, Any]
+    reference_nll: float | None = None  # mean per token of the reference answers, if there are any
 
     def point(self, label: str) -> FrontierPoint:
         """The point with this label. Raises KeyError."""

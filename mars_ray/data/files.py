@@ -1,4 +1,4 @@
-"""Rows of local files: JSON, JSON lines, Parquet."""
+"""Rows of local files: JSON, JSON lines, Parquet, and texts with a prompt on each line."""
 
 import glob
 import gzip
@@ -121,10 +121,26 @@ def _parquet(path: Path) -> Iterator[Row]:
                 yield f"{path}:{number}", content
 
 
+def _text_lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _prompt(line)
+
+
+def _prompt(line: bytes) -> object:
+    """The line as a row that has only a prompt, or the error in its place."""
+    try:
+        return {"prompt": line.decode("utf-8-sig").strip()}
+    except UnicodeDecodeError as error:
+        return error
+
+
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".json": _json_array,
     ".json.gz": _json_array,
     ".parquet": _parquet,
+    ".txt": _text_lines,
 }

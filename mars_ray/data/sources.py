@@ -20,8 +20,12 @@ ROLES = ("system", "user", "assistant")
 # The forms of a row; the first whose fields are all present is taken.
 IDS = ("prompt_ids", "answer_ids")
 FORMS = (IDS, ("messages",), ("prompt", "response"), ("instruction", "output"))
-PROMPT_FORMS = (("messages",), ("prompt",), ("instruction",))
-_FIELDS = {field for form in FORMS for field in form} | {"input"}
+PROMPT_FORMS = (("messages",), ("prompt",), ("instruction",), ("question",), ("body",))
+# Fields of a prompt's row that say what the answer should be; the first that is present counts.
+REFERENCES = ("reference", "answer", "response", "output")
+_FIELDS = {field for form in FORMS for field in form} | {"input", REFERENCES[0]}
+# Fields of an OpenAI batch line's body that change what the prompt asks for.
+_CHANGING = ("tools", "functions", "response_format")
 # Fields of a message that change what the assistant did; a turn without them would be wrong.
 _CALLS = ("tool_calls", "function_calls", "functions")
 # The first bad rows are logged one by one, up to this many; the rest are only counted.
@@ -38,6 +42,7 @@ class Record:
     messages: tuple[Message, ...]
     origin: str
     tokens: TokenRow | None = None
+    reference: Any = None  # of a prompt: what the row says that the answer should be, if it does
 
 
 class BadRow(Exception):
@@ -58,11 +63,13 @@ class BadRows:
     def __init__(self) -> None:
         self.seen = 0
         self.bad = 0
+        self.reasons: list[tuple[str, str]] = []  # origin and reason of each bad row
         self._examples: list[str] = []
 
     def add(self, origin: str, reason: str) -> None:
         """Records that a row, already counted as seen, is bad."""
         self.bad += 1
+        self.reasons.append((origin, reason))
         if self.bad <= _TOLD:
             self._examples.append(f"{origin}: {reason}")
             log.warning("bad row, left out: %s: %s", origin, reason)
@@ -90,7 +97,8 @@ def read(source: Source, report: BadRows) -> Iterator[Record]:
 
 
 def read_prompts(source: Source, report: BadRows) -> Iterator[Record]:
-    """Like `read`, but for prompts: rows need no answer, and a final answer is left out."""
+    """Like `read`, but for prompts: rows need no answer. One that they have is no part of the
+    prompt, but its reference."""
     if isinstance(source, CorpusSource):
         for number, problem in _problems(source, report):
             yield Record((Message("user", problem.question),), f"corpus:{number}")
@@ -137,6 +145,8 @@ def _form(
     content: object, columns: Mapping[str, str], forms: tuple[tuple[str, ...], ...]
 ) -> tuple[tuple[str, ...], _Row]:
     """The form of a row, and the row under our names. Raises BadRow if no form matches."""
+    if isinstance(content, UnicodeDecodeError):
+        raise BadRow(f"not UTF-8: {content}")
     if isinstance(content, ValueError):
         raise BadRow(f"not JSON: {content}")
     if not isinstance(content, Mapping):
@@ -190,20 +200,39 @@ def _tokens(row: _Row, origin: str) -> Record:
 
 def _prompt(content: object, columns: Mapping[str, str], origin: str) -> Record:
     form, row = _form(content, columns, PROMPT_FORMS)
+    reference = next((row[name] for name in REFERENCES if row.get(name) not in (None, "")), None)
+    if form == ("body",):
+        form, row = _batch_line(row["body"])
     match form:
         case ("messages",):
             turns = _messages(row["messages"])
             if turns and turns[-1].role == "assistant":
+                reference = turns[-1].content if reference is None else reference
                 turns = turns[:-1]
             if all(turn.role != "user" for turn in turns):
                 raise BadRow("no message is by the user")
-        case ("prompt",):
-            turns = (Message("user", _text(row, "prompt")),)
-        case _:
+        case ("instruction",):
             turns = (Message("user", _instruction(row)),)
+        case (field,):
+            turns = (Message("user", _text(row, field)),)
+        case _:
+            raise AssertionError(form)
     if not turns[-1].content.strip():
         raise BadRow("the prompt is empty")
-    return Record(turns, origin)
+    return Record(turns, origin, reference=reference)
+
+
+def _batch_line(body: object) -> tuple[tuple[str, ...], _Row]:
+    """The form and the row in the body of an OpenAI batch line; its settings of sampling and
+    lengths are left to whoever reads the prompt."""
+    if not isinstance(body, Mapping):
+        raise BadRow(f"body is not an object but {type(body).__name__}")
+    if asked := [field for field in _CHANGING if body.get(field)]:
+        raise BadRow(f"body has {', '.join(asked)}, which is not supported")
+    for form in (("messages",), ("prompt",)):
+        if form[0] in body:
+            return form, body
+    raise BadRow("body has neither messages nor prompt")
 
 
 def _instruction(row: _Row) -> str:

@@ -63,16 +63,22 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update=changes)
 
 
-def _load(
-    directory: str | Path, config: EngineConfig, draft_engine: Engine | None = None
-) -> Engine:
-    card = read_card(directory)
+def engine_model(directory: str | Path, config: EngineConfig) -> PreTrainedModel:
+    """The model alone, where and in the dtype in which an engine of this configuration has it.
+    Raises ModelError."""
     if config.threads:
         torch.set_num_threads(config.threads)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(directory, dtype=_dtype(directory, config, device), device=device)
+    return load_model(directory, dtype=_dtype(directory, config, device), device=device)
+
+
+def _load(
+    directory: str | Path, config: EngineConfig, draft_engine: Engine | None = None
+) -> Engine:
+    card = read_card(directory)
+    model = engine_model(directory, config)
     adapter = name = None
     if config.draft_adapter:
         adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
+from mars_ray.config.modes import Mode
 from mars_ray.core.loops import is_looping
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Completion, Request
@@ -25,6 +28,29 @@ class Answer:
     def is_looping(self) -> bool:
         """Whether the answer repeats itself at its end."""
         return is_looping(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeAnswers:
+    """A mode's answers to all problems."""
+
+    mode: Mode
+    answers: list[Answer]
+    texts: list[str]
+    correct: list[bool | None]  # None for a problem without a reference answer
+    seconds: float
+
+    def first_differences(self, exact: "ModeAnswers") -> list[int | None]:
+        """How many tokens each answer has in common with that of `exact` before the first that
+        differs; None where none does."""
+        pairs = [(a.tokens, b.tokens) for a, b in zip(self.answers, exact.answers, strict=True)]
+        return [None if a == b else in_common(a, b) for a, b in pairs]
+
+
+def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many elements two sequences have in common at their beginnings."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def answer_all(

@@ -35,7 +35,7 @@ def plot_frontier(frontier: Frontier, path: Path) -> None:
     for mode, points in groupby(ordered, key=lambda point: point.mode["type"]):
         _draw_curve(axes, mode, sorted(points, key=lambda point: -(point.threshold or 0)))
     axes.set_xlabel("tokens per forward pass")
-    axes.set_ylabel("accuracy" if exact.agreement is None else "answers identical to exact's")
+    axes.set_ylabel("accuracy" if exact.has_references else "answers identical to exact's")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_title(f"Speed and quality of {frontier.checkpoint}, {exact.problems} problems")
     axes.grid(alpha=0.25)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mars_ray.core.frontier import FrontierPoint
+from mars_ray.evaluate.files_report import REPORT_FILE, files_table
 from mars_ray.evaluate.run import Evaluation
 
 _COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F", "tokens/s")
@@ -16,6 +17,10 @@ _OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops"
 def print_table(evaluation: Evaluation, console: Console) -> None:
     """Print one line for each mode."""
     frontier = evaluation.frontier
+    if frontier.task["type"] == "files":
+        console.print(files_table(frontier))
+        console.print(f"report: {evaluation.directory / REPORT_FILE}", soft_wrap=True)
+        return
     table = Table(title=f"{frontier.checkpoint}: {frontier.points[0].problems} problems")
     without_references = frontier.points[0].agreement is not None
     for index, column in enumerate(_OWN_COLUMNS if without_references else _COLUMNS):
@@ -53,15 +58,22 @@ def _own_cells(point: FrontierPoint) -> tuple[str, ...]:
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
     """The last line that the command prints."""
-    return {
-        "checkpoint": evaluation.frontier.checkpoint,
-        "plot": str(evaluation.plot),
-        "points": {
-            point.label: {
-                "accuracy": point.accuracy,
-                "tokens_per_forward": point.tokens_per_forward,
-                "identical": point.identical,
-            }
-            for point in evaluation.frontier.points
-        },
+    frontier = evaluation.frontier
+    told = {"checkpoint": frontier.checkpoint, "plot": str(evaluation.plot)}
+    if frontier.task["type"] == "files":
+        told |= {"report": str(evaluation.directory / REPORT_FILE)}
+        told |= {"reference_nll": frontier.reference_nll}
+    return told | {"points": {p.label: _told(p, frontier.points[0]) for p in frontier.points}}
+
+
+def _told(point: FrontierPoint, exact: FrontierPoint) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "accuracy": point.accuracy,
+        "tokens_per_forward": point.tokens_per_forward,
+        "identical": point.identical,
     }
+    if point.graded is not None:
+        told["accuracy"] = point.accuracy if point.has_references else None
+        told |= {"graded": point.graded, "nll": point.nll, "own_tokens": point.agreement}
+        told |= {"first_difference": point.first_difference}
+    return told | {"tokens_per_s_over_exact": point.tokens_per_s / exact.tokens_per_s}

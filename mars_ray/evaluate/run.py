@@ -1,8 +1,9 @@
 """The evaluation: every mode on the same problems, compared with `exact` problem by problem."""
 
 import json
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.decode import Sampling
-from mars_ray.config.evaluate import EvaluateJob, PromptsTask
+from mars_ray.config.evaluate import EvaluateJob, FilesTask, PromptsTask
 from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.core.frontier import (
     FRONTIER_FILE,
@@ -27,18 +28,33 @@ from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.errors import CheckpointError
-from mars_ray.evaluate.answers import Answer, answer_all
+from mars_ray.errors import CheckpointError, DataError
+from mars_ray.evaluate.answers import Answer, ModeAnswers, answer_all
+from mars_ray.evaluate.files_report import REPORT_FILE, write_report
+from mars_ray.evaluate.files_run import (
+    JOURNAL,
+    begun,
+    check_apart,
+    check_room,
+    files_grader,
+    packed,
+    unpacked,
+)
 from mars_ray.evaluate.plots import plot_frontier
+from mars_ray.evaluate.references import reference_pairs, score_references
 from mars_ray.evaluate.tasks import Problem, is_correct, problems_of
-from mars_ray.files import check_writable, replaced, sole_writer, write_whole
+from mars_ray.files import Kept, check_writable, replaced, sole_writer, write_whole
 from mars_ray.model.card import read_card
+from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 PLOT_FILE = "frontier.png"
 ANSWERS_FILE = "answers.jsonl"
+_REFERENCES = "references"
+# Says whether the text of an answer to a problem with a reference is right.
+_Grade = Callable[[Problem, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +71,26 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class _ModeResult:
-    mode: Mode
-    answers: list[Answer]
-    texts: list[str]
-    correct: list[bool] | None  # None for prompts without reference answers
-    seconds: float
+class _Work:
+    job: EvaluateJob
+    problems: list[Problem]
+    grade: _Grade
+    kept: Kept  # what has been measured, by the mode's JSON
+    directory: Path
 
 
 def prompts_of(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
-    """Token ids of each problem's prompt."""
-    return [tuple(encode_prompt(p.messages, tokenizer)) for p in problems]
+    """Token ids of each problem's prompt. Raises DataError if the template refuses one."""
+    return [_prompt_of(problem, tokenizer) for problem in problems]
+
+
+def _prompt_of(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    try:
+        return tuple(encode_prompt(problem.messages, tokenizer))
+    except DataError as error:
+        raise DataError(f"{problem.origin or problem.question}: {error}") from error
 
 
 def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
@@ -75,15 +98,23 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
 
     Frontier, plot and answers are written after each mode, so that an interruption loses one mode
     at most. An existing whole frontier stays until the new one is whole. Raises MarsError; before
-    anything is measured if a mode or a prompt cannot be decoded or nothing can be written.
+    anything is measured if a mode or a prompt cannot be decoded, nothing can be graded, or nothing
+    can be written.
     """
     problems = problems_of(job.task)
+    is_files = isinstance(job.task, FilesTask)
+    grade = files_grader(job.task, problems) if isinstance(job.task, FilesTask) else is_correct
     # Before the output directory is made, which by default is the checkpoint's.
     read_card(job.checkpoint)
-    directory = Path(job.output_dir or job.checkpoint).expanduser()
+    directory = Path(job.directory).expanduser()
+    if is_files:
+        check_apart(directory)
     check_writable(directory / f".{FRONTIER_FILE}", "output_dir")
     with sole_writer(directory, directory / ".evaluation.lock", "output_dir"):
-        return Evaluation(_measured(job, problems, directory, console), directory)
+        kept = begun(job, problems, directory) if is_files else Kept(None, "")
+        frontier = _measured(_Work(job, problems, grade, kept, directory), console)
+        (directory / JOURNAL).unlink(missing_ok=True)
+        return Evaluation(frontier, directory)
 
 
 def is_whole(frontier: Frontier) -> bool:
@@ -95,20 +126,24 @@ def is_whole(frontier: Frontier) -> bool:
     return len(frontier.points) == 1 + sum(mode["type"] != "exact" for mode in modes)
 
 
-def _measured(
-    job: EvaluateJob, problems: list[Problem], directory: Path, console: Console
-) -> Frontier:
+def _measured(work: _Work, console: Console) -> Frontier:
+    job, problems = work.job, work.problems
     # No window control: the value of the masks is measured with all of them, whatever steps cost
     # here. No prefix cache: the first mode would compute the prompts for all.
     config = job.engine.model_copy(update={"window_control": False, "prefix_cache": False})
     modes: list[Mode] = [ExactMode(), *(m for m in job.modes if m != ExactMode())]
-    results: list[_ModeResult] = []
+    results: list[ModeAnswers] = []
     # Services read the old frontier, and a restart must not destroy an hour's measurement.
-    keeps = _has_whole(directory)
+    keeps = _has_whole(work.directory)
     with Bars(console) as bars:
-        engine, tokenizer = load_engine(job.checkpoint, config)
-        prompts, stops = prompts_of(problems, tokenizer), stop_ids(engine.model)
-        logprobs = 0 if isinstance(job.task, PromptsTask) else None
+        tokenizer = load_tokenizer(job.checkpoint)
+        prompts = prompts_of(problems, tokenizer)
+        if isinstance(job.task, FilesTask):
+            check_room(job, problems, prompts)
+        reference_nll = _reference_nll(work, prompts, tokenizer, bars)
+        engine, _ = load_engine(job.checkpoint, config)
+        logprobs = 0 if isinstance(job.task, PromptsTask | FilesTask) else None
+        stops = stop_ids(engine.model)
         asked = [
             (mode, _requests(prompts, mode, job.max_new_tokens, stops, logprobs)) for mode in modes
         ]
@@ -119,10 +154,28 @@ def _measured(
         for mode, requests in asked:
             task = bars.add_task(mode_label(mode.model_dump()), total=len(problems))
             advance = partial(bars.advance, task)
-            results.append(_measure(engine, tokenizer, mode, problems, requests, advance))
+            results.append(_measure(engine, tokenizer, mode, work, requests, advance))
             if not keeps or len(results) == len(modes):
-                _write(directory, _frontier(job, problems, results), problems, results)
-    return _frontier(job, problems, results)
+                _write(work, _frontier(work, results, reference_nll), results)
+    return _frontier(work, results, reference_nll)
+
+
+def _reference_nll(
+    work: _Work,
+    prompts: Sequence[tuple[int, ...]],
+    tokenizer: PreTrainedTokenizerBase,
+    bars: Bars,
+) -> float | None:
+    """The mean over all tokens of the references of a task of files; None if there are none."""
+    if not isinstance(work.job.task, FilesTask):
+        return None
+    if _REFERENCES not in work.kept:
+        pairs = reference_pairs(work.job, work.problems, prompts, tokenizer)
+        task = bars.add_task(_REFERENCES, total=len(pairs))
+        scored = score_references(work.job, pairs, partial(bars.advance, task)) if pairs else []
+        work.kept[_REFERENCES] = [[each.tokens, each.nll] for each in scored]
+    scored = work.kept[_REFERENCES]
+    return sum(nll for _, nll in scored) / sum(n for n, _ in scored) if scored else None
 
 
 def _has_whole(directory: Path) -> bool:
@@ -132,12 +185,15 @@ def _has_whole(directory: Path) -> bool:
         return False
 
 
-def _frontier(job: EvaluateJob, problems: list[Problem], results: list[_ModeResult]) -> Frontier:
+def _frontier(
+    work: _Work, results: list[ModeAnswers], reference_nll: float | None = None
+) -> Frontier:
     return Frontier(
-        checkpoint=Path(job.checkpoint).name,
-        task=job.task.model_dump(mode="json"),
-        points=tuple(_point(result, results[0], problems) for result in results),
-        provenance=provenance() | {"job": job.model_dump(mode="json")},
+        checkpoint=Path(work.job.checkpoint).name,
+        task=work.job.task.model_dump(mode="json"),
+        points=tuple(_point(result, results[0], work.problems) for result in results),
+        provenance=provenance() | {"job": work.job.model_dump(mode="json")},
+        reference_nll=reference_nll,
     )
 
 
@@ -158,80 +214,74 @@ def _measure(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     mode: Mode,
-    problems: list[Problem],
+    work: _Work,
     requests: list[Request],
     advance: Callable[[], None],
-) -> _ModeResult:
-    started = time.perf_counter()
-    answers = answer_all(engine, requests, advance)
-    seconds = time.perf_counter() - started
+) -> ModeAnswers:
+    name = mode.model_dump_json()
+    if name not in work.kept:
+        started = time.perf_counter()
+        new = answer_all(engine, requests, advance)
+        work.kept[name] = packed(new, time.perf_counter() - started)
+    answers, seconds = unpacked(work.kept[name])
     texts = [_decode(tokenizer, answer) for answer in answers]
-    correct = None
-    if problems[0].answer is not None:
-        correct = [is_correct(*pair) for pair in zip(problems, texts, strict=True)]
-    return _ModeResult(mode, answers, texts, correct, seconds)
+    pairs = zip(work.problems, texts, strict=True)
+    correct = [None if p.answer is None else work.grade(p, text) for p, text in pairs]
+    return ModeAnswers(mode, answers, texts, correct, seconds)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
     return str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
 
 
-def _same(result: _ModeResult, exact: _ModeResult) -> list[bool]:
-    return [a.tokens == b.tokens for a, b in zip(result.answers, exact.answers, strict=True)]
+def _same(result: ModeAnswers, exact: ModeAnswers) -> list[bool]:
+    return [place is None for place in result.first_differences(exact)]
 
 
-def _right(result: _ModeResult, exact: _ModeResult) -> list[bool]:
-    return _same(result, exact) if result.correct is None else result.correct
+def _right(result: ModeAnswers, exact: ModeAnswers) -> list[bool]:
+    """Of the problems with a reference; where there is none, of all."""
+    return [is_right for is_right in result.correct if is_right is not None] or _same(result, exact)
 
 
-def _point(result: _ModeResult, exact: _ModeResult, problems: list[Problem]) -> FrontierPoint:
+def _point(result: ModeAnswers, exact: ModeAnswers, problems: list[Problem]) -> FrontierPoint:
     right, same = _right(result, exact), _same(result, exact)
-    count = len(right)
-    low, high = wilson_interval(sum(right), count)
+    low, high = wilson_interval(sum(right), len(right))
     paired = paired_difference(_right(exact, exact), right)
     tokens = sum(len(answer.tokens) for answer in result.answers)
     return FrontierPoint(
         mode=result.mode.model_dump(),
-        problems=count,
-        accuracy=sum(right) / count,
+        problems=len(same),
+        accuracy=sum(right) / len(right),
         accuracy_low=low,
         accuracy_high=high,
         tokens=tokens,
         forwards=sum(answer.completion.forwards for answer in result.answers),
         tokens_per_s=tokens / result.seconds,
-        identical=sum(same) / count,
+        identical=sum(same) / len(same),
         difference=paired.difference,
         difference_low=paired.low,
         difference_high=paired.high,
         p_value=paired.p_value,
-        **_without_references(
-            result.answers,
-            same,
-            problems,
-            tokens,
-            is_unseen=result.mode.commits_unseen,
-        ),
+        **_own_measures(result, exact, problems, tokens),
     )
 
 
-def _without_references(
-    answers: list[Answer],
-    same: list[bool],
-    problems: list[Problem],
-    tokens: int,
-    *,
-    is_unseen: bool,
+def _own_measures(
+    result: ModeAnswers, exact: ModeAnswers, problems: list[Problem], tokens: int
 ) -> dict[str, Any]:
-    """The measures that replace accuracy for prompts without reference answers."""
-    if problems[0].answer is not None:
+    """What is measured on prompts of files: by what the model itself would have said."""
+    answers = result.answers
+    log_p = [answer.log_p for answer in answers if answer.log_p is not None]
+    if not log_p:
         return {}
-    rows = list(zip(answers, same, strict=True))
-    kinds = dict.fromkeys(problem.kind or "" for problem in problems)
-    log_p = [answer.log_p or 0.0 for answer in answers]
+    places = result.first_differences(exact)
+    differing = [place for place in places if place is not None]
+    rows = list(zip(answers, [place is None for place in places], strict=True))
+    kinds = dict.fromkeys(problem.kind for problem in problems if problem.kind)
     return {
         "agreement": 1 - sum(answer.disagreed for answer in answers) / tokens,
         # For a proposal committed unseen, the model's own probability is not known.
-        "nll": None if is_unseen else -sum(log_p) / tokens,
+        "nll": None if result.mode.commits_unseen else -sum(log_p) / tokens,
         "looping": _part([row for row in rows if row[0].is_looping]),
         "by_kind": {
             kind: _part(
@@ -242,7 +292,10 @@ def _without_references(
                 ]
             )
             for kind in kinds
-        },
+        }
+        or None,
+        "graded": sum(is_right is not None for is_right in result.correct),
+        "first_difference": statistics.median(differing) if differing else None,
     }
 
 
@@ -255,19 +308,33 @@ def _part(rows: list[tuple[Answer, bool]]) -> PointPart:
     )
 
 
-def _write(
-    directory: Path, frontier: Frontier, problems: list[Problem], results: list[_ModeResult]
-) -> None:
+def _write(work: _Work, frontier: Frontier, results: list[ModeAnswers]) -> None:
+    directory = work.directory
     with replaced(directory / ANSWERS_FILE) as draft, draft.open("w") as file:
         for result in results:
-            right = _right(result, results[0])
-            for problem, text, correct in zip(problems, result.texts, right, strict=True):
-                row = {"mode": result.mode.model_dump(), "question": problem.question}
-                row |= {"text": text, "answer": problem.answer, "correct": correct}
-                if problem.kind:
-                    row["kind"] = problem.kind
+            for row in _answer_rows(work.problems, result, results[0]):
                 file.write(json.dumps(row) + "\n")
     with replaced(directory / PLOT_FILE) as draft:
         plot_frontier(frontier, draft)
+    if isinstance(work.job.task, FilesTask):
+        write_report(directory / REPORT_FILE, frontier, work.problems, results)
     # Last, so that readers of it find the files that belong to it.
     write_whole(directory / FRONTIER_FILE, frontier.to_json())
+
+
+def _answer_rows(
+    problems: list[Problem], result: ModeAnswers, exact: ModeAnswers
+) -> Iterator[dict[str, Any]]:
+    places = result.first_differences(exact)
+    is_graded = any(is_right is not None for is_right in result.correct)
+    for number, (problem, place) in enumerate(zip(problems, places, strict=True)):
+        is_right = result.correct[number] if is_graded else place is None
+        row = {"mode": result.mode.model_dump(), "question": problem.question}
+        row |= {"text": result.texts[number], "answer": problem.answer, "correct": is_right}
+        if problem.kind:
+            row["kind"] = problem.kind
+        if problem.origin:
+            completion = result.answers[number].completion
+            row |= {"origin": problem.origin, "first_difference": place}
+            row |= {"tokens": len(completion.tokens), "forwards": completion.forwards}
+        yield row

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_ray.config.data import FilesSource
-from mars_ray.config.evaluate import CorpusTask, Gsm8kTask, PromptsTask, Task
+from mars_ray.config.evaluate import CorpusTask, FilesTask, Gsm8kTask, PromptsTask, Task
 from mars_ray.data.chat import Message
 from mars_ray.data.corpus import problems
 from mars_ray.data.sources import BadRows, read_prompts
@@ -20,15 +20,17 @@ FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A user's message and the number that the answer must end with.
+    """A user's message, and the number that the answer must end with or, for a prompt of `files`,
+    the reference that it is graded by.
 
-    Without such a number (`answer` is None) an answer is right if it is that of `exact`.
+    If no problem of a task has one (`answer` is None), an answer is right if it is that of `exact`.
     """
 
     question: str
-    answer: str | None
+    answer: Any
     kind: str | None = None  # kind of the prompt, if the task has several
     turns: tuple[Message, ...] = ()  # the conversation so far, if it is more than the question
+    origin: str = ""  # file and line of the prompt, if the task is `files`
 
     @property
     def messages(self) -> list[Message]:
@@ -94,6 +96,24 @@ def prompts_problems(task: PromptsTask) -> list[Problem]:
     return [problem for kind, source in task.kinds.items() for problem in _problems(kind, source)]
 
 
+def files_problems(task: FilesTask) -> list[Problem]:
+    """All prompts of the files, with their references. Raises DataError for a bad row."""
+    report = BadRows()
+    problems = [
+        Problem(
+            record.messages[-1].content,
+            record.reference,
+            turns=record.messages,
+            origin=record.origin,
+        )
+        for record in read_prompts(task, report)
+    ]
+    report.check(0.0)
+    if not problems:
+        raise DataError(f"{', '.join(task.paths)}: there is no prompt in it")
+    return problems
+
+
 def kinds_in_turn(problems: list[Problem]) -> list[Problem]:
     """The first problem of every kind, then the second of every kind, and so on."""
     by_kind: dict[str | None, list[Problem]] = {}
@@ -116,10 +136,11 @@ _TASKS: dict[type, Callable[[Any], list[Problem]]] = {
     CorpusTask: corpus_problems,
     Gsm8kTask: gsm8k_problems,
     PromptsTask: prompts_problems,
+    FilesTask: files_problems,
 }
 
 
-def problems_of(task: Task) -> list[Problem]:
+def problems_of(task: Task | FilesTask) -> list[Problem]:
     """The task's problems, at least one. Raises DataError."""
     found = _TASKS[type(task)](task)
     if not found:

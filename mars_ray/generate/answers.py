@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mars_ray.config.generate import GenerateJob
 from mars_ray.core.loops import is_looping
 from mars_ray.data.chat import ChatEncoder, Message
 from mars_ray.files import replaced
+from mars_ray.generate.left_out import LeftOut, why_left_out
 from mars_ray.generate.part import Answer
 from mars_ray.generate.prompts import Prompt
 
@@ -40,6 +42,8 @@ class Generated:
     own_faults: dict[str, int]  # why tries gave no prompt
     # Working time of the engines; not compared, as equal output may take different times.
     seconds: float = field(default=0.0, compare=False)
+    # Of prompts and rows without a line, by reason; the table beside the output has their origins.
+    left_out_why: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +60,32 @@ def write_answers(
     prompts: Sequence[Prompt],
     answers: Mapping[int, Answer],
     encoder: ChatEncoder,
-    keep_cut: bool,
+    job: GenerateJob,
+    left_out: LeftOut,
 ) -> int:
-    """Writes the conversations in the order of their prompts; returns how many there are."""
+    """Writes the conversations in the order of their prompts; returns how many there are. Prompts
+    without one go to `left_out`."""
     count = 0
     with replaced(output) as draft, draft.open("w", encoding="utf-8") as file:
-        for line in _lines(prompts, answers, encoder, keep_cut):
+        for line in _lines(prompts, answers, encoder, job, left_out):
             file.write(json.dumps(line) + "\n")
             count += 1
     return count
 
 
 def _lines(
-    prompts: Sequence[Prompt], answers: Mapping[int, Answer], encoder: ChatEncoder, keep_cut: bool
+    prompts: Sequence[Prompt],
+    answers: Mapping[int, Answer],
+    encoder: ChatEncoder,
+    job: GenerateJob,
+    left_out: LeftOut,
 ) -> Iterator[Line]:
     for number, prompt in enumerate(prompts):
         answer = answers.get(number)
-        if answer is None or not (keep_cut or answer.finish_reason == "stop"):
-            continue
-        text = encoder.decode(answer.tokens)
-        if not text.strip():
+        text = encoder.decode(answer.tokens) if answer else ""
+        why = why_left_out(prompt, answer, text, job)
+        if why or answer is None:
+            left_out.add(why, prompt.origin)
             continue
         turns = [*prompt.messages, Message("assistant", text)]
         yield {
@@ -95,6 +105,7 @@ def summary(
     answers: Mapping[int, Answer],
     found: Found,
     seconds: float,
+    left_out_why: dict[str, int],
 ) -> Generated:
     """Counts over all answers of the journal."""
     tokens = sum(len(answer.tokens) for answer in answers.values())
@@ -117,4 +128,5 @@ def summary(
         own_tries=found.own_tries,
         own_faults=dict(found.own_faults),
         seconds=seconds,
+        left_out_why=left_out_why,
     )

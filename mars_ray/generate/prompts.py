@@ -37,10 +37,11 @@ OWN_ORIGIN = "own:"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The prompts of the sources, and the number that were excluded."""
+    """The prompts of the sources, and where those that are none came from."""
 
     prompts: list[Prompt]
-    excluded: int
+    excluded: list[str]  # origins
+    bad: list[tuple[str, str]]  # origins and reasons
 
 
 def read_sources(job: GenerateJob, encoder: ChatEncoder, excluded: frozenset[bytes]) -> Asked:
@@ -49,15 +50,20 @@ def read_sources(job: GenerateJob, encoder: ChatEncoder, excluded: frozenset[byt
     report = BadRows()
     sources = [source for source in job.prompts if not isinstance(source, OwnPrompts)]
     records = [record for source in sources for record in read_prompts(source, report)]
-    kept = [record for record in records if not is_excluded(record.messages, excluded)]
+    kept, out = [], []
+    for record in records:
+        if is_excluded(record.messages, excluded):
+            out.append(record.origin)
+        else:
+            kept.append(record)
     prompts = list(encoded(kept, encoder, report))
     report.check(job.max_bad_share)
     if not prompts and len(sources) == len(job.prompts):
         raise DataError(
             f"there are no prompts: {report.bad} of {report.seen} rows are bad, and "
-            f"{len(records) - len(kept)} are excluded"
+            f"{len(out)} are excluded"
         )
-    return Asked(prompts, len(records) - len(kept))
+    return Asked(prompts, out, report.reasons)
 
 
 def encoded(records: Iterable[Record], encoder: ChatEncoder, report: BadRows) -> Iterator[Prompt]:

@@ -31,6 +31,7 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import DataError
 from mars_ray.files import sole_writer, write_whole
 from mars_ray.generate.answers import Found, Generated, summary, write_answers
+from mars_ray.generate.left_out import LeftOut, has_room
 from mars_ray.generate.own_prompts import Choice, requests_of, tried
 from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
 from mars_ray.generate.prompts import Asked, Prompt, encoded, excluded_keys, read_sources
@@ -128,9 +129,14 @@ class _Generation:
                 f"engine.max_context {self._job.engine.max_context}: lower max_new_tokens, or "
                 "raise it"
             )
-        count = write_answers(output, prompts, part.answers, self._encoder, self._job.keep_cut)
-        generated = summary(output, count, prompts, part.answers, found, part.seconds)
+        left_out = LeftOut(self._asked)
+        count = write_answers(output, prompts, part.answers, self._encoder, self._job, left_out)
+        why = left_out.counts
+        generated = summary(output, count, prompts, part.answers, found, part.seconds, why)
+        for line in left_out.lines():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         table = self._made_from | {"generated": asdict(generated), "provenance": provenance()}
+        table |= {"left_out": left_out.origins}
         write_whole(done, json.dumps(table, indent=1) + "\n")
         part_file.unlink()
         return generated
@@ -140,7 +146,7 @@ class _Generation:
     ) -> tuple[list[Prompt], Found]:
         """The prompts of the sources, then the model's own."""
         prompts = list(self._asked.prompts)
-        excluded, tries, faults = self._asked.excluded, 0, Counter()
+        excluded, tries, faults = len(self._asked.excluded), 0, Counter()
         for place in self._turns:
             choice = self._own_prompts(place, prompts, part, clock, engines, bars)
             prompts += encoded(choice.records, self._encoder, BadRows())
@@ -211,8 +217,7 @@ class _Generation:
         """Requests of those prompts that have no answer yet and room for one."""
         job = self._job
         for number, prompt in enumerate(prompts):
-            fits = len(prompt.ids) + job.max_new_tokens <= job.engine.max_context
-            if number in part.answers or not fits:
+            if number in part.answers or not has_room(prompt, job):
                 continue
             # With one seed for all, the same noise would favour the same tokens at each position.
             seed = (job.sampling.seed + number + 2**63) % 2**64 - 2**63

@@ -58,6 +58,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "test_minutes.json",
         "step_replay.json",
         "policy_lines.json",
+        "load_tools.json",
     }
 
 
@@ -100,6 +101,15 @@ def test_answers_that_bfloat16_changes(tmp_path):
         "smollm2.bf16_difference_rate": 0.3,
         "smollm2.bf16_floor_rate": 0.25,
     }
+
+
+def test_a_load_tool_counts_if_nothing_failed(tmp_path):
+    """Of three: one that is clean, one with an error, one that did not send all."""
+    tools = [{"completed": 8, "failed": 0}, {"completed": 8, "failed": 1}]
+    result = {"requests": 8, "tools": [*tools, {"completed": 7, "failed": 0}]}
+    (tmp_path / "load_tools.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {"service.load_tools": 1}
 
 
 def test_a_result_without_the_number_leaves_it_out(tmp_path):

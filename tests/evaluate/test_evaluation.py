@@ -14,10 +14,8 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
 from mars_ray.config.load import load_job
-from mars_ray.config.model import PresetModel
 from mars_ray.config.modes import ConfidenceMode, JacobiMode, SpeculativeMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
-from mars_ray.data.corpus import problems
 from mars_ray.demo import tiny
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.evaluate import run
@@ -25,27 +23,9 @@ from mars_ray.evaluate.report import print_table, summary
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.evaluate.tasks import Problem, gsm8k_problems, is_correct
 from mars_ray.files import sole_writer
-from mars_ray.model.card import ModelCard, read_card, write_card
-from mars_ray.model.create import create_model
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Random weights that claim to be MARS-trained: nothing is right, everything runs."""
-    directory = tmp_path_factory.mktemp("evaluate") / "tiny"
-    solved = problems("train", 300, 0)
-    create_model(
-        PresetModel(preset="tiny", vocab_size=400),
-        lambda: (text for item in solved for text in (item.question, item.solution)),
-        directory,
-        seed=0,
-    )
-    card = read_card(directory)
-    write_card(directory, ModelCard(card.mask_token, card.mask_token_id, block_size=4))
-    return directory
 
 
 def job(checkpoint: Path, **changes) -> EvaluateJob:
