@@ -249,8 +249,7 @@ def test_copying_works_without_a_clipboard(page):
 
 
 def test_nothing_that_a_model_writes_is_html(page):
-    """Scripts, handlers and addresses of scripts are text; images are not fetched; the browser
-    refuses whatever would make HTML of a text."""
+    """Scripts, handlers and addresses of scripts are text; images are not fetched."""
     answer = ask(page, "write", "evil").locator(".answer")
     assert page.evaluate("window.broken") is None
     for tag in ("script", "img", "svg", "iframe", "style"):
@@ -258,8 +257,18 @@ def test_nothing_that_a_model_writes_is_html(page):
     addresses = answer.locator("a").evaluate_all("links => links.map(link => link.href)")
     assert addresses == ["https://example.org/y.png"]
     assert "<script>window.broken = 1</script>" in answer.locator("pre").inner_text()
+
+
+def test_the_browser_makes_no_html_of_a_text(browser, url):
+    """Guards a policy that a browser does not understand; it complains, so not in a `page`."""
+    page = browser.new_page()
+    page.goto(url)
     make = "() => { try { document.body.innerHTML = '<b>x</b>'; } catch { return 'refused'; } }"
     assert page.evaluate(make) == "refused"
+    inline = """() => { const script = document.createElement("script");
+      script.append("window.broken = 1"); document.body.append(script); return window.broken; }"""
+    assert page.evaluate(inline) is None
+    page.close()
 
 
 def test_enter_that_ends_a_composed_word_does_not_send(page):
@@ -323,6 +332,8 @@ def test_a_phone_shows_everything(page, text_engine, monkeypatch):
     page.locator("#policy summary").click()
     playwright.expect(page.locator("#why")).to_contain_text("12 ± 3 requests/s")
     ask(page, "write", "markdown")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_role("button", name="New chat").click()
     ask(page, "word " * 6)
     page.get_by_role("button", name="Ask again in exact mode").last.click()
     playwright.expect(page.locator(".verdict")).to_be_visible(timeout=10_000)

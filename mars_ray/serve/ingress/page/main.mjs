@@ -121,7 +121,7 @@ function send(text) {
 
 function newChat() {
   abort?.abort();
-  messages.length = 0;
+  messages = []; // an answer on its way has the old ones
   byId("talk").replaceChildren();
   byId("welcome").hidden = false;
   problem("");
