@@ -118,6 +118,23 @@ def test_a_request_id_of_the_client_is_kept_but_cleaned(client, lines, given, lo
     assert lines()[0].get("request_id") == logged
 
 
+def test_what_the_page_polls_and_loads_leaves_a_line_only_if_it_is_refused(
+    job, client, lines, tmp_path
+):
+    """Guards a log that a page left open fills, and one that does not know of wrong keys."""
+    for path in ("/", "/v1/mars/status", "/page/main.mjs", "/healthz"):
+        assert client.get(path).status_code == 200
+    assert lines() == []
+    assert client.get("/page/other.mjs").status_code == 404
+    assert [line["status"] for line in lines()] == [404]
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[[keys]]\nname = 'a'\nkey = 'a-secret-of-24-characters'")
+    locked = build_api(job.model_copy(update={"keys_file": str(keys)}), {"tiny": Saying()})
+    assert TestClient(locked).get("/v1/mars/status").status_code == 401
+    (line,) = lines()
+    assert (line["path"], line["ending"]) == ("/v1/mars/status", "invalid_api_key")
+
+
 def test_lines_go_to_a_file(client, tmp_path, monkeypatch):
     """One line each, behind what is there already; where standard output is somebody else's."""
     path = tmp_path / "requests.jsonl"

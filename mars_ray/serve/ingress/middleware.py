@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mars_ray.serve.ingress.page_files import FILES
 from mars_ray.serve.openai.responses import error_body
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn, Used
 
@@ -33,6 +34,8 @@ _ID_CHARS = 128
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 # Paths that are polled every few seconds, whose log lines would be noise.
 _NOT_LOGGED = ("/", *_ALWAYS_OPEN)
+# And beginnings of those that the page polls or loads: logged if they are refused.
+_LOGGED_IF_REFUSED = ("/v1/mars/status", FILES + "/")
 
 
 class Gate:
@@ -193,12 +196,18 @@ def logged(app: ASGIApp, observe: Callable[[Entry], None] | None = None) -> ASGI
         try:
             await app(scope, receive, look)
         finally:
-            if entry.path not in _NOT_LOGGED:
+            if _is_logged(entry):
                 logger.info(entry.line())
             if observe:
                 observe(entry)
 
     return with_log
+
+
+def _is_logged(entry: Entry) -> bool:
+    if entry.path.startswith(_LOGGED_IF_REFUSED):
+        return entry.status is not None and entry.status >= 400
+    return entry.path not in _NOT_LOGGED
 
 
 def entry_of(request: Request) -> Entry:

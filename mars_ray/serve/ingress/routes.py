@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from contextvars import Context
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from mars_ray import __version__
 from mars_ray.config.serve import ServeJob
+from mars_ray.serve.ingress import page_files
 from mars_ray.serve.ingress.api_keys import ApiKey, ApiKeys
 from mars_ray.serve.ingress.body import read_body
 from mars_ray.serve.ingress.memory_routes import MemoryRoutes
@@ -55,16 +55,6 @@ logger = logging.getLogger(__name__)
 
 # Lets streams reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_PAGE = Path(__file__).with_name("page.html")
-_PAGE_HEADERS = {
-    # The page may use only its inline code and this server.
-    "Content-Security-Policy": (
-        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 def build_api(
@@ -83,7 +73,7 @@ def build_api(
     # The generated pages would load their scripts from another site.
     api = FastAPI(title="mars-ray", docs_url=None, redoc_url=None, openapi_url=None)
     for path, route in (
-        ("/", routes.page),
+        ("/", page_files.page),
         ("/healthz", routes.healthz),
         ("/readyz", routes.readyz),
         ("/health", routes.readyz),
@@ -107,6 +97,7 @@ def build_api(
     memory = routes.memory
     for method, route in (("GET", memory.get), ("DELETE", memory.delete), ("PUT", memory.put)):
         api.add_api_route("/v1/mars/autoscaling", route, methods=[method], response_model=None)
+    api.mount(page_files.FILES, page_files.PageFiles())
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
     # The middleware added last runs first, so that requests refused by the gate are logged.
@@ -130,10 +121,6 @@ class _Routes:
         self._keys = ApiKeys(job.keys_file)
         self.memory = MemoryRoutes(job.limits, models, self._keys)
         self._started = int(time.time())
-
-    async def page(self) -> Response:
-        """The page, which needs no key: it holds no data and asks for the key itself."""
-        return HTMLResponse(_PAGE.read_text("utf-8"), headers=_PAGE_HEADERS)
 
     async def healthz(self) -> dict[str, str]:
         return {"status": "ok"}
