@@ -87,9 +87,10 @@ bench-serve: setup             ## the live service under load, a quarter of an h
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/serve_load.py $(CHECKPOINT) --aiperf $(AIPERF) --vllm $(VLLM)
 	$(BIN)/python benchmarks/render.py
 
-generate: setup                ## what scripts write: dashboard, manifests
+generate: setup                ## what scripts write: dashboard, the chart's jobs and schema
 	$(BIN)/python tools/dashboard.py
 	$(BIN)/python tools/job_manifests.py
+	$(BIN)/python tools/chart_schema.py
 
 docs: setup                    ## the site, in build/site
 	PYTHONPATH=tools $(BIN)/mkdocs build --strict

@@ -1,14 +1,11 @@
-"""Writes the files generated from one table of submissions: the lines of jobs/README.md, the
-RayJobs of jobs/kuberay/, and the PrometheusRule of the alerts.
+"""Writes the files generated from one table of submissions: the lines of jobs/README.md, and the
+jobs that the Helm chart knows by name.
 
     python tools/job_manifests.py            # writes them
     python tools/job_manifests.py --check    # exit code 1 if they are out of date
-
-The cluster of a RayJob is the one in clusters/kuberay/.
 """
 
 import argparse
-import copy
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 _README = ROOT / "jobs" / "README.md"
 _BEGIN, _END = "<!-- submissions -->\n", "<!-- /submissions -->"
+_CHART_JOBS = ROOT / "deploy" / "chart" / "files" / "jobs.yaml"
 _GENERATED = "# Written by tools/job_manifests.py.\n"
 
 
@@ -39,11 +37,6 @@ class Submission:
     cpus: int = 0
     gpus: int = 0
     hours: int = 4
-
-    @property
-    def name(self) -> str:
-        """The name in the form that Kubernetes accepts."""
-        return self.job.replace(".", "-").replace("_", "-")
 
     @property
     def line(self) -> str:
@@ -225,64 +218,32 @@ OTHERS = {
     "adapt-smollm2-gpu": "the same for a GPU, for which benchmarks/gpu_adapt.sh needs no cluster",
     "evaluate-smollm2": "its measurement, likewise: `mars-ray evaluate`",
     "bench-decode-smollm2": "its tokens per second beside vLLM, which is installed apart",
-    "serve-demo": "a service: `mars-ray serve`, or deploy/kustomize",
-    "serve-models": "a service: `mars-ray serve`, or deploy/kustomize",
-    "serve-qwen2.5-7b": "a service by vLLM: `mars-ray serve`, or deploy/kustomize/overlays/vllm",
-    "serve-qwen2.5-32b": "the same with two GPUs for each replica: `mars-ray serve`",
+    "serve-demo": "a service: `mars-ray serve`, or deploy/chart",
+    "serve-models": "a service: `mars-ray serve`, or deploy/chart",
+    "serve-qwen2.5-7b": "a service by vLLM: `mars-ray serve`, or deploy/chart",
+    "serve-qwen2.5-32b": "the same with two GPUs for each replica: `mars-ray serve`, deploy/chart",
 }
 
 
-def ray_job(submission: Submission) -> dict[str, Any]:
-    """The manifest of a RayJob. The image has the job files, so nothing is uploaded."""
-    cluster = yaml.safe_load((ROOT / f"clusters/kuberay/{submission.pool}.yaml").read_text())
-    labels = {"app.kubernetes.io/name": "mars-ray", "app.kubernetes.io/component": "job"}
-    place = {
-        key: value
-        for key, value in (
-            ("entrypointNumCpus", submission.cpus),
-            ("entrypointNumGpus", submission.gpus),
-        )
-        if value
-    }
+def chart_job(submission: Submission) -> dict[str, Any]:
+    """A job as the chart knows it. The image has the job files, so nothing is uploaded."""
     return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": submission.name, "labels": labels},
-        "spec": {
-            "entrypoint": submission.entrypoint,
-            **place,
-            # Runs on a cluster of its own, which ends with it; training resumes from checkpoints.
-            "submissionMode": "K8sJobMode",
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,
-            "backoffLimit": 2,
-            "activeDeadlineSeconds": submission.hours * 3600,
-            "rayClusterSpec": cluster["spec"],
-        },
-    }
-
-
-def prometheus_rule() -> dict[str, Any]:
-    """The alerts in the form of the Prometheus operator."""
-    alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": {"name": "mars-ray", "labels": {"app.kubernetes.io/name": "mars-ray"}},
-        "spec": alerts,
+        "entrypoint": submission.entrypoint.rstrip(),
+        "machines": submission.pool,
+        "cpus": submission.cpus,
+        "gpus": submission.gpus,
+        "hours": submission.hours,
     }
 
 
 def files() -> dict[Path, str]:
     """The content of all files by path."""
-    written = {
-        ROOT / "jobs" / "kuberay" / f"{submission.name}.yaml": _yaml(ray_job(submission))
-        for submission in SUBMISSIONS
-    }
-    written[ROOT / "deploy/monitoring/prometheusrule.yaml"] = _yaml(prometheus_rule())
+    jobs = {submission.job: chart_job(submission) for submission in SUBMISSIONS}
     before, _, rest = _README.read_text().partition(_BEGIN)
-    written[_README] = before + _BEGIN + _lines() + _END + rest.partition(_END)[2]
-    return written
+    return {
+        _CHART_JOBS: _GENERATED + yaml.safe_dump(jobs, sort_keys=False, width=1000),
+        _README: before + _BEGIN + _lines() + _END + rest.partition(_END)[2],
+    }
 
 
 def _lines() -> str:
@@ -302,30 +263,18 @@ def _broken(line: str) -> str:
     )
 
 
-def _yaml(document: dict[str, Any]) -> str:
-    # A deep copy avoids YAML anchors, so that each place can be edited by itself.
-    whole = copy.deepcopy(document)
-    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
-    return _GENERATED + yaml.dump(whole, Dumper=dumper, sort_keys=False, width=100)
-
-
 def main() -> int:
     """Writes the files, or names those that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check_only = parser.parse_args().check
-    stale = [path for path, text in files().items() if _current(path) != text]
+    stale = [path for path, text in files().items() if path.read_text() != text]
     for path in stale:
         if check_only:
             print(f"{path.relative_to(ROOT)} is not up to date", file=sys.stderr)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(files()[path])
     return int(check_only and bool(stale))
-
-
-def _current(path: Path) -> str | None:
-    return path.read_text() if path.exists() else None
 
 
 if __name__ == "__main__":

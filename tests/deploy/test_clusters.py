@@ -6,7 +6,21 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from deploy.manifests import ROOT, check, check_groups, documents, groups
+from deploy.manifests import (
+    CHART,
+    MACHINES,
+    ROOT,
+    SERVICES,
+    check,
+    check_groups,
+    cluster_of,
+    documents,
+    example,
+    groups,
+    of_kind,
+    rendered,
+    texts,
+)
 from jsonschema import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
@@ -20,7 +34,6 @@ from mars_ray import __version__
 from mars_ray.cluster.environment import NODE_ENVIRONMENT
 
 LAUNCHED = ("aws", "gcp", "on-premise")
-KUBERAY = ("cpu", "gpu")
 
 
 def launcher_file(name: str) -> dict[str, Any]:
@@ -165,15 +178,29 @@ def test_on_premise_takes_the_autoscalers_first_version():
     assert launches(config, {"CPU": 1.0}) == {}
 
 
-@pytest.mark.parametrize("name", KUBERAY)
+@pytest.mark.parametrize("name", MACHINES)
 def test_kuberay_clusters_are_valid(name):
     """Guards keys that the API server drops without a word."""
-    (cluster,) = documents(ROOT / "clusters" / "kuberay" / f"{name}.yaml")
-    check(cluster)
-    check_cluster(cluster)
+    release = rendered(example(name))
+    (cluster,) = of_kind(release, "RayCluster")
+    for document in release:
+        check(document)
+    check_groups(groups(cluster))
     cluster["spec"]["rayVersoin"] = "2.60.0"
     with pytest.raises(AssertionError, match="rayVersoin"):
         check(cluster)
+
+
+@pytest.mark.parametrize("name", [*SERVICES, *MACHINES])
+def test_kuberay_clusters_ask_for_a_token_and_have_this_ray(name):
+    """Guards a cluster that runs code for whoever asks, or that KubeRay takes for another Ray."""
+    (ours,) = (
+        document for document in rendered(example(name)) if document["apiVersion"] == "ray.io/v1"
+    )
+    cluster = cluster_of(ours)
+    assert cluster["rayVersion"] == ray.__version__
+    assert cluster["authOptions"]["mode"] == "token"
+    assert cluster["enableInTreeAutoscaling"] is True
 
 
 def test_all_pods_mount_the_claim_that_is_there():
@@ -181,31 +208,24 @@ def test_all_pods_mount_the_claim_that_is_there():
     (claim,) = documents(ROOT / "clusters" / "kuberay" / "volume.yaml")
     check(claim)
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    files = [path for name in ("clusters", "deploy", "jobs") for path in (ROOT / name).rglob("*")]
-    text = "\n".join(path.read_text() for path in files if path.suffix == ".yaml")
-    named = re.findall(r"claimName: ([\w-]+)", text)
-    assert len(named) > len(KUBERAY)
-    assert set(named) == {claim["metadata"]["name"]}
-
-
-def check_cluster(document: dict[str, Any]) -> None:
-    """What the schema does not say and KubeRay or Ray would only say at work."""
-    spec = document["spec"]
-    assert spec["rayVersion"] == ray.__version__
-    assert spec["authOptions"]["mode"] == "token"
-    assert spec["enableInTreeAutoscaling"] is True
-    check_groups(groups(document))
+    for name in ("cpu", *MACHINES):
+        text = "\n".join(texts(example(name)).values())
+        named = re.findall(r"claimName: ([\w-]+)", text)
+        assert len(named) == 2
+        assert set(named) == {claim["metadata"]["name"]}
 
 
 def test_images_are_those_of_make_image_and_of_this_version():
     """Guards a release whose files still start another, and images that nothing builds."""
     files = [
-        path for name in ("clusters", "deploy", "jobs") for path in (ROOT / name).rglob("*.yaml")
+        text
+        for name in ("clusters", "deploy", "jobs")
+        for path in (ROOT / name).rglob("*.yaml")
+        if "{{" not in (text := path.read_text())
     ]
-    text = "\n".join(path.read_text() for path in files)
-    images = set(re.findall(r"registry\.example\.com/(\S+:\S+)", text))
+    files += ["\n".join(texts(example(name)).values()) for name in (*SERVICES, *MACHINES)]
+    images = set(re.findall(r"registry\.example\.com/(\S+:\S+)", "\n".join(files)))
     built = ("mars-ray-cpu", "mars-ray-cuda", "mars-ray-vllm")
     assert images == {f"{name}:{__version__}" for name in built}
-    tags = re.findall(r"newTag: (.+)", text)
-    assert len(tags) == 5
-    assert set(tags) == {__version__}
+    (chart,) = documents(CHART / "Chart.yaml")
+    assert chart["version"] == chart["appVersion"] == __version__

@@ -1,11 +1,20 @@
-"""The submissions of jobs/README.md and the RayJobs: one table, every job file, good commands."""
+"""The submissions of jobs/README.md and the chart's RayJobs: one table, good commands."""
 
 import shlex
 
 import pytest
-import yaml
-from deploy.manifests import ROOT, check, check_groups, cluster_of, groups
-from job_manifests import OTHERS, SUBMISSIONS, Submission, files, ray_job
+from deploy.manifests import (
+    ROOT,
+    check,
+    check_groups,
+    cluster_of,
+    example,
+    groups,
+    merged,
+    of_kind,
+    rendered,
+)
+from job_manifests import OTHERS, SUBMISSIONS, Submission, files
 from typer.testing import CliRunner
 
 from mars_ray.cli import app
@@ -17,11 +26,17 @@ by_job = pytest.mark.parametrize("submission", SUBMISSIONS, ids=lambda entry: en
 
 
 def test_what_is_written_is_up_to_date():
-    """Guards manifests edited by hand, and tables that moved on without them."""
+    """Guards files edited by hand, and tables that moved on without them."""
     stale = [path.name for path, text in files().items() if path.read_text() != text]
     assert not stale, "run python tools/job_manifests.py"
-    kept = {path.name for path in (ROOT / "jobs" / "kuberay").glob("*.yaml")}
-    assert kept == {f"{entry.name}.yaml" for entry in SUBMISSIONS}
+
+
+def ray_job(submission: Submission) -> dict:
+    """As `helm install NAME deploy/chart --values ... --set kind=RayJob,job.name=...` makes it."""
+    values = merged(example(f"machines-{submission.pool}"), {"kind": "RayJob"})
+    name = submission.job.replace(".", "-")
+    (job,) = of_kind(rendered(merged(values, {"job": {"name": submission.job}}), name), "RayJob")
+    return job
 
 
 def test_every_job_file_is_there():
@@ -49,7 +64,10 @@ def test_ray_jobs_are_valid(submission: Submission):
     check(manifest)
     spec = manifest["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
-    assert len(manifest["metadata"]["name"]) <= 47
+    assert spec["entrypoint"] == submission.entrypoint.strip()
+    assert spec.get("entrypointNumCpus", 0) == submission.cpus
+    assert spec.get("entrypointNumGpus", 0) == submission.gpus
+    assert spec["activeDeadlineSeconds"] == submission.hours * 3600
     assert cluster_of(manifest)["authOptions"] == {"mode": "token"}
     check_groups(groups(manifest))
     with pytest.raises(AssertionError, match="backoffLimits"):
@@ -59,8 +77,7 @@ def test_ray_jobs_are_valid(submission: Submission):
 @by_job
 def test_the_cluster_has_room(submission: Submission):
     """Guards a job that waits for ever for workers which no node of its cluster can hold."""
-    manifest = yaml.safe_load((ROOT / "jobs" / "kuberay" / f"{submission.name}.yaml").read_text())
-    _, workers = groups(manifest)
+    _, workers = groups(ray_job(submission))
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     cpus, gpus = float(limits["cpu"]), float(limits.get("nvidia.com/gpu", 0))
     assert submission.cpus <= cpus

@@ -11,8 +11,7 @@ from typing import Any
 import dashboard
 import pytest
 import yaml
-from deploy.manifests import ROOT, check, documents, rendered
-from job_manifests import prometheus_rule
+from deploy.manifests import ROOT, check, documents, example, of_kind, rendered
 from ray.serve.metrics import REPLICA_TAG
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -109,19 +108,19 @@ def test_starts_are_tested_as_serve_counts_them():
         assert all(value.startswith(("1x", "_x")) for value in values), series
 
 
-def test_the_operators_rule_is_the_same():
-    """Guards alerts that differ between a machine and Kubernetes."""
-    (kept,) = documents(MONITORING / "prometheusrule.yaml")
-    assert kept == prometheus_rule()
-
-
-def test_the_monitoring_overlay_renders():
-    """Guards a dashboard that Grafana's sidecar does not find."""
-    by_kind = {document["kind"]: document for document in rendered("deploy/monitoring")}
-    assert set(by_kind) == {"ConfigMap", "PodMonitor", "PrometheusRule"}
-    check(by_kind["ConfigMap"])
-    assert by_kind["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(by_kind["ConfigMap"]["data"]["dashboard.json"])["uid"] == "mars-ray"
+def test_the_chart_brings_rules_and_dashboard():
+    """Guards alerts that differ between a machine and Kubernetes, and a dashboard that Grafana's
+    sidecar does not find."""
+    release = rendered(example("object-store"))
+    (rule,) = of_kind(release, "PrometheusRule")
+    (alerts,) = documents(MONITORING / "alerts.yml")
+    assert rule["spec"] == alerts
+    (shown,) = of_kind(release, "ConfigMap")
+    check(shown)
+    assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert shown["data"]["dashboard.json"] == (MONITORING / "dashboard.json").read_text()
+    for document in (rule, shown, *of_kind(release, "PodMonitor")):
+        assert document["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
 def test_compose_mounts_files_that_are_there():

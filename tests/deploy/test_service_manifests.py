@@ -1,13 +1,21 @@
-"""The service by KubeRay: what the overlays render to."""
+"""The service by KubeRay: what the chart renders for its example values."""
 
-import shutil
-import subprocess
 import tomllib
 from typing import Any
 
 import pytest
 import yaml
-from deploy.manifests import OVERLAYS, ROOT, check, check_groups, documents, groups, rendered
+from deploy.manifests import (
+    MACHINES,
+    ROOT,
+    SERVICES,
+    check,
+    check_groups,
+    example,
+    groups,
+    of_kind,
+    rendered,
+)
 from pydantic import BaseModel
 from ray._private import ray_constants
 from ray.serve.schema import ServeDeploySchema
@@ -21,29 +29,33 @@ from mars_ray.serve.deploy import APP_NAME, build_app
 DRAIN_TIME = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
-@pytest.fixture(params=OVERLAYS)
-def overlay(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return rendered(f"deploy/kustomize/overlays/{request.param}")
+@pytest.fixture(params=SERVICES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def of_kind(rendered_documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [document for document in rendered_documents if document["kind"] == kind]
+@pytest.fixture
+def release(name: str) -> list[dict[str, Any]]:
+    return rendered(example(name))
 
 
-def test_every_manifest_is_valid(overlay):
+def job_of(release: list[dict[str, Any]]) -> ServeJob:
+    (service,) = of_kind(release, "RayService")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    return ServeJob.model_validate(config["applications"][0]["args"])
+
+
+def test_every_manifest_is_valid(release):
     """Guards keys that the API server drops, and values that it refuses at night."""
-    for document in overlay:
+    for document in release:
         check(document)
-    assert {document["kind"] for document in overlay} == {
-        "RayService",
-        "PodDisruptionBudget",
-        "NetworkPolicy",
-    }
+    kinds = {document["kind"] for document in release}
+    assert {"RayService", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
 
 
-def test_the_embedded_serve_configuration_is_one(overlay):
+def test_the_embedded_serve_configuration_is_one(release):
     """Guards `num_replcas`: Serve ignores keys that it does not know, and KubeRay sees a text."""
-    (service,) = of_kind(overlay, "RayService")
+    (service,) = of_kind(release, "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     refuse_unknown(config, ServeDeploySchema)
     deployed = ServeDeploySchema.model_validate(config)
@@ -57,19 +69,19 @@ def test_the_embedded_serve_configuration_is_one(overlay):
     assert config["http_options"]["request_timeout_s"] > job.limits.request_s
 
 
-def test_pods_fit_what_the_service_asks_for(overlay):
+def test_pods_fit_what_the_service_asks_for(release):
     """Guards replicas that wait for ever for a node, and probes and keys that are not there."""
-    (service,) = of_kind(overlay, "RayService")
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    job = ServeJob.model_validate(config["applications"][0]["args"])
-    head, workers = groups(service)
-    check_groups([head, workers], **{DRAIN_TIME: environment_of(head)[DRAIN_TIME]})
+    (service,) = of_kind(release, "RayService")
+    job = job_of(release)
+    head, workers, *spot = groups(service)
+    check_groups([head, workers, *spot], **{DRAIN_TIME: environment_of(head)[DRAIN_TIME]})
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert float(limits["cpu"]) >= job.cpus_per_replica
     assert float(limits.get("nvidia.com/gpu", 0)) >= job.gpus_per_replica
-    assert workers["maxReplicas"] >= job.scaling.max_replicas
+    most = sum(group["maxReplicas"] for group in (workers, *spot))
+    assert most >= job.scaling.max_replicas
     assert workers["template"]["spec"]["nodeSelector"]
-    for group in (head, workers):
+    for group in (head, workers, *spot):
         (container,) = group["template"]["spec"]["containers"]
         mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert job.keys_file is not None
@@ -82,12 +94,12 @@ def environment_of(group: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container["env"]}
 
 
-def test_a_pod_that_is_told_to_stop_has_time_to_drain(overlay):
+def test_a_pod_that_is_told_to_stop_has_time_to_drain(release):
     """Guards answers that are cut on every eviction: Serve's processes have drain_s, Ray ends the
     node after a time of its own, too short unless set, and Kubernetes kills what is left."""
-    (service,) = of_kind(overlay, "RayService")
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    job = ServeJob.model_validate(config["applications"][0]["args"])
+    (service,) = of_kind(release, "RayService")
+    job = job_of(release)
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] >= job.drain_s
     assert getattr(ray_constants, DRAIN_TIME) < job.drain_s
     # The head as well: Serve's controller, which has others drain, runs there.
     for group in groups(service):
@@ -95,101 +107,80 @@ def test_a_pod_that_is_told_to_stop_has_time_to_drain(overlay):
         assert job.drain_s < float(environment_of(group)[DRAIN_TIME]) < grace
 
 
-def test_budgets_and_policy_select_the_pods(overlay):
+def test_budgets_and_policy_select_the_pods(release):
     """Guards a policy that protects nothing, because a label was renamed."""
-    (service,) = of_kind(overlay, "RayService")
+    (service,) = of_kind(release, "RayService")
     labels = [group["template"]["metadata"]["labels"] for group in groups(service)]
-    (policy,) = of_kind(overlay, "NetworkPolicy")
+    (policy,) = of_kind(release, "NetworkPolicy")
     wanted = policy["spec"]["podSelector"]["matchLabels"]
     assert all(wanted.items() <= label.items() for label in labels)
     open_to_all = [rule for rule in policy["spec"]["ingress"] if not rule.get("from")]
     assert not open_to_all
-    budgets = of_kind(overlay, "PodDisruptionBudget")
+    budgets = of_kind(release, "PodDisruptionBudget")
+    keeps_state = "gcsFaultToleranceOptions" in service["spec"]["rayClusterConfig"]
     for label in labels:
         chosen = [
             budget
             for budget in budgets
             if budget["spec"]["selector"]["matchLabels"].items() <= label.items()
         ]
-        assert len(chosen) == 1
+        is_head = label["app.kubernetes.io/component"] == "head"
+        assert len(chosen) == (0 if is_head and keeps_state else 1)
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_budgets_select_no_pods_of_jobs(name, overlay):
+@pytest.mark.parametrize("machines", MACHINES)
+def test_budgets_and_policies_select_no_pods_of_other_releases(machines, release):
     """Guards a service's head that may be evicted because a job's head is there, too."""
-    machines = "cpu" if name == "cpu" else "gpu"
-    (cluster,) = documents(ROOT / "clusters" / "kuberay" / f"{machines}.yaml")
-    for budget in of_kind(overlay, "PodDisruptionBudget"):
-        wanted = budget["spec"]["selector"]["matchLabels"].items()
-        for group in groups(cluster):
-            assert not wanted <= group["template"]["metadata"]["labels"].items()
+    others = groups(of_kind(rendered(example(machines), "other"), "RayCluster")[0])
+    selecting = [
+        *(each["spec"]["selector"] for each in of_kind(release, "PodDisruptionBudget")),
+        *(each["spec"]["podSelector"] for each in of_kind(release, "NetworkPolicy")),
+    ]
+    for selector in selecting:
+        for group in others:
+            labels = group["template"]["metadata"]["labels"]
+            assert not selector["matchLabels"].items() <= labels.items()
 
 
-def test_the_policy_opens_to_prometheus_what_it_scrapes(overlay):
+def test_the_policy_opens_to_prometheus_what_it_scrapes():
     """Guards ports that are open for nobody, and a monitor that is shut out."""
-    (policy,) = of_kind(overlay, "NetworkPolicy")
+    release = rendered(example("object-store"))
+    (policy,) = of_kind(release, "NetworkPolicy")
     (open_ports,) = (
         {port["port"] for port in rule["ports"]}
         for rule in policy["spec"]["ingress"]
         if "prometheus" in str(rule["from"])
     )
-    (monitor,) = documents(ROOT / "deploy" / "monitoring" / "podmonitor.yaml")
+    (monitor,) = of_kind(release, "PodMonitor")
     scraped = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
-    (service,) = of_kind(overlay, "RayService")
+    (service,) = of_kind(release, "RayService")
     for group in groups(service):
         (container,) = group["template"]["spec"]["containers"]
         named = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert {named[port] for port in scraped} == open_ports
 
 
-def test_budgets_say_how_many_stay():
+def test_budgets_say_how_many_stay(release):
     """Guards machines that are never drained: Kubernetes asks for the `scale` of the pods'
     controller, which a RayCluster lacks, unless the budget is a whole number that stays."""
-    budgets = documents(ROOT / "deploy" / "kustomize" / "base" / "disruption.yaml")
-    assert len(budgets) == 2
-    for budget in budgets:
+    for budget in of_kind(release, "PodDisruptionBudget"):
         assert "maxUnavailable" not in budget["spec"]
         assert isinstance(budget["spec"]["minAvailable"], int)
 
 
 @pytest.mark.parametrize(("name", "engine"), [("gpu", EngineConfig), ("vllm", VllmConfig)])
-def test_overlays_with_gpus_repeat_the_base_but_for_those(name, engine):
-    """Guards a change of the base's Serve configuration that the overlays' copies do not get."""
-    (base,) = documents(ROOT / "deploy" / "kustomize" / "base" / "rayservice.yaml")
-    (patch,) = yaml.safe_load(
-        (ROOT / "deploy" / "kustomize" / "overlays" / name / "serve.yaml").read_text()
-    )
-    ours = yaml.safe_load(base["spec"]["serveConfigV2"])
-    theirs = yaml.safe_load(patch["value"])
-    args = theirs["applications"][0]["args"]
-    assert args.pop("gpus_per_replica") == 1
-    given = args.pop("engine")
-    assert type(ServeJob.model_validate({"checkpoint": "any", "engine": given}).engine) is engine
-    if name == "vllm":
-        # As in the job for that size of model.
-        job = tomllib.loads((ROOT / "jobs" / "serve-qwen2.5-7b.toml").read_text())
-        assert given == job["engine"]
-    args["cpus_per_replica"] = ours["applications"][0]["args"]["cpus_per_replica"]
-    assert theirs == ours
+def test_examples_with_gpus_have_their_engine(name, engine):
+    """Guards an engine that the chart passes on as another one."""
+    assert type(job_of(rendered(example(name))).engine) is engine
 
 
-def test_an_image_is_pinned_by_its_name(tmp_path):
-    """Guards image settings of an overlay that KubeRay's kinds do not take."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl to render overlays with")
-    shutil.copytree(ROOT / "deploy" / "kustomize", tmp_path / "kustomize")
-    digest = f"sha256:{'0' * 64}"
-    path = tmp_path / "kustomize" / "overlays" / "cpu" / "kustomization.yaml"
-    settings = yaml.safe_load(path.read_text())
-    settings["images"] = [
-        {"name": "registry.example.com/mars-ray-cpu", "newName": "here/mars", "digest": digest}
-    ]
-    path.write_text(yaml.safe_dump(settings))
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(path.parent)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.count(f"image: here/mars@{digest}") == 2
-    assert "registry.example.com" not in done.stdout
+def test_the_example_with_vllm_is_the_job_for_that_size():
+    """Guards two recommendations that differ."""
+    job = tomllib.loads((ROOT / "jobs" / "serve-qwen2.5-32b.toml").read_text())
+    served = job_of(rendered(example("vllm")))
+    for field in ("gpus_per_replica", "cpus_per_replica", "engine"):
+        expected = getattr(ServeJob.model_validate(job), field)
+        assert getattr(served, field) == expected, field
 
 
 def refuse_unknown(value: Any, model: type[BaseModel]) -> None:

@@ -52,7 +52,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, directory)
     for name in ("mars_ray", "jobs", "adapters"):
-        ignored = shutil.ignore_patterns("__pycache__", "kuberay")
+        ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
     add_environment(directory)
     # pip's way to say that what builds is here already.

@@ -3,8 +3,10 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
@@ -295,6 +297,50 @@ def test_a_missing_file_is_refused(tmp_path):
     """Guards a service that everybody may use because of a typing error."""
     with pytest.raises(ConfigError, match="cannot be read"):
         ApiKeys(str(tmp_path / "none.toml"))
+
+
+def test_a_changed_file_is_taken_up(tmp_path, monkeypatch, caplog):
+    """Guards a key that still opens after it was taken back, until a restart of the service."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    old, new = tmp_path / "old", tmp_path / "new"
+    for directory, secret in ((old, SECRET), (new, OTHER)):
+        directory.mkdir()
+        (directory / "keys.toml").write_text(f"[[keys]]\nname = 'a'\nkey = '{secret}'\n")
+    # As Kubernetes mounts a secret: a link, replaced as a whole.
+    data = tmp_path / "data"
+    data.symlink_to(old)
+    keys = ApiKeys(str(data / "keys.toml"))
+    assert keys.holder(f"Bearer {SECRET}")
+    data.unlink()
+    data.symlink_to(new)
+    assert keys.holder(f"Bearer {SECRET}"), "the file is not looked at for each request"
+    now[0] += 5
+    assert keys.holder(f"Bearer {OTHER}")
+    with pytest.raises(ApiError):
+        keys.holder(f"Bearer {SECRET}")
+    assert "1 keys are in force" in caplog.text
+    assert OTHER not in caplog.text
+
+
+@pytest.mark.parametrize("break_it", [Path.unlink, lambda path: path.write_text("keys = ")])
+def test_a_file_that_breaks_changes_nothing(tmp_path, monkeypatch, caplog, break_it):
+    """Guards a service that nobody may use any more, or everybody, because of half a file."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    keys = ApiKeys(str(path))
+    break_it(path)
+    for _ in range(3):
+        now[0] += 5
+        assert keys.holder(f"Bearer {SECRET}")
+        with pytest.raises(ApiError):
+            keys.holder(None)
+    assert caplog.text.count("stay in force") == 1, "once, not for each request"
+    path.write_text(f"[[keys]]\nname = 'b'\nkey = '{OTHER}'\n")
+    now[0] += 5
+    assert keys.holder(f"Bearer {OTHER}")
 
 
 def test_keys_are_not_in_logs(client, caplog):

@@ -10,10 +10,16 @@ They come from a TOML file, in plain text or, better, as their SHA-256 in hexade
     priority = -10       # the most urgent, lowest, that it may ask for; default: 0
     models = ["small"]   # that it may use; default: all
     admin = true         # it may read and replace what the autoscaling policy has learnt
+
+A file that has changed is in force within seconds, without a restart; one that cannot be used is
+not, and the log says why.
 """
 
 import hashlib
 import hmac
+import logging
+import os
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -28,7 +34,11 @@ from mars_ray.errors import ConfigError
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import ErrorInfo
 
+logger = logging.getLogger(__name__)
+
 _RETRY_AFTER_S = 1
+# At least so long between two looks at the file.
+_LOOK_S = 2.0
 
 
 class ApiKey(Config):
@@ -64,6 +74,10 @@ class ApiKeys:
 
     def __init__(self, path: str | None) -> None:
         """Raises ConfigError if the file cannot be used; its message names no key."""
+        self._path = path
+        # Before the file is read: what is written in between is seen at the next look.
+        self._version = _version(path)
+        self._looked_s = time.monotonic()
         self._keys = () if path is None else _read(path)
         self._open: Counter[str] = Counter()
 
@@ -72,6 +86,7 @@ class ApiKeys:
 
         Raises ApiError. Takes the same time whichever key matches, and if none does.
         """
+        self._follow()
         if not self._keys:
             return None
         scheme, _, given = (authorization or "").partition(" ")
@@ -100,6 +115,23 @@ class ApiKeys:
                         f"{', '.join(names)}"
                     )
 
+    def _follow(self) -> None:
+        """Takes up a file that has changed, if it can be used."""
+        now = time.monotonic()
+        if self._path is None or now - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = _read(self._path)
+        except ConfigError as error:
+            logger.error("the keys from before stay in force: %s", error)
+        else:
+            logger.warning("%s has changed: its %d keys are in force", self._path, len(self._keys))
+
     @contextmanager
     def lease(self, key: ApiKey | None, answers: int) -> Iterator[None]:
         """Counts the answers while they are written. Raises ApiError if the key would have too
@@ -115,6 +147,15 @@ class ApiKeys:
             yield
         finally:
             self._open[key.name] -= answers
+
+
+def _version(path: str | None) -> tuple[int, ...] | None:
+    """What differs when the file has been written or replaced; None if it is not there."""
+    try:
+        found = os.stat(path) if path is not None else None
+    except OSError:
+        return None
+    return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def _digest(key: str) -> str:

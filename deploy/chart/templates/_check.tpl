@@ -1,0 +1,106 @@
+{{- /* The entry of a job of jobs/README.md; empty for a command of one's own. */}}
+{{- define "mars-ray.shipped" -}}
+{{- with (.Values.job | default dict).name }}
+{{- get ($.Files.Get "files/jobs.yaml" | fromYaml) . | default dict | toYaml }}
+{{- end }}
+{{- end }}
+
+{{- /* Refuses what the schema cannot see: what does not fit together, or would have no effect. */}}
+{{- define "mars-ray.check" -}}
+{{- if or (gt (len .Release.Name) 47) (not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name)) }}
+{{- fail (printf "the release is named %q: KubeRay takes at most 47 lower-case letters, digits and hyphens, a letter first" .Release.Name) }}
+{{- end }}
+{{- if gt .Values.workers.min (add .Values.workers.max .Values.workers.surge | float64) }}
+{{- fail "workers.min is above workers.max and surge" }}
+{{- end }}
+{{- if .Values.job }}
+  {{- if ne .Values.kind "RayJob" }}{{ fail "job has an effect in a release of kind RayJob only: set kind=RayJob, or leave it out" }}{{ end }}
+{{- end }}
+{{- if eq .Values.kind "RayJob" }}{{ include "mars-ray.checkJob" . }}{{ end }}
+{{- if eq .Values.kind "RayService" }}
+  {{- include "mars-ray.checkService" . }}
+{{- else }}
+  {{- if or .Values.gateway .Values.ingress .Values.upgrade.incremental }}
+    {{- fail "gateway, ingress and upgrade.incremental are a service's: leave them out, or set kind=RayService" }}
+  {{- end }}
+{{- end }}
+{{- range $name, $_ := .Values.env }}
+  {{- if or (hasPrefix "RAY_SERVE_" $name) (has $name (list "RAY_USAGE_STATS_ENABLED" "RAY_JOB_STOP_WAIT_TIME_S" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "HF_HOME" "HF_HUB_OFFLINE")) }}
+    {{- fail (printf "env.%s: the chart sets it; leave it out" $name) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "mars-ray.checkJob" -}}
+{{- $job := .Values.job | default dict }}
+{{- if eq (empty $job.name) (empty $job.entrypoint) }}
+  {{- fail "a RayJob runs one command: set job.name to one of jobs/README.md, or job.entrypoint" }}
+{{- end }}
+{{- $shipped := include "mars-ray.shipped" . | fromYaml }}
+{{- if and $job.name (not $shipped) }}
+  {{- fail (printf "job.name: there is no job %q; there are %s" $job.name (.Files.Get "files/jobs.yaml" | fromYaml | keys | sortAlpha | join ", ")) }}
+{{- end }}
+{{- if and (eq (get $shipped "machines") "gpu") (not .Values.workers.gpus) }}
+  {{- fail (printf "%s wants GPUs: add --values deploy/chart/values/machines-gpu.yaml" $job.name) }}
+{{- end }}
+{{- range $kind := list "cpus" "gpus" }}
+  {{- $asked := dig $kind (get $shipped $kind | default 0) $job }}
+  {{- $has := get $.Values.workers (ternary "cpu" "gpus" (eq $kind "cpus")) | toString | float64 }}
+  {{- if gt ($asked | float64) $has }}
+    {{- fail (printf "job.%s: no worker has %v of them: raise workers, or ask for less" $kind $asked) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "mars-ray.checkService" -}}
+{{- $service := .Values.service }}
+{{- if and (hasPrefix "/shared/" $service.checkpoint) (not .Values.model.claim) }}
+  {{- fail "service.checkpoint is on /shared, which needs model.claim" }}
+{{- end }}
+{{- if and .Values.model.hub (not (include "mars-ray.repositories" . | trim)) }}
+  {{- fail "model.hub fetches what the service names on the hub, but service.checkpoint is no org/name: leave model.hub out" }}
+{{- end }}
+{{- $isIncremental := eq .Values.upgrade.type "NewClusterWithIncrementalUpgrade" }}
+{{- if ne $isIncremental (not (empty .Values.upgrade.incremental)) }}
+  {{- fail "upgrade.incremental and upgrade.type NewClusterWithIncrementalUpgrade belong together" }}
+{{- end }}
+{{- with .Values.upgrade.incremental }}
+  {{- if gt (.stepSizePercent | float64) (.maxSurgePercent | default 100 | float64) }}
+    {{- fail "upgrade.incremental.stepSizePercent is above maxSurgePercent" }}
+  {{- end }}
+{{- end }}
+{{- range $name := list "gateway" "ingress" }}
+  {{- with get $.Values $name }}
+    {{- if ne $isIncremental (not (empty .backend)) }}
+      {{- fail (printf "%s.backend belongs to the incremental upgrade: KubeRay moves requests in a gateway of its own, %s-gateway, whose service you name there" $name $.Release.Name) }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- with .Values.gateway }}
+  {{- if or (eq (empty .parent) (empty .className)) (ne (empty .className) (empty .tlsSecret)) }}
+    {{- fail "gateway: name a parent, which ends TLS, or className and tlsSecret, of which the chart makes one" }}
+  {{- end }}
+{{- end }}
+{{- range $model := concat (list $service) ($service.more_models | default list) }}
+  {{- include "mars-ray.checkRoom" (list $.Values $model) }}
+{{- end }}
+{{- end }}
+
+{{- /* (list values model): whether a worker holds a replica, and all workers a full fleet. */}}
+{{- define "mars-ray.checkRoom" -}}
+{{- $workers := (index . 0).workers }}{{ $model := index . 1 }}
+{{- $groups := get ($model.engine | default dict) "pipeline_parallel_size" | default 1 }}
+{{- $gpus := divf ($model.gpus_per_replica | default 0) $groups }}
+{{- $cpus := $model.cpus_per_replica | default 1 }}
+{{- if or (gt $gpus ($workers.gpus | float64)) (gt ($cpus | float64) ($workers.cpu | float64)) }}
+  {{- fail (printf "a replica takes %v CPUs and %v GPUs, a worker has %v and %v: raise workers.cpu and workers.gpus" $cpus $gpus $workers.cpu $workers.gpus) }}
+{{- end }}
+{{- $fit := divf $workers.cpu (max 0.001 $cpus) | floor }}
+{{- if gt $gpus 0.0 }}{{ $fit = minf $fit (divf $workers.gpus $gpus | floor) }}{{ end }}
+{{- $fleet := $model.replicas | default "auto" }}
+{{- if eq (toString $fleet) "auto" }}{{ $fleet = ($model.scaling | default dict).max_replicas | default 4 }}{{ end }}
+{{- $most := add $workers.max (((index . 0).spot | default dict).max | default 0) }}
+{{- if gt (mulf $fleet $groups) (mulf $fit $most) }}
+  {{- fail (printf "%v replicas have no room on %d workers with %v each: raise workers.max" $fleet $most $fit) }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,318 @@
+"""The chart's values: each has an effect, and what cannot work is refused with what to do."""
+
+import re
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import chart_schema
+import pytest
+import yaml
+from deploy.manifests import (
+    CHART,
+    MACHINES,
+    ROOT,
+    SERVICES,
+    check,
+    example,
+    groups,
+    merged,
+    of_kind,
+    rendered,
+    texts,
+)
+from huggingface_hub.cli.download import download
+
+helm = pytest.importorskip("helm_python", reason="no helm-python-sdk for this machine")
+SCHEMA = chart_schema.schema()
+DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+JOB = {
+    "kind": "RayJob",
+    "job": {"entrypoint": "python -m mars_ray train /shared/job.toml", "cpus": 2},
+}
+RESILIENT = example("resilient")
+INGRESS = example("object-store")["ingress"] | {"backend": RESILIENT["gateway"]["backend"]}
+# In each of them other values have an effect.
+RELEASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "ingress": merged(RESILIENT, {"ingress": INGRESS, "gateway": None}),
+    "job": merged(example("machines-gpu"), JOB),
+    "known job": merged(example("machines-gpu"), {"kind": "RayJob", "job": {"name": "simulate"}}),
+    **{name: example(name) for name in (*SERVICES, *MACHINES)},
+}
+# A value of the type alone would be refused.
+OTHER = {
+    "kind": "RayCluster",
+    "job.name": "simulate-demo",
+    "upgrade.type": "None",
+    "upgrade.incremental.maxSurgePercent": 90,
+    "gateway.parent": {"name": "other"},
+    "redis.address": "other:6379",
+    "workers.image": "mars-ray-other",
+    "head.image": "mars-ray-other",
+    "externalSecrets.refreshInterval": "5m",
+    "externalSecrets.secrets": {"other": {"key": "place"}},
+    "rayVersion": "2.99.0",
+}
+
+
+def resolved(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without a reference, and without null."""
+    (described,) = [
+        form for form in described.get("anyOf", [described]) if form != {"type": "null"}
+    ]
+    if "$ref" in described:
+        return SCHEMA["$defs"][described["$ref"].rpartition("/")[2]]
+    return described
+
+
+def settings(described: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The path and the schema of each value that is no section."""
+    for name, below in described["properties"].items():
+        whole = resolved(below)
+        if name == "global" or path + name == "service":
+            continue
+        if "properties" in whole:
+            yield from settings(whole, f"{path}{name}.")
+        else:
+            yield path + name, dict(whole)
+
+
+SETTINGS = dict(settings(SCHEMA))
+
+
+def other(path: str, described: dict[str, Any], value: Any) -> Any:
+    """Another value that the schema takes."""
+    if path in OTHER:
+        return OTHER[path]
+    if path.endswith("tolerations"):
+        return [{"key": "other", "operator": "Exists"}]
+    if "enum" in described:
+        return next(each for each in described["enum"] if each != value)
+    kind = described["type"]
+    if kind == "boolean":
+        return not value
+    if kind in ("integer", "number"):
+        return (value or 0) + 1
+    return {"string": "7Gi" if "Gi" in str(value) else "other", "array": ["other"]}.get(
+        kind, {"other": "other"}
+    )
+
+
+def with_value(values: Mapping[str, Any], path: str, described: dict[str, Any]) -> dict[str, Any]:
+    """The values with another one there; empty where its section is not in use."""
+    whole = merged(DEFAULTS, values)
+    *sections, name = path.split(".")
+    place = whole
+    for section in sections:
+        place = place.get(section) or {}
+    if sections and not place:
+        return {}
+    place[name] = other(path, described, place.get(name))
+    return whole
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, dict[str, str]]:
+    """What the releases render to."""
+    return {name: manifests(values) for name, values in RELEASES.items()}
+
+
+def manifests(values: Mapping[str, Any]) -> dict[str, str]:
+    return {path: text for path, text in texts(values).items() if path.endswith(".yaml")}
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_every_value_has_an_effect(path, before):
+    """Guards a value that is accepted and does nothing: in some release it changes a manifest."""
+    for name, values in RELEASES.items():
+        changed = with_value(values, path, SETTINGS[path])
+        if not changed:
+            continue
+        try:
+            after = manifests(changed)
+        except helm.HelmError:
+            continue
+        if after != before[name]:
+            return
+    pytest.fail(f"{path} changes nothing in {', '.join(RELEASES)}")
+
+
+def test_the_schema_is_up_to_date_and_takes_the_defaults():
+    """Guards a schema of an earlier job: it would refuse settings that the service knows."""
+    assert yaml.safe_load((CHART / "values.schema.json").read_text()) == SCHEMA, (
+        "run python tools/chart_schema.py"
+    )
+    chart_schema.Values.model_validate(DEFAULTS)
+
+
+def test_values_yaml_shows_every_value():
+    """Guards a value that nobody can find; those of sections that are null are comments there."""
+    text = re.sub(r"^( +)# (\w+: .*)$", r"\1\2", (CHART / "values.yaml").read_text(), flags=re.M)
+    shown = yaml.safe_load(re.sub(r": null$", ":", text, flags=re.M))
+    for path in SETTINGS:
+        place = shown
+        for name in path.split("."):
+            assert name in place, path
+            place = place[name]
+    assert {*shown} == {*SCHEMA["properties"]} - {"global"}
+
+
+def test_the_job_is_passed_on_as_it_is():
+    """Guards settings that templates lose: zeros and falses by a merge, large numbers by a dot."""
+    service = {
+        "checkpoint": "org/name",
+        "drain_s": 0,
+        "update_surge_percent": 0,
+        "log_prompts": False,
+        "engine": {"cache_bytes": 58_000_000_000, "prefix_cache": False},
+        "limits": {"request_s": 1200.5, "body_bytes": 2_000_000},
+        "environment": {"A": "1"},
+    }
+    (made,) = of_kind(rendered({"service": service}), "RayService")
+    config = yaml.safe_load(made["spec"]["serveConfigV2"])
+    given = merged(DEFAULTS["service"], service)
+    chart = {"host": "0.0.0.0", "port": 8000, "model_cache": "/cache/models"}
+    chart["keys_file"] = "/etc/mars-ray/keys.toml"
+    assert config["applications"][0]["args"] == given | chart
+    assert config["http_options"]["request_timeout_s"] == 1260
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"autoscaling": {"enabled": True}}, "autoscaling"),
+        ({"keda": {}}, "keda"),
+        ({"global": {"a": 1}}, "global"),
+        ({"workers": {"replicas": 3}}, "replicas"),
+        ({"service": {"scaling": {"min_replica": 1}}}, "min_replica"),
+        ({"service": {"keys_file": "/x"}}, "keys_file"),
+        ({"service": {"engine": {"type": "vllm", "max_batches": 1}}}, "max_batches"),
+        ({"workers": {"memory": "16 GB"}}, "memory"),
+        ({"workers": {"max": 1}}, "4 replicas have no room on 1 workers"),
+        ({"workers": {"min": 9}}, "workers.min"),
+        ({"service": {"cpus_per_replica": 8}}, "raise workers.cpu"),
+        ({"service": {"gpus_per_replica": 1}}, "raise workers.cpu and workers.gpus"),
+        ({"model": {"claim": ""}}, "needs model.claim"),
+        ({"model": {"hub": {"tokenSecret": ""}}}, "leave model.hub out"),
+        ({"env": {"HF_HOME": "/x"}}, "env.HF_HOME"),
+        ({"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}}, "belong together"),
+        ({"job": {"name": "simulate"}}, "kind=RayJob"),
+        ({"kind": "RayJob"}, "set job.name"),
+        ({"kind": "RayJob", "job": {"name": "demo"}}, "there are bench-decode-0.5b, "),
+        ({"kind": "RayJob", "job": {"name": "train-qwen2.5-7b"}}, "machines-gpu.yaml"),
+        ({"kind": "RayJob", "job": {"name": "simulate", "cpus": 5}}, "no worker has 5"),
+        ({"kind": "RayCluster", "ingress": example("object-store")["ingress"]}, "kind=RayService"),
+        ({"gateway": {"host": "a.b"}}, "name a parent"),
+        (
+            {
+                "gateway": {
+                    "host": "a.b",
+                    "parent": {"name": "p"},
+                    "backend": {"name": "b", "port": 1},
+                }
+            },
+            "mars-gateway",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(values, why):
+    """Guards an installation that Kubernetes accepts, and pods that wait for ever after that. Other
+    autoscalers are unknown values: the policy scales replicas, and Ray the pods for them."""
+    with pytest.raises(helm.HelmError, match=re.escape(why)):
+        texts(values)
+
+
+def test_names_are_those_that_kuberay_takes():
+    """Guards a release that Helm installs and the operator never starts."""
+    with pytest.raises(helm.HelmError, match="at most 47"):
+        texts({}, name="m" * 48)
+    with pytest.raises(helm.HelmError, match="a letter first"):
+        texts({}, name="4-bits")
+
+
+def test_an_image_is_pinned_by_its_digest():
+    """Guards a tag behind a digest, which no registry knows."""
+    digest = f"mars-ray-cpu@sha256:{'0' * 64}"
+    (service,) = of_kind(rendered({"head": {"image": digest}}), "RayService")
+    head, workers = (group["template"]["spec"]["containers"][0] for group in groups(service))
+    assert head["image"] == f"registry.example.com/{digest}"
+    assert workers["image"].endswith(
+        ":" + yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    )
+
+
+def test_only_the_init_container_has_the_hubs_token():
+    """Guards a token in the processes that run a model, and a hub that they ask at work."""
+    (service,) = of_kind(rendered(example("hub")), "RayService")
+    for group in groups(service):
+        pod = group["template"]["spec"]
+        (fetch,), (ray,) = pod["initContainers"], pod["containers"]
+        assert "hub-token" in str(fetch)
+        assert "hub-token" not in str(ray)
+        assert {"name": "HF_HUB_OFFLINE", "value": "1"} in ray["env"]
+        assert {mount["mountPath"] for mount in fetch["volumeMounts"]} == {"/cache"}
+    head, workers = (str(group["template"]["spec"]["initContainers"]) for group in groups(service))
+    assert "safetensors" in workers
+    assert "safetensors" not in head
+
+
+def test_every_model_of_the_hub_is_fetched():
+    """Guards a second model, or an adapter, that offline processes do not find."""
+    service = {
+        "checkpoint": "org/first",
+        "more_models": [
+            {"checkpoint": "org/second", "revision": "v2"},
+            {"checkpoint": "/shared/x"},
+        ],
+        "engine": {"draft_adapter": "org/adapter@v3"},
+    }
+    (made,) = of_kind(
+        rendered({"service": service, "model": {"hub": {"tokenSecret": ""}}}), "RayService"
+    )
+    fetches = groups(made)[1]["template"]["spec"]["initContainers"]
+    asked = [(*each["command"][2:], each["args"][0]) for each in fetches]
+    assert asked == [
+        ("org/first", "--include=*.json"),
+        ("org/adapter", "--revision=v3"),
+        ("org/second", "--revision=v2"),
+    ]
+    assert len({each["name"] for each in fetches}) == 3
+    check(made)
+
+
+def test_the_hubs_program_knows_the_options_that_are_used():
+    """Guards an init container that fails on an option which was renamed."""
+    assert {"repo_id", "revision", "include"} <= set(signature(download).parameters)
+
+
+def test_keys_are_mounted_as_a_directory():
+    """Guards a rotation that never arrives: Kubernetes does not renew a file mounted by subPath."""
+    (service,) = of_kind(rendered({}), "RayService")
+    for group in groups(service):
+        mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
+        (keys,) = [mount for mount in mounts if mount["name"] == "keys"]
+        assert "subPath" not in keys
+
+
+def test_spot_machines_are_asked_for_first_and_none_is_needed():
+    """Guards a service that waits for machines which are not to be had."""
+    (service,) = of_kind(rendered(example("resilient")), "RayService")
+    _, workers, spot = groups(service)
+    assert workers["minReplicas"] == 2
+    assert spot["minReplicas"] == 0
+    assert spot["priority"] > workers.get("priority", 0)
+
+
+def test_lint_finds_nothing():
+    """Guards what `helm lint` says to those who package the chart."""
+    report = helm.lint(str(CHART), {})
+    assert not [entry for entry in report["messages"] if entry["severity"] not in ("INFO", 0, 1)]
+
+
+def test_examples_are_all_tested():
+    """Guards a file of values that no test renders."""
+    kept = {path.stem for path in (CHART / "values").glob("*.yaml")}
+    assert kept == {*SERVICES, *MACHINES}
+    assert Path(ROOT / "deploy" / "chart" / "files" / "alerts.yml").is_symlink()
