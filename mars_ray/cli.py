@@ -16,7 +16,7 @@ import typer
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
 from mars_ray.cluster.ending import sigterm_ends_at_once
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, haproxy_environment, keep_private
+from mars_ray.cluster.environment import NODE_ENVIRONMENT, ask_for_token, haproxy_environment
 from mars_ray.config.adapt import AdaptJob, adaptation_of
 from mars_ray.config.base import Config
 from mars_ray.config.bench import BenchDecodeJob
@@ -479,10 +479,10 @@ class _Cluster:
         address = os.environ.get("RAY_ADDRESS", self._otherwise)
         for name, value in NODE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if address == "local":
+            ask_for_token()
         import ray
 
-        if address == "local":
-            keep_private()
         try:
             ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
         # ValueError: RAY_ADDRESS is not an address.

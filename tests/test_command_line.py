@@ -94,7 +94,8 @@ def test_a_result_is_printed_also_if_the_disk_is_full(
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of a user whose files everybody may read, as on many shared machines."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
     before = os.umask(0o022)
     yield tmp_path
     os.umask(before)
@@ -113,6 +114,7 @@ def test_a_clusters_token_is_for_its_owner(home: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "init", write_token)
     token = home / ".ray" / "auth_token"
     cli._Cluster().__enter__()
+    assert os.environ["RAY_AUTH_MODE"] == "token", "not every release of Ray has it by default"
     assert token.read_text() == "secret"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     token.chmod(0o644)
@@ -126,6 +128,7 @@ def test_who_joins_a_cluster_makes_no_token(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ray, "init", lambda **_: None)
     cli._Cluster("auto").__enter__()
     assert not (home / ".ray").exists()
+    assert "RAY_AUTH_MODE" not in os.environ
 
 
 def test_an_address_that_is_none_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """The environment of all processes of a Ray cluster that runs this project, and the token with
 which this user's clusters accept code."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,11 +39,14 @@ def haproxy_environment() -> dict[str, str]:
     return {**HAPROXY_ENVIRONMENT, **dict(zip(names, ports, strict=True))}
 
 
-def keep_private() -> None:
-    """Creates the file of Ray's token, readable for its owner only, before Ray writes into it.
+def ask_for_token() -> None:
+    """Has a cluster that this process starts ask for a token, unless the environment says no.
 
-    Ray itself would make it readable for everybody. It treats an empty file as no token.
+    Creates the token's file, readable for its owner only, before Ray writes into it: Ray itself
+    would make it readable for everybody. It treats an empty file as no token.
     """
+    # Not every release of Ray does so by itself.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     path = Path.home() / ".ray" / "auth_token"
     # If the file cannot be written or is mounted, the token comes from elsewhere.
     with suppress(OSError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.request import Request
 
 from mars_ray.cluster.direct import urlopen
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, keep_private
+from mars_ray.cluster.environment import NODE_ENVIRONMENT, ask_for_token
 from mars_ray.cluster.port import LOOPBACK, free_port
 from mars_ray.cluster.process import Process, end, start
 from mars_ray.errors import ClusterError
@@ -239,7 +239,7 @@ def _size(plan: Plan) -> list[str]:
 
 def _token() -> str:
     """The token of this user's clusters, created if there is none; Ray's clients find it."""
-    keep_private()
+    ask_for_token()
     made = subprocess.run(
         [*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True, text=True
     )

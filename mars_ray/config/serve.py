@@ -63,6 +63,14 @@ class ServedModel(Config):
     stream_interval_s: float = Field(
         default=0.05, ge=0, description="at least so long between two messages of a stream"
     )
+    # A step may prefill a full batch of long prompts, which can take a large model on CPUs a while.
+    step_timeout_s: float = Field(
+        default=60,
+        gt=0,
+        le=1e6,
+        description="a replica whose engine has work and finishes no step for so long, or whose "
+        "process does not react, counts as hung: it writes its stacks into its log and is replaced",
+    )
     default_mode: Mode | None = Field(
         default=None,
         description="mode of requests that name none; default: `verified` if the model drafts, "

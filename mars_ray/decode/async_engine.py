@@ -58,6 +58,11 @@ class AsyncEngine(EngineThread):
         return len(self._listeners)
 
     @property
+    def waiting_commands(self) -> int:
+        """Number of commands that the thread has not taken up."""
+        return self._commands.qsize()
+
+    @property
     def facts(self) -> EngineFacts:
         """Facts that hold for every request. Raises ModelError if answers would never end."""
         model, config = self._engine.model, self._engine.config
@@ -151,6 +156,7 @@ class AsyncEngine(EngineThread):
         with self._closing:
             if self._closed:
                 raise EngineError("the engine was shut down")
+            self._note_command()
             self._commands.put(command)
 
     def _run(self) -> None:

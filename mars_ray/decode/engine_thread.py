@@ -23,6 +23,7 @@ class EngineThread(ABC):
 
     def __init__(self) -> None:
         self.last_step_s = time.monotonic()
+        self._asked_s = self.last_step_s  # when the oldest waiting command was given
         self._aborted: set[str] = set()  # requests whose streams continue for others
         self._closed = False
         self._closing = threading.Lock()
@@ -32,6 +33,11 @@ class EngineThread(ABC):
     @abstractmethod
     def open_requests(self) -> int:
         """Number of requests that wait or run."""
+
+    @property
+    @abstractmethod
+    def waiting_commands(self) -> int:
+        """Number of commands that the thread has not taken up."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -44,12 +50,17 @@ class EngineThread(ABC):
         self._thread.join(timeout_s)
 
     def check_health(self, limit_s: float = 30.0) -> None:
-        """Raise EngineError if the thread is gone, or has had work for `limit_s` without a step."""
+        """Raise EngineError if the thread is gone, or stands still: it has had work for `limit_s`
+        without a step, or a command that it did not take up."""
         if not self._thread.is_alive():
             raise EngineError("the engine thread is not running")
-        idle_s = time.monotonic() - self.last_step_s
+        now_s = time.monotonic()
+        idle_s = now_s - self.last_step_s
         if self.open_requests and idle_s > limit_s:
             raise EngineError(f"the engine has work but has not stepped for {idle_s:.0f} s")
+        deaf_s = min(idle_s, now_s - self._asked_s)
+        if self.waiting_commands and deaf_s > limit_s:
+            raise EngineError(f"the engine has not taken up a command for {deaf_s:.0f} s")
 
     async def ended(self) -> None:
         """Return once the thread is gone for any reason, and its requests have their errors."""
@@ -80,6 +91,11 @@ class EngineThread(ABC):
     @abstractmethod
     def _command(self, command: Callable[[], Any]) -> None:
         """Let the thread execute this. Raises EngineError once it has ended."""
+
+    def _note_command(self) -> None:
+        """Note that a command is about to be given; with the lock of `_closing` held."""
+        if not self.waiting_commands:
+            self._asked_s = time.monotonic()
 
     @abstractmethod
     def _stop(self) -> Any:

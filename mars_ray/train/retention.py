@@ -1,11 +1,13 @@
 """Retention of checkpoints: the last ones, the best ones, and their copies in an object store.
 
 Copies are made by a thread, the newest first, and training never waits for it. A checkpoint that
-is no longer kept when its turn comes is not copied.
+is no longer kept when its turn comes is not copied. A copy that fails is told, ends nothing, and is
+made again with the next checkpoint; at the end of the run it is tried some more times.
 """
 
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +16,10 @@ from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError
 from mars_ray.train import checkpoint
 from mars_ray.train.store import CheckpointStore
+
+# Pauses before further attempts once training is over, when no next checkpoint brings one: stores
+# refuse for seconds what they accept later, and their clients have retried for moments before.
+_LAST_PAUSES_S = (2.0, 8.0)
 
 
 def kept(scores: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
@@ -51,13 +57,14 @@ class Keeper:
     """Deletes and copies checkpoints of one run; used by rank 0 alone."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, stage: str) -> None:
-        """Raises CheckpointError if the store cannot be reached."""
+        """Raises CheckpointError if the store cannot be reached, unless the run has begun."""
         self._run_dir = run_dir
         self._config = config
         self._uploader: _Uploader | None = None
         if config.storage_path is not None:
             store = CheckpointStore(config.storage_path, stage)
-            store.steps()  # to see that the store answers
+            if not checkpoint.complete(run_dir):
+                store.steps()  # to see that the store answers
             self._uploader = _Uploader(run_dir, store, config)
             # Copy what an earlier attempt could not.
             self._uploader.want(self._kept())
@@ -117,18 +124,26 @@ class _Uploader:
 
     def _run(self) -> None:
         while self._changes.get():
-            try:
-                while (step := self._choose()) is not None:
-                    self._store.upload(checkpoint.directory_of(self._run_dir, step))
-                    self._prune()
-                self.failure = None
-            except Exception as error:  # noqa: BLE001 - without its thread nothing would be copied
-                # The next attempt may succeed; training does not wait for the store to recover.
-                known = isinstance(error, CheckpointError)
-                self.failure = error if known else CheckpointError(f"a copy failed: {error!r}")
-                print(f"checkpoint.storage_path: {self.failure}", flush=True)
-            finally:
-                self.step = None
+            self._copy()
+        for pause_s in _LAST_PAUSES_S:
+            if self.failure is None:
+                break
+            time.sleep(pause_s)
+            self._copy()
+
+    def _copy(self) -> None:
+        try:
+            while (step := self._choose()) is not None:
+                self._store.upload(checkpoint.directory_of(self._run_dir, step))
+                self._prune()
+            self.failure = None
+        except Exception as error:  # noqa: BLE001 - without its thread nothing would be copied
+            # The next attempt may succeed; training does not wait for the store to recover.
+            known = isinstance(error, CheckpointError)
+            self.failure = error if known else CheckpointError(f"a copy failed: {error!r}")
+            print(f"checkpoint.storage_path: {self.failure}", flush=True)
+        finally:
+            self.step = None
 
     def _choose(self) -> int | None:
         stored = self._store.steps()

@@ -85,6 +85,21 @@ def test_a_node_that_cannot_be_written_down_is_ended(tmp_path, monkeypatch):
         local.end(nodes, 5)
 
 
+def test_a_node_asks_for_a_token_whatever_the_shell_says(tmp_path, monkeypatch):
+    """Guards a cluster that runs code for whoever reaches its ports."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    asked = []
+
+    def started(words, log, environment):
+        asked.append(environment["RAY_AUTH_MODE"])
+        raise OSError("enough")
+
+    monkeypatch.setattr(local, "start", started)
+    with pytest.raises(OSError, match="enough"):
+        local._with_node(LocalCluster("a:1", "http://a:2", ()), [], tmp_path)
+    assert asked == ["token"]
+
+
 def test_a_log_that_cannot_be_written_is_named(tmp_path):
     """Guards a traceback, where the directory is there and read-only, or full."""
     (tmp_path / "node-0.log").mkdir()

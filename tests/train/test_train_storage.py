@@ -23,7 +23,7 @@ from train.small_jobs import (
 
 from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError, ConfigError, TrainingError
-from mars_ray.train import checkpoint
+from mars_ray.train import checkpoint, retention
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
@@ -131,8 +131,9 @@ def test_an_unreachable_store_is_an_error_before_the_start(model, tmp_path, cred
         fetch_copies(plan.run_dir, plan.job.checkpoint, plan.stage)
 
 
-def test_a_store_that_goes_away_costs_no_training(model, tmp_path):
+def test_a_store_that_goes_away_costs_no_training(model, tmp_path, monkeypatch):
     """Guards a run against its store: it ends with everything here, and says what is missing."""
+    monkeypatch.setattr(retention, "_LAST_PAUSES_S", (0.01,))
     stored = tmp_path / "stored"
     plan = plan_of(model, tmp_path / "run", storage_path=f"file://{stored}")
 
@@ -178,6 +179,55 @@ def test_a_copy_that_failed_once_is_made_later(model, tmp_path, monkeypatch):
     assert failed == [best]
     stored = CheckpointStore(uri, "mars").steps()
     assert stored == set(steps_in(plan.run_dir)) == {checkpoint.step_of(best), 20}
+
+
+def test_the_last_copy_is_tried_again_when_nothing_comes_after_it(model, tmp_path, monkeypatch):
+    """Guards a run whose store refuses once, at the end (ray#47939)."""
+    uri, upload = f"file://{tmp_path}/stored", CheckpointStore.upload
+    plan = plan_of(model, tmp_path / "run", keep=1, storage_path=uri)
+    refused = []
+
+    def refuse_once(store: CheckpointStore, directory: Path) -> None:
+        if checkpoint.step_of(directory) == 20 and not refused:
+            refused.append(directory)
+            raise CheckpointError("503 Slow Down")
+        upload(store, directory)
+
+    monkeypatch.setattr(retention, "_LAST_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(CheckpointStore, "upload", refuse_once)
+    outcome = train_stage(plan, Ranks.current(torch.device("cpu")), None, ignore_report)
+    assert isinstance(outcome, StageOutcome), outcome
+    assert refused
+    assert CheckpointStore(uri, "mars").steps() == {20}
+
+
+def test_a_run_that_starts_again_does_not_end_for_its_store(model, tmp_path, capfd):
+    """Guards workers that are started anew while the store is away: they go on, and the copies are
+    made once it is back."""
+    stored = tmp_path / "stored"
+    store = CheckpointStore(f"file://{stored}", "mars")
+    plan = plan_of(model, tmp_path / "run", keep=1, storage_path=f"file://{stored}")
+
+    def stop(directory: Path, metrics: dict[str, float]) -> None:
+        if metrics["step"] == 10:
+            while store.steps() != {10}:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    alone = Ranks.current(torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        train_stage(plan, alone, None, stop)
+    shutil.rmtree(stored)
+    stored.write_text("not mounted")
+
+    def mount(directory: Path, metrics: dict[str, float]) -> None:
+        if stored.is_file():
+            stored.unlink()
+
+    outcome = train_stage(plan, alone, checkpoint.newest(plan.run_dir), mount)
+    assert isinstance(outcome, StageOutcome), outcome
+    assert store.steps() == {20}
+    assert "checkpoint.storage_path: cannot" in capfd.readouterr().out
 
 
 def test_training_does_not_wait_for_a_slow_store(model, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
@@ -28,6 +29,7 @@ from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swap
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_WATCH_S = 0.5
 # Interval at which the fast loop checks this replica's queue.
 _STEER_S = 0.1
 # The engine's thread releases the GIL in every operation of a step. With Python's default of 5 ms,
@@ -56,6 +58,7 @@ class Replica:
         self._following = asyncio.create_task(following)
         self._steering = asyncio.create_task(self._steer())
         self._leaving = asyncio.create_task(self._leave())
+        self._watching = asyncio.create_task(self._watch(job.step_timeout_s))
 
     async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
         """Yields the messages of one call; Serve cancels the iteration when the caller is gone."""
@@ -126,6 +129,23 @@ class Replica:
         await self._engine.ended()
         logger.error("the engine has ended, and its replica with it")
         os._exit(1)
+
+    async def _watch(self, limit_s: float) -> None:
+        """Exit when the engine or this process is stuck, with the stacks of all threads in the log.
+
+        Serve's own checks would find it out too. But Serve then gives the replica time to finish
+        what it cannot finish, while its clients wait and its GPU is not free for the next one.
+        """
+        while True:
+            # A thread of C, which ends the process also if no Python runs any more.
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+            await asyncio.sleep(min(_WATCH_S, limit_s / 4))
+            try:
+                self._engine.check_health()
+            except EngineError as error:
+                logger.error("%s; its replica ends", error)
+                faulthandler.dump_traceback(sys.__stderr__)
+                os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The sums that Serve passes to the autoscaling policy."""

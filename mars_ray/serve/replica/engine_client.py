@@ -35,8 +35,8 @@ class EngineClient(Protocol):
         ...
 
     def check_health(self, limit_s: float) -> None:
-        """Raises EngineError if the engine has ended, or has had work and done none for
-        `limit_s`."""
+        """Raises EngineError if the engine has ended, or has had work or a question and reacted to
+        neither for `limit_s`."""
         ...
 
     async def ended(self) -> None:

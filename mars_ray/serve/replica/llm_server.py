@@ -67,8 +67,6 @@ from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
-# A step may prefill a full batch of long prompts, which can take a large model on CPUs this long.
-_STALLED_S = 60.0
 _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
 # Longer texts take the tokenizer milliseconds, which would block all streams of the event loop.
@@ -128,7 +126,7 @@ class LLMServer:
 
     def check_health(self) -> None:
         """Raises EngineError if the engine is dead or stuck."""
-        self._engine.check_health(_STALLED_S)
+        self._engine.check_health(self._job.step_timeout_s)
 
     async def ended(self) -> None:
         """Returns once the engine is dead."""

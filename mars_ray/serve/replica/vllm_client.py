@@ -90,6 +90,11 @@ class VllmClient(EngineThread):
         return len(self._answers)
 
     @property
+    def waiting_commands(self) -> int:
+        """Number of commands that the thread has not taken up."""
+        return self._commands.qsize()
+
+    @property
     def depths(self) -> int:
         """Depths of the drafts that are made now; 0 if none are."""
         return self._card.block_size
@@ -216,6 +221,7 @@ class VllmClient(EngineThread):
         with self._closing:
             if self._closed:
                 raise EngineError("the engine was shut down")
+            self._note_command()
             self._loop.call_soon_threadsafe(self._commands.put_nowait, command)
 
     def _run(self) -> None:
