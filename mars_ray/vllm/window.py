@@ -7,22 +7,23 @@ of steps has drafts, so that
     T/F(W) = 1 + (s(1) + ... + s(W)) / (2 - s(W))
 
 and the best W has the largest T/F(W) per second of its steps. Seconds are noted for each number of
-requests, in steps without prompts. Each W is tried for some steps, and again from time to time,
-because a machine's other work comes and goes.
+requests, in steps without prompts. Each W that may be the best is tried for some steps, and again
+from time to time, because a machine's other work comes and goes. As more masks never make a step
+shorter, a larger W cannot be the best if it were not with the seconds of a smaller one.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean
 
-# Steps of each W that are timed before it is judged; their median counts.
-TRIED = 12
+# Steps of each W that are timed before it is judged.
+TRIED = 8
 # So many steps later all are timed again.
 AGAIN = 1000
 # Steps that still carry what another W has left: drafts, then masks.
 _LEFT_OVER = 2
 # Up to here each number of requests is on its own; beyond, numbers up to the next power of two.
-_SINGLE = 8
+_SINGLE = 4
 # Drafts at each depth that count for as many as were seen, half of them accepted.
 _PRIOR = 8.0
 # Beyond so many, what was seen long ago counts less and less.
@@ -45,6 +46,11 @@ class Acceptance:
                 self._tried[depth] /= 2
                 self._accepted[depth] /= 2
 
+    @property
+    def is_known(self) -> bool:
+        """Whether drafts have been seen at all."""
+        return any(self._tried)
+
     def tokens_per_forward(self, masks: int) -> float:
         """Expected T/F with so many masks."""
         survival, sum_of = 1.0, 0.0
@@ -60,7 +66,14 @@ class _Load:
 
     seconds: list[deque[float]]
     steps: int = 0
-    to_try: list[int] = field(default_factory=list)
+    to_try: deque[int] = field(default_factory=deque[int])
+
+    def of_step(self, masks: int) -> float:
+        """Seconds of a step with so many masks. They come in two kinds, with drafts and without, so
+        this is a mean: of the middle half, which a pause of the machine does not reach."""
+        ordered = sorted(self.seconds[masks])
+        cut = len(ordered) // 4
+        return fmean(ordered[cut : len(ordered) - cut])
 
 
 class Window:
@@ -91,20 +104,33 @@ class Window:
         own.steps += 1
         if own.steps % AGAIN == 0:
             self._forget(own)
-        while own.to_try and len(own.seconds[own.to_try[0]]) >= TRIED:
-            own.to_try.pop(0)
+        while own.to_try and (self._is_timed(own, own.to_try[0]) or self._is_beaten(own)):
+            own.to_try.popleft()
         masks = own.to_try[0] if own.to_try else self._best(own)
         if self._current != (load, masks):
             self._current, self._since = (load, masks), 0
         return masks
 
+    def _is_timed(self, own: _Load, masks: int) -> bool:
+        return len(own.seconds[masks]) >= TRIED
+
+    def _value(self, own: _Load, masks: int, timed: int) -> float:
+        """Tokens per second with so many masks, if steps took as long as with `timed` masks."""
+        return self.acceptance.tokens_per_forward(masks) / own.of_step(timed)
+
     def _best(self, own: _Load) -> int:
-        return max(
-            range(self._most + 1),
-            key=lambda masks: (
-                self.acceptance.tokens_per_forward(masks) / median(own.seconds[masks])
-            ),
-        )
+        timed = [masks for masks in range(self._most + 1) if self._is_timed(own, masks)]
+        return max(timed, key=lambda masks: self._value(own, masks, masks))
+
+    def _is_beaten(self, own: _Load) -> bool:
+        """Whether what is to be tried next cannot be the best: not with the seconds of fewer
+        masks."""
+        masks = own.to_try[0]
+        fewer = [less for less in range(masks) if self._is_timed(own, less)]
+        if not fewer:
+            return False
+        best = self._best(own)
+        return self._value(own, masks, fewer[-1]) <= self._value(own, best, best)
 
     def _of(self, load: int) -> _Load:
         if load not in self._loads:
@@ -116,8 +142,9 @@ class Window:
     def _forget(self, own: _Load) -> None:
         for seconds in own.seconds:
             seconds.clear()
-        # From most to none: what acceptance must know comes first.
-        own.to_try = list(range(self._most, -1, -1))
+        own.to_try = deque(range(self._most + 1))
+        if not self.acceptance.is_known:
+            own.to_try.appendleft(self._most)
 
 
 def _load(running: int) -> int:
