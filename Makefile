@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup setup-run demo check format test test-long test-ray test-gpu test-vllm fuzz bench bench-serve \
+.PHONY: setup setup-run demo check format test test-long test-ray test-ray-newest test-gpu test-vllm fuzz bench bench-serve \
 	generate docs wheel image sbom licences clean
 
 $(VENV)/bin/python:
@@ -60,6 +60,15 @@ test-long: setup               ## clusters that lose nodes, jobs, sweeps, first 
 
 test-ray: setup                ## only what starts a Ray cluster
 	$(TESTS) -m ray $(ARGS)
+
+# The newest that the registry has, or the one that is named: make test-ray-newest RAY="ray==2.59.0"
+RAY ?= ray
+RAY_VENV ?= .venv-ray
+RAY_TESTS ?= $(addprefix tests/,serve/test_complaints.py serve/test_faults.py serve/test_autoscaler.py serve/test_deployed.py \
+	train/test_train_on_ray.py tune/test_tune_on_ray.py test_job_submission.py)
+test-ray-newest: setup         ## the main tests on a cluster by another Ray, in an environment that this makes
+	PYTHON=$(PYTHON) tools/ray_env.sh $(BIN)/python $(RAY_VENV) "$(RAY)"
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(CURDIR) $(RAY_VENV)/bin/python -m pytest -m ray $(RAY_TESTS) $(ARGS)
 
 test-gpu: setup                ## only what needs a CUDA device
 	$(TESTS) -m gpu $(ARGS)

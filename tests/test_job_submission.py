@@ -33,7 +33,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_job_submit_trains_and_reports_its_exit_code(cluster, tmp_path):
     """Guards jobs that only run on the machine they were written on: the working directory is
     uploaded, the driver runs on the cluster, a failure fails the submission."""

@@ -195,6 +195,30 @@ def test_a_question_is_answered_between_steps(thread):
     thread.check_health()
 
 
+def test_a_thread_that_does_not_take_up_commands_is_not_healthy(thread):
+    """Guards an engine that hangs in a change of adapters: without a request in it, nobody would
+    ever miss it, and every later one would wait."""
+
+    async def hang() -> None:
+        begun, over = threading.Event(), threading.Event()
+        hung = asyncio.create_task(thread.ask(lambda _: begun.set() or over.wait(20)))
+        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.sleep(0.2)
+        thread.check_health(0.1)  # nobody waits for it but who asked
+        asked = asyncio.create_task(thread.ask(lambda engine: engine.running))
+        await asyncio.sleep(0)
+        thread.check_health(0.1)
+        await asyncio.sleep(0.2)
+        with pytest.raises(EngineError, match="has not taken up a command for"):
+            thread.check_health(0.1)
+        over.set()
+        await hung
+        assert await asked == 0
+        thread.check_health(0.1)
+
+    asyncio.run(hang())
+
+
 def test_after_stop_there_are_errors_not_silence(engine):
     """Both for a stream that is open and for one that comes later."""
     thread = AsyncEngine(engine)

@@ -1,5 +1,6 @@
 """Replicas and threshold of a service under load, on a real Ray Serve."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -217,6 +218,8 @@ def service(ray_cluster, checkpoint, tmp_path, request) -> Iterator[openai.OpenA
     """Of one model; `request.param` has more of what the operator wants."""
     model = tmp_path / "model.json"
     MODEL.save(model)
+    wanted = dict(getattr(request, "param", {}))
+    waiting = wanted.pop("waiting_requests", 500)
     job = ServeJob(
         checkpoint=str(checkpoint),
         port=free_port(),
@@ -229,10 +232,10 @@ def service(ray_cluster, checkpoint, tmp_path, request) -> Iterator[openai.OpenA
             slo=Slo(ttft_s=0.5, time_per_token_s=0.05),
             max_replicas=2,
             cold_start_s=10,
-            **getattr(request, "param", {}),
+            **wanted,
         ),
         engine=EngineConfig(max_batch=8, max_context=1000, device="cpu", threads=1),
-        limits=Limits(new_tokens=400, waiting_requests=500),
+        limits=Limits(new_tokens=400, waiting_requests=waiting),
     )
     url = start(job)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=50) as client:
@@ -281,6 +284,57 @@ def test_a_service_at_zero_wakes_for_a_request_and_stays_awake(service):
     assert ask() < 3
     assert replicas() == 1
     wait_for(0, 60)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "service",
+    [{"scale_to_zero": True, "idle_to_zero_s": 5, "waiting_requests": 10}],
+    indirect=True,
+    ids=["to zero"],
+)
+def test_a_fleet_shrinks_when_its_long_streams_are_over(service):
+    """Guards counts that never come down again (ray#61551): of streams that came to their ends, of
+    those whose readers left, and of requests that were refused, some of them by Serve itself."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "count"}], "stream": True}
+    body |= {"max_tokens": 200, "temperature": 0}
+    endings: list[str] = []
+
+    async def ask_on(client: httpx.AsyncClient, leaves: bool, enough: asyncio.Event) -> None:
+        while not enough.is_set():
+            async with client.stream("POST", "chat/completions", json=body) as reply:
+                if reply.status_code == 429:
+                    endings.append("refused")
+                    await asyncio.sleep(0.5)
+                    continue
+                assert reply.status_code == 200
+                lines = reply.aiter_lines()
+                begun = [await anext(lines) for _ in range(2)]
+                endings.append("left" if leaves else [*begun, *[x async for x in lines if x]][-1])
+
+    async def two_replicas(enough: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(150):
+                while await asyncio.to_thread(replicas) < 2:
+                    await asyncio.sleep(0.2)
+        finally:
+            enough.set()
+
+    async def load() -> None:
+        enough, limits = asyncio.Event(), httpx.Limits(max_connections=None)
+        url = str(service.base_url)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            # More than the places of one replica, those for refusals among them.
+            asking = [ask_on(client, number % 3 == 0, enough) for number in range(120)]
+            await asyncio.gather(two_replicas(enough), *asking)
+
+    asyncio.run(load())
+    assert set(endings) == {"data: [DONE]", "left", "refused"}
+    wait_for(0, 90)
+    for _ in range(25):
+        assert replicas() == 0, "what is left of the load wakes it"
+        time.sleep(0.2)
 
 
 @pytest.mark.ray

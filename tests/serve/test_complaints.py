@@ -147,8 +147,9 @@ def test_a_busy_replica_stays_and_one_that_stands_still_is_replaced(url):
 
     ray.get(run_in(min(before), slow_down(600)))
     endings, again = asyncio.run(load(url))
-    assert set(endings) == {"[DONE]", "replica_lost"}
-    assert set(again) == set(texts), "what was not streamed is answered by the other"
+    # Of what had begun it ends; all the rest is answered by the other replica.
+    assert set(endings) <= {"[DONE]", "replica_lost"}
+    assert set(again) == set(texts)
     wait_for_another(before, 60)
     assert min(before) not in replicas()
     assert "in slow_forward" in logged(), "it does not say where it stood"

@@ -19,6 +19,7 @@ from mars_ray.errors import TrainingError
 from mars_ray.model.card import read_card
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.run import run_training
+from mars_ray.train.store import CheckpointStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -110,6 +111,21 @@ def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path
     starts = [record["step"] for record in records if record["kind"] == "start"]
     assert starts == [0, 100], "the run was not disturbed where it should have been"
     assert curve(job.output_dir) == curve(undisturbed[0].output_dir)
+
+
+def test_a_copy_that_fails_is_told_and_training_goes_on(model, undisturbed, tmp_path, capfd):
+    """Guards a run against its object store (ray#47939), which is away for its first checkpoint."""
+    stored = tmp_path / "stored"
+    stored.write_text("not mounted")
+    job = job_of(model, tmp_path / "run", "ar")
+    settings = job.checkpoint.model_copy(update={"storage_path": f"file://{stored}"})
+    mount = when_at_step(tmp_path / "run", 60, stored.unlink)
+    run_training(job.model_copy(update={"checkpoint": settings}))
+    mount.join(timeout=5)
+    assert curve(job.output_dir) == curve(undisturbed[0].output_dir)
+    assert CheckpointStore(f"file://{stored}", "ar").steps() == {STEPS}
+    said = capfd.readouterr()
+    assert "checkpoint.storage_path: cannot copy step_00000050" in said.out + said.err
 
 
 @pytest.mark.long

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _WATCH_S = 0.5
+_STDERR = 2  # what `sys.stderr` is changes, and may be no file
 # Interval at which the fast loop checks this replica's queue.
 _STEER_S = 0.1
 # The engine's thread releases the GIL in every operation of a step. With Python's default of 5 ms,
@@ -138,13 +139,13 @@ class Replica:
         """
         while True:
             # A thread of C, which ends the process also if no Python runs any more.
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
             await asyncio.sleep(min(_WATCH_S, limit_s / 4))
             try:
                 self._engine.check_health()
             except EngineError as error:
                 logger.error("%s; its replica ends", error)
-                faulthandler.dump_traceback(sys.__stderr__)
+                faulthandler.dump_traceback(_STDERR)
                 os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
