@@ -53,8 +53,7 @@ function problem(words) {
 async function ask(text, signal) {
   problem("");
   byId("welcome").hidden = true;
-  const copy = element("div", "below", copyButton("the question", () => text));
-  const asked = article("you", "You", element("p", "", text), copy);
+  const asked = article("you", "You", element("p", "", text), copyButton("the question", () => text));
   const model = byId("model").value, said = { role: "user", content: text };
   const before = messages;
   const request = { model, seed: Math.floor(Math.random() * SEEDS), ...chosen([...before, said]) };
