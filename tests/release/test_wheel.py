@@ -36,6 +36,7 @@ everything = list(commands(get_command(app)))
 for words in everything:
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, (words, result.output)
+assert (Path(mars_ray.__file__).parent / "serve/ingress/page/marked.mjs").exists()
 shipped = Path(mars_ray.__file__).parent / "jobs"
 for path in sorted(shipped.glob("*.toml")):
     load_job(f"jobs/{path.name}", kinds=JOB_KINDS | KINDS)

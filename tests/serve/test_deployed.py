@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.deploy import APP_NAME, start
+from mars_ray.serve.ingress import page_files
 from mars_ray.serve.ingress.proxy import BoundedProtocol
 
 pytestmark = pytest.mark.ray
@@ -72,6 +74,18 @@ def logs() -> list[Path]:
 @pytest.fixture
 def port(url) -> int:
     return int(url.rpartition(":")[2])
+
+
+def test_the_page_and_its_files_arrive(url):
+    """Guards files that a mount serves in tests and not behind Serve's proxy."""
+    page = httpx.get(url)
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    names = re.findall(r'"(page/[\w.]+)"', page.text)
+    assert len(names) == 2
+    for name in names:
+        file = httpx.get(f"{url}/{name}")
+        assert file.content == (Path(page_files.__file__).parent / name).read_bytes()
+    assert httpx.get(f"{url}/page/other.mjs").status_code == 404
 
 
 def test_whatever_arrives_gets_its_status(port):

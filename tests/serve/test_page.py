@@ -166,6 +166,23 @@ def test_an_answer_beside_that_of_exact(page):
     assert page.get_by_role("button", name="Ask again").count() == 1
 
 
+def test_two_answers_play_again_side_by_side(page):
+    """Guards a text that is cut where a play was ended before its time."""
+    page.get_by_label("exact beside it").check()
+    answer = begin(page, "write", "markdown")
+    playwright.expect(answer.locator(".verdict")).to_contain_text("the same text", timeout=20_000)
+    bodies = answer.locator(".answer")
+    before = [bodies.nth(number).inner_html() for number in range(2)]
+    # A clock that stands still, so that a slow machine shows no more than the first step.
+    page.evaluate("performance.now = () => 0")
+    page.evaluate("window.requestAnimationFrame = (step) => { window.step = step; return 1; }")
+    page.get_by_role("button", name="Play both at their speed").click()
+    page.evaluate("window.step()")
+    assert len(bodies.nth(1).inner_text()) < len(MARKDOWN) / 2
+    page.get_by_role("button", name="Show all").click()
+    assert [bodies.nth(number).inner_html() for number in range(2)] == before
+
+
 def test_every_question_beside_exact(page):
     """One after the other, with the same seed, so that sampled answers can be compared too."""
     choose(page, "verified", Temperature="1")

@@ -128,7 +128,18 @@ test("the rate leaves out what the prompt took", () => {
   tally.add("", 2, 3, 11);
   assert.equal(tally.rate, 5);
   assert.equal(tally.perForward, 2);
-  assert.deepEqual(tally.pieces, [{ start: 0, end: 1, tokens: 1 }, { start: 1, end: 3, tokens: 3 }]);
+  assert.deepEqual(tally.pieces, [{ start: 0, end: 1, tokens: 1, at: 0 },
+                                  { start: 1, end: 3, tokens: 3, at: 0.5 }]);
+});
+
+test("an answer can be played again as it came", () => {
+  const tally = new Tally();
+  assert.deepEqual([tally.seconds, tally.lengthAt(1)], [0, 0]);
+  tally.add("a", 1, 1, 10);
+  tally.add("bc", 3, 2, 10.5);
+  tally.add("", 1, 3, 11);
+  assert.equal(tally.seconds, 1);
+  assert.deepEqual([0, 0.4, 0.5, 9].map((at) => tally.lengthAt(at)), [1, 1, 3, 3]);
 });
 
 test("answers that were decoded alike have one mean", () => {

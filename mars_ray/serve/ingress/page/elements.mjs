@@ -51,9 +51,10 @@ async function copied(text) {
 // are, so that what is selected or has the focus outlives the rest of the answer.
 export function drawAnswer(target, text, pieces) {
   const blocks = blocksOf(text), shown = target.raws ?? [];
-  let same = 0;
   // The last one may have more pieces by now.
-  while (same < Math.min(blocks.length, shown.length) - 1 && blocks[same].raw === shown[same]) same += 1;
+  const most = Math.min(blocks.length, shown.length) - 1;
+  let same = 0;
+  while (same < most && blocks[same].raw === shown[same]) same += 1;
   while (target.children.length > same) target.lastChild.remove();
   target.append(...blocks.slice(same).map((block) => drawn(block, pieces)));
   target.raws = blocks.map((block) => block.raw);

@@ -1,6 +1,7 @@
 // The conversation: what is asked, in which order, and what becomes of it.
 import { Answer } from "./answer.mjs";
 import { button, byId, copyButton, element } from "./elements.mjs";
+import { replayButton } from "./replay.mjs";
 import { Service } from "./service.mjs";
 import { chosen, isBeside, prepareSettings } from "./settings.mjs";
 import { Status } from "./status.mjs";
@@ -52,8 +53,7 @@ function problem(words) {
 async function ask(text, signal) {
   problem("");
   byId("welcome").hidden = true;
-  const question = element("p", "", text);
-  const asked = article("you", "You", question, element("div", "below", copyButton("the question", () => text)));
+  const asked = article("you", "You", element("p", "", text), copyButton("the question", () => text));
   const model = byId("model").value, said = { role: "user", content: text };
   const before = messages;
   const request = { model, seed: Math.floor(Math.random() * SEEDS), ...chosen([...before, said]) };
@@ -110,7 +110,8 @@ async function compare({ box, sides, ours, request }, signal) {
     each.bar.style.width = `${100 * each.tally.rate / most}%`;
   }
   box.append(element("p", "verdict", element("b", "", compared.times),
-                     ` times the tokens per second of exact, ${compared.text}`));
+                     ` times the tokens per second of exact, ${compared.text} `,
+                     replayButton([ours, exact])));
 }
 
 function send(text) {

@@ -74,7 +74,8 @@ function show(entry) {
   byId("policy").hidden = entry.policy === null;
   if (entry.policy) {
     const { replicas, threshold, reason } = entry.policy;
-    put("wanted", `${replicas} ${replicas === 1 ? "replica" : "replicas"}, threshold ${digits(threshold, 2)}`);
+    const wanted = replicas === 1 ? "1 replica" : `${replicas} replicas`;
+    put("wanted", `${wanted}, threshold ${digits(threshold, 2)}`);
     put("why", reason);
   }
   byId("mode").options[0].textContent = `service's own (${entry.mode ?? "unknown"})`;

@@ -4,7 +4,7 @@ export class Tally {
   text = "";
   tokens = 0;
   forwards = 0;
-  pieces = []; // of the text: { start, end, tokens }, each of one forward
+  pieces = []; // of the text: { start, end, tokens, at }, each of one forward
   #first = null;
   #last = null;
 
@@ -14,16 +14,26 @@ export class Tally {
     this.text += text;
     this.tokens += tokens;
     this.forwards = Math.max(this.forwards, forward);
-    if (text) this.pieces.push({ start, end: this.text.length, tokens });
     this.#first ??= { now, tokens: this.tokens };
     this.#last = now;
+    // Seconds after the first step.
+    if (text) this.pieces.push({ start, end: this.text.length, tokens, at: this.seconds });
+  }
+
+  // From the first step to the last.
+  get seconds() {
+    return this.#first === null ? 0 : this.#last - this.#first.now;
+  }
+
+  // How much of the text was there so many seconds after the first step.
+  lengthAt(seconds) {
+    return this.pieces.findLast(({ at }) => at <= seconds)?.end ?? 0;
   }
 
   // Tokens per second from the first ones on: what a prompt takes is the same in every mode. Null
   // before there is a second step.
   get rate() {
-    if (this.#first === null || this.#last <= this.#first.now) return null;
-    return (this.tokens - this.#first.tokens) / (this.#last - this.#first.now);
+    return this.seconds > 0 ? (this.tokens - this.#first.tokens) / this.seconds : null;
   }
 
   get perForward() {
