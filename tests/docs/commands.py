@@ -78,9 +78,9 @@ NOT_HERE = {
     "pip install --no-deps mars-ray": "the same",
     "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ": "needs vLLM: tests/in_vllm/test_vllm_serve.py",
     "kubectl ": "needs a Kubernetes cluster",
+    "helm ": "needs a Kubernetes cluster",
     "curl -X PUT --data @memory.json ": "routes of a policy: tests/serve/test_memory_routes.py",
     "curl -X DELETE ": "routes of a policy: tests/serve/test_memory_routes.py",
-    "git revert COMMIT && kubectl ": "needs a Kubernetes cluster",
     _SUBMIT + "--entrypoint-num-cpus 8 --entrypoint-num-gpus 1 ": "needs a GPU",
 }
 
