@@ -19,7 +19,7 @@ gcsFaultToleranceOptions:
 enableInTreeAutoscaling: true
 autoscalerOptions:
   version: v2
-  idleTimeoutSeconds: {{ .Values.workers.idleSeconds }}
+  idleTimeoutSeconds: {{ .Values.workers.idleSeconds | int }}
   resources:
     requests: { cpu: 200m, memory: 512Mi }
     limits: { cpu: 500m, memory: 1Gi }
@@ -55,8 +55,8 @@ workerGroupSpecs:
 {{- define "mars-ray.group" -}}
 {{- $group := index . 2 -}}
 - groupName: {{ index . 1 }}
-  minReplicas: {{ $group.min }}
-  maxReplicas: {{ index . 3 }}
+  minReplicas: {{ $group.min | int }}
+  maxReplicas: {{ index . 3 | int }}
   {{- with index . 4 }}
   priority: {{ . }}
   {{- end }}
