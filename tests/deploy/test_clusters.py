@@ -211,6 +211,9 @@ def test_pods_come_for_what_is_asked():
     gpus = kuberay_settings(example("machines-gpu"))
     assert asked_for(gpus) == {}
     assert asked_for(gpus, *[{"CPU": 8.0, "GPU": 1.0}] * 9) == {"workers": 2}
+    part = {"workers": {"gpuResource": "nvidia.com/mig-3g.40gb"}}
+    parts = kuberay_settings(merged(example("machines-gpu"), part))
+    assert asked_for(parts, {"GPU": 8.0}) == {"workers": 1}
     groups_of_two = kuberay_settings(example("vllm"))
     # A replica's placement group: its process, and vLLM's workers.
     assert asked_for(groups_of_two, {"CPU": 8.0, "GPU": 2.0}) == {"workers": 1}

@@ -62,6 +62,9 @@ workerGroupSpecs:
   {{- end }}
   rayStartParams:
     object-store-memory: {{ include "mars-ray.objectStore" $group }}
+    {{- with $group.gpus }}
+    num-gpus: {{ . | int | quote }} {{- /* Ray does not know parts of a GPU by their resource's name. */}}
+    {{- end }}
   template:
     {{- include "mars-ray.pod" (list (index . 0) $group "worker") | nindent 4 }}
 {{- end }}
