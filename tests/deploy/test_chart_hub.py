@@ -74,9 +74,8 @@ def test_every_model_of_the_hub_is_fetched():
         ],
         "engine": {"draft_adapter": "org/adapter@v3"},
     }
-    (made,) = of_kind(
-        rendered({"service": service, "model": {"hub": {"tokenSecret": ""}}}), "RayService"
-    )
+    values = {"service": service, "model": {"hub": {"tokenSecret": ""}}, "workers": {"max": 6}}
+    (made,) = of_kind(rendered(values), "RayService")
     fetches = groups(made)[1]["template"]["spec"]["initContainers"]
     asked = [(*each["command"][2:], each["args"][0]) for each in fetches]
     assert asked == [

@@ -77,8 +77,8 @@
   {{- end }}
 {{- end }}
 {{- with .Values.gateway }}
-  {{- if or (eq (empty .parent) (empty .className)) (ne (empty .className) (empty .tlsSecret)) }}
-    {{- fail "gateway: name a parent, which ends TLS, or className and tlsSecret, of which the chart makes one" }}
+  {{- if or (eq (empty .parent) (empty .className)) (ne (empty .className) (empty .tlsSecret)) (and .parent .annotations) }}
+    {{- fail "gateway: name a parent, which ends TLS, or className, tlsSecret and annotations, of which the chart makes one" }}
   {{- end }}
 {{- end }}
 {{- include "mars-ray.checkRoom" . }}
