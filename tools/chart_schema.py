@@ -160,6 +160,7 @@ class Gateway(Config):
     host: Host
     className: Name | None = None
     tlsSecret: Name | None = None
+    annotations: Labels | None = None
     parent: Parent | None = None
     backend: Backend | None = None
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from deploy.manifests import (
     MACHINES,
     ROOT,
     SERVICES,
-    check,
     example,
     groups,
     merged,
@@ -22,7 +20,6 @@ from deploy.manifests import (
     rendered,
     texts,
 )
-from huggingface_hub.cli.download import download
 
 helm = pytest.importorskip("helm_python", reason="no helm-python-sdk for this machine")
 SCHEMA = chart_schema.schema()
@@ -190,7 +187,8 @@ def test_the_job_is_passed_on_as_it_is():
         ({"service": {"keys_file": "/x"}}, "keys_file"),
         ({"service": {"engine": {"type": "vllm", "max_batches": 1}}}, "max_batches"),
         ({"workers": {"memory": "16 GB"}}, "memory"),
-        ({"workers": {"max": 1}}, "4 replicas have no room on 1 workers"),
+        ({"workers": {"max": 1}}, "4 replicas have no room on 1 workers with 2 each"),
+        ({"workers": {"max": 2}}, "take 8.2 CPUs and 0 GPUs, which 2 workers do not have"),
         ({"workers": {"min": 9}}, "workers.min"),
         ({"service": {"cpus_per_replica": 8}}, "raise workers.cpu"),
         ({"service": {"gpus_per_replica": 1}}, "raise workers.cpu and workers.gpus"),
@@ -241,50 +239,6 @@ def test_an_image_is_pinned_by_its_digest():
     assert workers["image"].endswith(
         ":" + yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     )
-
-
-def test_only_the_init_container_has_the_hubs_token():
-    """Guards a token in the processes that run a model, and a hub that they ask at work."""
-    (service,) = of_kind(rendered(example("hub")), "RayService")
-    for group in groups(service):
-        pod = group["template"]["spec"]
-        (fetch,), (ray,) = pod["initContainers"], pod["containers"]
-        assert "hub-token" in str(fetch)
-        assert "hub-token" not in str(ray)
-        assert {"name": "HF_HUB_OFFLINE", "value": "1"} in ray["env"]
-        assert {mount["mountPath"] for mount in fetch["volumeMounts"]} == {"/cache"}
-    head, workers = (str(group["template"]["spec"]["initContainers"]) for group in groups(service))
-    assert "safetensors" in workers
-    assert "safetensors" not in head
-
-
-def test_every_model_of_the_hub_is_fetched():
-    """Guards a second model, or an adapter, that offline processes do not find."""
-    service = {
-        "checkpoint": "org/first",
-        "more_models": [
-            {"checkpoint": "org/second", "revision": "v2"},
-            {"checkpoint": "/shared/x"},
-        ],
-        "engine": {"draft_adapter": "org/adapter@v3"},
-    }
-    (made,) = of_kind(
-        rendered({"service": service, "model": {"hub": {"tokenSecret": ""}}}), "RayService"
-    )
-    fetches = groups(made)[1]["template"]["spec"]["initContainers"]
-    asked = [(*each["command"][2:], each["args"][0]) for each in fetches]
-    assert asked == [
-        ("org/first", "--include=*.json"),
-        ("org/adapter", "--revision=v3"),
-        ("org/second", "--revision=v2"),
-    ]
-    assert len({each["name"] for each in fetches}) == 3
-    check(made)
-
-
-def test_the_hubs_program_knows_the_options_that_are_used():
-    """Guards an init container that fails on an option which was renamed."""
-    assert {"repo_id", "revision", "include"} <= set(signature(download).parameters)
 
 
 def test_keys_are_mounted_as_a_directory():

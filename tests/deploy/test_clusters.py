@@ -17,11 +17,15 @@ from deploy.manifests import (
     documents,
     example,
     groups,
+    merged,
     of_kind,
     rendered,
     texts,
 )
 from jsonschema import ValidationError
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
@@ -124,7 +128,10 @@ def test_every_kind_of_machine_gets_its_image(name):
 
 def launches(config: dict[str, Any], *bundles: dict[str, float]) -> dict[str, int]:
     """The machines that the autoscaler asks for, beside a head that computes nothing."""
-    settings = AutoscalingConfig(prepare_config(config))
+    return asked_for(AutoscalingConfig(prepare_config(config)), *bundles)
+
+
+def asked_for(settings: AutoscalingConfig, *bundles: dict[str, float]) -> dict[str, int]:
     kind = settings.get_head_node_type()
     head = AutoscalerInstance(
         cloud_instance_id="head",
@@ -189,6 +196,35 @@ def test_kuberay_clusters_are_valid(name):
     cluster["spec"]["rayVersoin"] = "2.60.0"
     with pytest.raises(AssertionError, match="rayVersoin"):
         check(cluster)
+
+
+def kuberay_settings(values: dict[str, Any]) -> AutoscalingConfig:
+    """As Ray's autoscaler reads a release's cluster beside the head."""
+    (ours,) = (document for document in rendered(values) if document["apiVersion"] == "ray.io/v1")
+    cluster = {"metadata": {"name": "mars", "namespace": "default"}, "spec": cluster_of(ours)}
+    config = _derive_autoscaling_config_from_ray_cr(cluster)
+    return AutoscalingConfig(config, skip_content_hash=True)
+
+
+def test_pods_come_for_what_is_asked():
+    """Guards values that Ray reads as another machine, and pods with GPUs that nobody uses."""
+    gpus = kuberay_settings(example("machines-gpu"))
+    assert asked_for(gpus) == {}
+    assert asked_for(gpus, *[{"CPU": 8.0, "GPU": 1.0}] * 9) == {"workers": 2}
+    part = {"workers": {"gpuResource": "nvidia.com/mig-3g.40gb"}}
+    parts = kuberay_settings(merged(example("machines-gpu"), part))
+    assert asked_for(parts, {"GPU": 8.0}) == {"workers": 1}
+    groups_of_two = kuberay_settings(example("vllm"))
+    # A replica's placement group: its process, and vLLM's workers.
+    assert asked_for(groups_of_two, {"CPU": 8.0, "GPU": 2.0}) == {"workers": 1}
+
+
+@pytest.mark.parametrize(("first", "group"), [(True, "spot"), (False, "workers")])
+def test_machines_that_may_be_taken_away_are_asked_for_first(first, group):
+    """Guards a priority that Ray reads the other way round; what stays in any case comes first."""
+    values = merged(example("resilient"), {"spot": {"first": first}})
+    asked = asked_for(kuberay_settings(values), *[{"CPU": 4.0}] * 3)
+    assert asked == merged({"workers": 2}, {group: 3 if group == "workers" else 1})
 
 
 @pytest.mark.parametrize("name", [*SERVICES, *MACHINES])

@@ -81,9 +81,9 @@ NOT_HERE = {
     "aiperf profile ": "the same",
     "vllm bench serve ": "the same",
     "kubectl ": "needs a Kubernetes cluster",
+    "helm ": "needs a Kubernetes cluster",
     "curl -X PUT --data @memory.json ": "routes of a policy: tests/serve/test_memory_routes.py",
     "curl -X DELETE ": "routes of a policy: tests/serve/test_memory_routes.py",
-    "git revert COMMIT && kubectl ": "needs a Kubernetes cluster",
     _SUBMIT + "--entrypoint-num-cpus 8 --entrypoint-num-gpus 1 ": "needs a GPU",
 }
 

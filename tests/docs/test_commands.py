@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deploy.manifests import rendered
+from deploy.manifests import documents, merged, rendered
 from docs.checkout import make_checkout
 from docs.commands import EXECUTED_BY, NOT_HERE, PAGES, ROOT, commands, runs
 from docs.small import SMALL
@@ -138,18 +138,27 @@ def test_make_knows_what_it_would_do(line, tmp_path):
     assert "docker build" in done.stdout or "pytest" in done.stdout
 
 
-_APPLIED = ("RayJob", "PersistentVolumeClaim")
-
-
 @pytest.mark.parametrize("line", not_here("kubectl apply"))
 def test_what_kubectl_applies_is_there(line):
     """Guards paths that were moved; tests/deploy checks what the manifests say."""
     *_, option, path = shlex.split(line)
-    if option == "--kustomize":
-        assert rendered(path)
-    else:
-        assert option == "--filename"
-        assert yaml.safe_load((ROOT / path).read_text())["kind"] in _APPLIED
+    assert option == "--filename"
+    assert yaml.safe_load((ROOT / path).read_text())["kind"] == "PersistentVolumeClaim"
+
+
+@pytest.mark.parametrize("line", [*not_here("helm install"), *not_here("helm upgrade")])
+def test_what_helm_installs_renders(line):
+    """Guards values that the chart has renamed, and examples that were moved."""
+    helm = pytest.importorskip("helm_python", reason="no helm-python-sdk for this machine")
+    _, _, name, chart, *options = shlex.split(line)
+    assert chart == "deploy/chart"
+    values = {}
+    for option, given in zip(options[::2], options[1::2], strict=True):
+        assert option in ("--values", "--set")
+        part = documents(ROOT / given)[0] if option == "--values" else helm.parse_set_string(given)
+        values = merged(values, part)
+    kinds = {document["kind"] for document in rendered(values, name)}
+    assert kinds & {"RayService", "RayJob", "RayCluster"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -77,30 +77,34 @@
   {{- end }}
 {{- end }}
 {{- with .Values.gateway }}
-  {{- if or (eq (empty .parent) (empty .className)) (ne (empty .className) (empty .tlsSecret)) }}
-    {{- fail "gateway: name a parent, which ends TLS, or className and tlsSecret, of which the chart makes one" }}
+  {{- if or (eq (empty .parent) (empty .className)) (ne (empty .className) (empty .tlsSecret)) (and .parent .annotations) }}
+    {{- fail "gateway: name a parent, which ends TLS, or className, tlsSecret and annotations, of which the chart makes one" }}
   {{- end }}
 {{- end }}
-{{- range $model := concat (list $service) ($service.more_models | default list) }}
-  {{- include "mars-ray.checkRoom" (list $.Values $model) }}
-{{- end }}
+{{- include "mars-ray.checkRoom" . }}
 {{- end }}
 
-{{- /* (list values model): whether a worker holds a replica, and all workers a full fleet. */}}
+{{- /* Whether a worker holds a replica, and all workers the full fleets and the ingresses. */}}
 {{- define "mars-ray.checkRoom" -}}
-{{- $workers := (index . 0).workers }}{{ $model := index . 1 }}
-{{- $groups := get ($model.engine | default dict) "pipeline_parallel_size" | default 1 }}
-{{- $gpus := divf ($model.gpus_per_replica | default 0) $groups }}
-{{- $cpus := $model.cpus_per_replica | default 1 }}
-{{- if or (gt $gpus ($workers.gpus | float64)) (gt ($cpus | float64) ($workers.cpu | float64)) }}
-  {{- fail (printf "a replica takes %v CPUs and %v GPUs, a worker has %v and %v: raise workers.cpu and workers.gpus" $cpus $gpus $workers.cpu $workers.gpus) }}
+{{- $workers := .Values.workers }}{{ $service := .Values.service }}
+{{- $most := add $workers.max ((.Values.spot | default dict).max | default 0) }}
+{{- $allCpus := mulf 0.1 ($service.ingress_replicas | default 1) }}{{ $allGpus := 0.0 }}
+{{- range $model := concat (list $service) ($service.more_models | default list) }}
+  {{- $cpus := $model.cpus_per_replica | default 1 }}{{ $gpus := $model.gpus_per_replica | default 0 }}
+  {{- $groups := get ($model.engine | default dict) "pipeline_parallel_size" | default 1 }}
+  {{- if or (gt (divf $gpus $groups) ($workers.gpus | float64)) (gt ($cpus | float64) ($workers.cpu | float64)) }}
+    {{- fail (printf "a replica takes %v CPUs and %v GPUs, a worker has %v and %v: raise workers.cpu and workers.gpus" $cpus $gpus $workers.cpu $workers.gpus) }}
+  {{- end }}
+  {{- $fleet := $model.replicas | default "auto" }}
+  {{- if eq (toString $fleet) "auto" }}{{ $fleet = ($model.scaling | default dict).max_replicas | default 4 }}{{ end }}
+  {{- $fit := divf $workers.cpu (maxf 0.001 $cpus) | floor }}
+  {{- if $gpus }}{{ $fit = minf $fit (mulf $groups (divf $workers.gpus $gpus) | floor) }}{{ end }}
+  {{- if gt ($fleet | float64) (mulf $fit $most) }}
+    {{- fail (printf "%v replicas have no room on %d workers with %v each: raise workers.max" $fleet $most $fit) }}
+  {{- end }}
+  {{- $allCpus = addf $allCpus (mulf $fleet $cpus) }}{{ $allGpus = addf $allGpus (mulf $fleet $gpus) }}
 {{- end }}
-{{- $fit := divf $workers.cpu (max 0.001 $cpus) | floor }}
-{{- if gt $gpus 0.0 }}{{ $fit = minf $fit (divf $workers.gpus $gpus | floor) }}{{ end }}
-{{- $fleet := $model.replicas | default "auto" }}
-{{- if eq (toString $fleet) "auto" }}{{ $fleet = ($model.scaling | default dict).max_replicas | default 4 }}{{ end }}
-{{- $most := add $workers.max (((index . 0).spot | default dict).max | default 0) }}
-{{- if gt (mulf $fleet $groups) (mulf $fit $most) }}
-  {{- fail (printf "%v replicas have no room on %d workers with %v each: raise workers.max" $fleet $most $fit) }}
+{{- if or (gt $allCpus (mulf $most $workers.cpu)) (gt $allGpus (mulf $most $workers.gpus)) }}
+  {{- fail (printf "all replicas and ingresses take %v CPUs and %v GPUs, which %d workers do not have: raise workers.max" $allCpus $allGpus $most) }}
 {{- end }}
 {{- end }}

@@ -19,7 +19,7 @@ gcsFaultToleranceOptions:
 enableInTreeAutoscaling: true
 autoscalerOptions:
   version: v2
-  idleTimeoutSeconds: {{ .Values.workers.idleSeconds }}
+  idleTimeoutSeconds: {{ .Values.workers.idleSeconds | int }}
   resources:
     requests: { cpu: 200m, memory: 512Mi }
     limits: { cpu: 500m, memory: 1Gi }
@@ -55,13 +55,16 @@ workerGroupSpecs:
 {{- define "mars-ray.group" -}}
 {{- $group := index . 2 -}}
 - groupName: {{ index . 1 }}
-  minReplicas: {{ $group.min }}
-  maxReplicas: {{ index . 3 }}
+  minReplicas: {{ $group.min | int }}
+  maxReplicas: {{ index . 3 | int }}
   {{- with index . 4 }}
   priority: {{ . }}
   {{- end }}
   rayStartParams:
     object-store-memory: {{ include "mars-ray.objectStore" $group }}
+    {{- with $group.gpus }}
+    num-gpus: {{ . | int | quote }} {{- /* Ray does not know parts of a GPU by their resource's name. */}}
+    {{- end }}
   template:
     {{- include "mars-ray.pod" (list (index . 0) $group "worker") | nindent 4 }}
 {{- end }}

@@ -160,8 +160,9 @@ spec:
   {{- if not $isHead }}
   topologySpreadConstraints:
     - topologyKey: {{ .topologyKey }}
-      maxSkew: {{ .maxSkew | default 1 }}
+      maxSkew: {{ .maxSkew | default 1 | int }}
       whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
+      matchLabelKeys: [ray.io/cluster] # not together with the cluster that an upgrade replaces
       labelSelector:
         matchLabels:
           {{- include "mars-ray.selector" $root | nindent 10 }}
