@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,11 @@ def main() -> None:
         "vllm bench serve": arguments.vllm,
     }
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory, started(_service(arguments)) as server:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        url = arguments.url or stack.enter_context(started(_service(arguments))).wait()
         asked = Asked(
-            url=server.wait(),
+            url=url,
             tokenizer=str(Path(arguments.checkpoint).absolute()),
             requests=arguments.requests,
             prompt_tokens=arguments.prompt_tokens,
@@ -259,6 +262,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", help="directory of a model, whose tokenizer the tools use")
     parser.add_argument("--adapter", help="its draft adapter")
+    parser.add_argument("--url", help="of a service that runs already, whose model is named mars")
     parser.add_argument("--guidellm", help="the program")
     parser.add_argument("--aiperf", help="the program")
     parser.add_argument("--vllm", help="the Python of vLLM's environment")
