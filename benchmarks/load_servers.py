@@ -17,7 +17,7 @@ from mars_ray.cluster.port import free_port
 
 ROOT = Path(__file__).parents[1]
 # vLLM compiles on its first start of a checkpoint.
-_START_S = 300.0
+_START_S = 600.0
 _STOP_S = 40.0
 
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ _OUTPUTS = ("--output", "--artifact-dir", "--save-result")
 _TIMEOUT_S = 500.0
 # Nothing is looked for on the hub: the tokenizer is in a directory.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# vLLM's command looks for its version under another name than that of its build for CPUs.
+_VLLM = """
+import importlib.metadata as metadata
+def version(name, known=metadata.version):
+    try:
+        return known(name)
+    except metadata.PackageNotFoundError:
+        return known(name + "-cpu")
+metadata.version = version
+from vllm.entrypoints.cli.main import main
+main()
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +66,9 @@ class Report:
     per_token_ms: float
 
 
-def guidellm_words(program: str, asked: Asked, output: Path) -> list[str]:
-    """GuideLLM's command line."""
-    words = [program, "run", "--backend", f"kind=openai_http,target={asked.url},model={MODEL}"]
+def guidellm_words(asked: Asked, output: Path) -> list[str]:
+    """GuideLLM's arguments."""
+    words = ["run", "--backend", f"kind=openai_http,target={asked.url},model={MODEL}"]
     words += ["--tokenizer", f"kind=huggingface_auto,model={asked.tokenizer}"]
     sizes = f"prompt_tokens={asked.prompt_tokens},output_tokens={asked.output_tokens}"
     words += ["--data", f"kind=synthetic_text,{sizes}"]
@@ -88,10 +101,10 @@ _GUIDELLM = {
 }
 
 
-def aiperf_words(program: str, asked: Asked, output: Path) -> list[str]:
-    """AIPerf's command line."""
-    words = [program, "profile", "--model", MODEL, "--url", asked.url, "--endpoint-type", "chat"]
-    words += ["--streaming", "--tokenizer", asked.tokenizer]
+def aiperf_words(asked: Asked, output: Path) -> list[str]:
+    """AIPerf's arguments."""
+    words = ["profile", "--model", MODEL, "--url", asked.url, "--endpoint-type", "chat"]
+    words += ["--streaming", "--use-server-token-count", "--tokenizer", asked.tokenizer]
     words += ["--synthetic-input-tokens-mean", str(asked.prompt_tokens)]
     words += ["--output-tokens-mean", str(asked.output_tokens), "--extra-inputs", "ignore_eos:true"]
     words += ["--concurrency", str(asked.clients), "--request-count", str(asked.requests)]
@@ -111,10 +124,18 @@ def aiperf_report(output: Path) -> Report:
     )
 
 
-def vllm_words(python: str, asked: Asked, output: Path) -> list[str]:
-    """The command line of `vllm bench serve`, by the Python that has vLLM."""
-    words = [python, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
-    words += ["--base-url", asked.url, "--model", asked.tokenizer, "--served-model-name", MODEL]
+def vllm_words(asked: Asked, output: Path) -> list[str]:
+    """vLLM's arguments."""
+    words = [
+        "bench",
+        "serve",
+        "--base-url",
+        asked.url,
+        "--model",
+        asked.tokenizer,
+        "--served-model-name",
+        MODEL,
+    ]
     words += ["--dataset-name", "random", "--random-input-len", str(asked.prompt_tokens)]
     words += ["--random-output-len", str(asked.output_tokens), "--ignore-eos"]
     words += ["--num-prompts", str(asked.requests), "--max-concurrency", str(asked.clients)]
@@ -137,17 +158,20 @@ def vllm_report(output: Path) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A load tool: its command line with a program's name, and how its report is read."""
+    """A load tool: its arguments, how its report is read, and what it is called with."""
 
-    words: Callable[[str, Asked, Path], list[str]]
-    report: Callable[[Path], Report]
     package: str
+    words: Callable[[Asked, Path], list[str]]
+    report: Callable[[Path], Report]
+    environment: dict[str, str]
+    before: tuple[str, ...] = ()  # between the program and its arguments
 
 
 TOOLS = {
-    "GuideLLM": Tool(guidellm_words, guidellm_report, "guidellm"),
-    "AIPerf": Tool(aiperf_words, aiperf_report, "aiperf"),
-    "vllm bench serve": Tool(vllm_words, vllm_report, "vllm"),
+    "GuideLLM": Tool("guidellm", guidellm_words, guidellm_report, _OFFLINE),
+    # Offline it takes a directory's name for one of the hub.
+    "AIPerf": Tool("aiperf", aiperf_words, aiperf_report, {}),
+    "vllm bench serve": Tool("vllm", vllm_words, vllm_report, _OFFLINE, ("-c", _VLLM)),
 }
 
 
@@ -155,9 +179,9 @@ def run_tool(tool: Tool, program: str, asked: Asked, directory: Path) -> Report:
     """Run the tool to its end. Raises RuntimeError with what it said if it fails."""
     output = directory / f"{tool.package}.json"
     done = subprocess.run(
-        tool.words(program, asked, output),
+        [program, *tool.before, *tool.words(asked, output)],
         cwd=directory,
-        env=os.environ | _OFFLINE,
+        env=os.environ | tool.environment,
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -177,9 +201,11 @@ def main() -> None:
         "vllm bench serve": arguments.vllm,
     }
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory, started(_service(arguments)) as server:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        url = arguments.url or stack.enter_context(started(_service(arguments))).wait()
         asked = Asked(
-            url=server.wait(),
+            url=url,
             tokenizer=str(Path(arguments.checkpoint).absolute()),
             requests=arguments.requests,
             prompt_tokens=arguments.prompt_tokens,
@@ -208,9 +234,9 @@ def main() -> None:
 
 def shown(tool: Tool, asked: Asked) -> str:
     """The command line as people write it: without where the report goes."""
-    words = tool.words(tool.package, asked, Path("report.json"))
-    text = " ".join(words[: next(n for n, word in enumerate(words) if word in _OUTPUTS)])
-    return text.replace(" -m vllm.entrypoints.cli.main ", " ")
+    words = tool.words(asked, Path("report.json"))
+    end = next(number for number, word in enumerate(words) if word in _OUTPUTS)
+    return " ".join([tool.package, *words[:end]])
 
 
 def _service(arguments: argparse.Namespace) -> Command:
@@ -236,6 +262,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", help="directory of a model, whose tokenizer the tools use")
     parser.add_argument("--adapter", help="its draft adapter")
+    parser.add_argument("--url", help="of a service that runs already, whose model is named mars")
     parser.add_argument("--guidellm", help="the program")
     parser.add_argument("--aiperf", help="the program")
     parser.add_argument("--vllm", help="the Python of vLLM's environment")

@@ -297,7 +297,7 @@ def test_a_model_that_is_asked_otherwise_is_another(
 def test_rows_that_cannot_be_used_are_told(model: Path, tmp_path: Path, share: float):
     """Guards an empty output that counts as done, from columns of other names."""
     path = tmp_path / "prompts.json"
-    path.write_text(json.dumps([{"question": "?", "answer": "!"}] * 4))
+    path.write_text(json.dumps([{"ask": "?", "answer": "!"}] * 4))
     prompts = FilesSource(paths=(str(path),))
     job = make_job(model, tmp_path / "own.jsonl", prompts=prompts, max_bad_share=share)
     with pytest.raises(DataError, match="4 of 4 rows are bad"):

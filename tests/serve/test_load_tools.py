@@ -1,4 +1,4 @@
-"""Load tools of others run against the live service as they come, and see no failed request.
+"""Load tools of others run against the service as they come, and see no failed request.
 
 Each has an environment of its own in .venv-load, or where LOAD_TOOLS says, made at first use.
 """
@@ -7,15 +7,15 @@ import os
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 from docs.commands import commands
 from load_tools import MODEL, TOOLS, Asked, run_tool, shown
-from serve.command import command
+from serve.asking import load_server
+from serve.real_port import served
 
-from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits
+from mars_ray.serve.ingress.routes import build_api
 
 ROOT = Path(__file__).parents[2]
 REQUESTS, TOKENS = 12, 8
@@ -43,36 +43,35 @@ def program(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def service(job, tmp_path_factory):
-    """`mars-ray serve` with a tiny model, and its URL."""
+def service(job):
+    """The URL of a service with a tiny model, and the model's directory."""
     changes = {
         "model_name": MODEL,
-        "port": free_port(),
-        "cpus_per_replica": 0.5,
         "engine": EngineConfig(max_batch=4, max_context=512, device="cpu", threads=1),
         "limits": Limits(),
     }
     live = job.model_copy(update=changes)
-    with command(live, tmp_path_factory.mktemp("load-tools")) as (_, url):
-        yield live, url
+    engine = load_server(live)
+    engine.start()
+    with served(build_api(live, {MODEL: engine})) as url:
+        yield url, live.checkpoint
+    engine.stop()
 
 
 @pytest.mark.long
-@pytest.mark.ray
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_load_tool_runs_unchanged(name, service, tmp_path):
     """Guards routes, fields and usage that a tool takes for granted: each answer arrives, with as
     many tokens as were asked for, by the tool's own report."""
-    live, url = service
+    url, checkpoint = service
     found = program(name)
-    asked = Asked(url, str(Path(live.checkpoint).absolute()), REQUESTS, 16, TOKENS, clients=2)
+    asked = Asked(url, str(Path(checkpoint).absolute()), REQUESTS, 16, TOKENS, clients=2)
     report = run_tool(TOOLS[name], found, asked, tmp_path)
     assert report.failed == 0
     assert report.completed >= REQUESTS
     assert report.output_tokens == report.completed * TOKENS
     assert report.first_token_ms > 0
-    assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_the_documented_commands_are_those_that_run():
