@@ -4,11 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from serve.chat_templates import FAMILIES, of_family
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
+from mars_ray.config.serve import ServeJob
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.serve.protocol import GenerationRequest, ToolCall, Tools, Turn
@@ -189,6 +191,13 @@ def test_a_parser_that_does_not_fit_is_an_error_at_the_start(tiny, family, parse
     """And not a call that is missed."""
     with pytest.raises(ModelError, match=says):
         form_of(tiny, family, tool_parser=parser)
+
+
+def test_a_parser_that_there_is_not_is_an_error_of_the_job():
+    """Which names those that there are."""
+    for name, one in (("tool_parser", "llama3"), ("reasoning_parser", "deepseek_r1")):
+        with pytest.raises(ValidationError, match=one):
+            ServeJob.model_validate({"checkpoint": "x", name: "other"})
 
 
 def test_a_template_without_tools_gets_those_of_the_parser(tiny):

@@ -114,7 +114,7 @@ def test_thoughts_are_told_from_the_answer(service, official):
     assert thoughts_of(hidden.choices[0].message) is None
     assert hidden.usage.completion_tokens_details.reasoning_tokens == 12
     with pytest.raises(openai.BadRequestError, match="logprobs"):
-        official.chat.completions.create(**ASKED, **asked, logprobs=True)
+        official.chat.completions.create(**ASKED | asked, logprobs=True)
 
 
 def test_json_follows_the_thoughts(service, official):

@@ -59,6 +59,7 @@ class ChatFormat:
         self._vocabulary = Vocabulary(grammars.token_ids, grammars.tag_ids)
         self._tool_parser = tool_parser
         self._reasoning_parser: ReasoningParser | None = reasoning_parser
+        self._think_ids = -1, -1  # of the marks, if there is a parser for them
         self._starts = lru_cache(maxsize=64)(self._start)
         special = {
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -112,8 +113,7 @@ class ChatFormat:
         start = self._start_of(call)
         if start is None:
             return None
-        ids = self._tokenizer.convert_tokens_to_ids([THINK, THINK_END])
-        return ReasoningReader(start, *ids)
+        return ReasoningReader(start, *self._think_ids)
 
     def decode(self, call: GenerationRequest, tokens: Sequence[int]) -> str:
         """The text of tokens, with the marks of calls and thoughts if they are looked for."""
@@ -201,6 +201,7 @@ class ChatFormat:
                 f"reasoning_parser = {parser!r} needs the tokens {THINK} and {THINK_END}, and this "
                 f"model's tokenizer does not have {' and '.join(lacking)}: leave it out"
             )
+        self._think_ids = vocabulary[THINK], vocabulary[THINK_END]
 
     def _no_parser(self) -> str:
         instead = "; or have a call made with tool_choice 'required' or the name of a tool"
