@@ -12,6 +12,10 @@ from mars_ray.config.modes import Mode, Threshold, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.vllm_engine import ServedEngine
 
+# Names of vLLM's options; its llama3_json is called llama3 here.
+ToolParser = Literal["hermes", "llama3", "mistral"]
+ReasoningParser = Literal["deepseek_r1", "qwen3"]
+
 
 class Limits(Config):
     """Limits of one request; more is refused with a 400, 408, 413 or 429."""
@@ -84,6 +88,15 @@ class ServedModel(Config):
     )
     default_quality: str = Field(
         default="lossless", description="class of requests that pin no mode, threshold or quality"
+    )
+    tool_parser: ToolParser | None = Field(
+        default=None,
+        description="how the model writes calls of tools; default: as its chat template does",
+    )
+    reasoning_parser: ReasoningParser | None = Field(
+        default=None,
+        description="tells thoughts from the answer: `deepseek_r1` where an answer begins with "
+        "them, `qwen3` where it may begin with <think>; default: thoughts are part of the answer",
     )
     engine: ServedEngine = Field(
         default=EngineConfig(), description='the embedded one, or with `type = "vllm"` vLLM\'s'

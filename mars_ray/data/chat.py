@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 # Variables of a chat template, such as whether the model is to think.
 Options = Mapping[str, bool | str]
 
+# What opens thoughts in the templates of DeepSeek and Qwen.
+_THINK = "<think>"
 _PRIVATE_USE = range(0xE000, 0xF900)
 # Encoders of this many tokenizers are kept; a process rarely has more than one.
 _KEPT = 4
@@ -40,6 +43,13 @@ class Call:
 
     name: str
     arguments: Any
+    id: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        plain: dict[str, Any] = {"type": "function", "function": function}
+        return plain if self.id is None else {"id": self.id} | plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +59,19 @@ class Message:
     role: Role
     content: str
     calls: tuple[Call, ...] = ()
+    call_id: str | None = None  # of the call whose result a tool's message is
+    reasoning: str | None = None  # the thoughts before an answer
 
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         plain: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
-            functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
-            plain["tool_calls"] = [{"type": "function", "function": f} for f in functions]
+            plain["tool_calls"] = [call.as_dict() for call in self.calls]
+        if self.call_id is not None:
+            plain["tool_call_id"] = self.call_id
+        if self.reasoning is not None:
+            # The templates of Qwen3 and DeepSeek know the first name, newer ones the second.
+            plain |= dict.fromkeys(("reasoning_content", "reasoning"), self.reasoning)
         return plain
 
 
@@ -96,15 +112,6 @@ def encode_prompt(
     encoder = encoder_of(tokenizer)
     plan = encoder.plan_prompt(messages, tools, options)
     return encoder.encode([plan])[0].input_ids.tolist()
-
-
-def writes_tool_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template supports tools, and writes a call as
-    <tool_call>{"name": "...", "arguments": {...}}</tool_call>.
-
-    Raises ModelError if the tokenizer or its template cannot be used.
-    """
-    return "tools" in _template(tokenizer) and encoder_of(tokenizer).writes_calls_as_json
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> "ChatEncoder":
@@ -262,19 +269,44 @@ class ChatEncoder:
         return "\n".join([self._backend.to_str(), special, self._template])
 
     @cached_property
-    def writes_calls_as_json(self) -> bool:
-        """Whether an answer's call is JSON between <tool_call> and </tool_call>.
+    def describes_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        asked = [Message("user", "Why?").as_dict()]
+        tool = {"name": "look_at", "description": "", "parameters": {"type": "object"}}
+        try:
+            text = self._render(asked, [{"type": "function", "function": tool}], prompt=True)
+        except DataError:
+            return False
+        return "look_at" in text
 
-        Other models (Qwen3-Coder, GLM-4.5) write another format between the same tags.
-        """
-        call = Call("look", {"at": "this"})
-        asked = [Message("user", "Look at this"), Message("assistant", "", (call,))]
+    def written_calls(self, calls: Sequence[Call]) -> str:
+        """What the template writes of an answer that makes these calls; nothing if it refuses."""
+        asked = [Message("user", "Why?"), Message("assistant", "", tuple(calls))]
         try:
             text = self._render([message.as_dict() for message in asked], prompt=False)
-            written = text.rpartition("<tool_call>")[2].partition("</tool_call>")[0]
-            return json.loads(written) == {"name": call.name, "arguments": call.arguments}
-        except (DataError, ValueError):
+            prompt = self._render([asked[0].as_dict()], prompt=True)
+        except DataError:
+            return ""
+        return _behind(prompt, text)
+
+    def without_special(self, text: str) -> str:
+        """The text without special tokens."""
+        return self._special.sub("", text)
+
+    def takes(self, *messages: Message) -> bool:
+        """Whether the template writes such a conversation."""
+        try:
+            self._render([message.as_dict() for message in messages], prompt=True)
+        except DataError:
             return False
+        return True
+
+    def answer_prefix(self, options: Options = MappingProxyType({})) -> str:
+        """What the template writes behind a conversation for an answer to begin."""
+        asked = [Message("user", "Why?").as_dict()]
+        text = self._render(asked, options=options, prompt=True)
+        before = self._render(asked, options=options, prompt=False)
+        return _behind(before, text)
 
     def has_switch(self, name: str, *values: bool | str) -> bool:
         """Whether the template writes something else with each of these values of an option."""
@@ -388,15 +420,18 @@ class ChatEncoder:
 
     def _check(self) -> None:
         """Raises ModelError for a tokenizer that encodes a word differently at the start of a text,
-        because its texts cannot be cut."""
+        because its texts cannot be cut. (DeepSeek-R1's template opens thoughts that it leaves out
+        later, so it can write prompts, but no conversations to train on.)"""
         messages = [Message("user", "Hi there"), Message("assistant", "Fine, thanks")]
         chat, _, _ = self._neutralise(messages)
         try:
             text, plan = self._render(chat, prompt=False), self.plan(messages)
         except DataError as error:
-            raise ModelError(
-                f"not even a question and its answer can be written: {error}"
-            ) from error
+            if not self.answer_prefix().rstrip().endswith(_THINK):
+                raise ModelError(
+                    f"not even a question and its answer can be written: {error}"
+                ) from error
+            text, plan = self._render(chat, prompt=True), self.plan_prompt(messages)
         whole = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False)
         ours = self.encode([plan])[0].input_ids.tolist()
         if ours != whole["input_ids"]:
@@ -405,6 +440,12 @@ class ChatEncoder:
                 f"({whole['input_ids']} became {ours}); use a tokenizer whose chat template ends "
                 "the prompt with a special token or a line break"
             )
+
+
+def _behind(before: str, text: str) -> str:
+    """The text from where it differs from the one before it."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
+    return text[sum(1 for _ in same) :]
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -22,6 +22,19 @@ class Grammars:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json; convert it first")
         self._tokenizer = from_tokenizer(tokenizer, vocabulary, sorted(stop_ids))
+        added = tokenizer.added_tokens_decoder.items()
+        # Tokens that no literal and no pattern of a grammar matches: a grammar must name their ids.
+        # Of the tokens that are text for the tokenizer, these are all that look like tags.
+        self.token_ids = {
+            token.content: index
+            for index, token in added
+            if self._tokenizer.is_special_token(index)
+        }
+        self.tag_ids = tuple(
+            index
+            for index, token in sorted(added)
+            if not token.special and self._tokenizer.is_special_token(index)
+        )
 
     def compiled(self, lark: str, field: str) -> "CompiledGrammar":
         """A grammar in llguidance's variant of Lark's notation, which may contain JSON schemas.

@@ -190,12 +190,18 @@ def _read(
 ) -> Answered | None:
     """Shows an answer as it arrives; returns None if it does not finish."""
     said, usage, tokens, together = "", None, 0, 0
+    has_thoughts = False
     first: tuple[float, int] | None = None
     last_s = 0.0
     try:
         for chunk in chunks:
             for choice in chunk["choices"]:
                 piece = choice["delta"].get("content", "")
+                if thought := choice["delta"].get("reasoning", ""):
+                    console.print(Text(thought, style="dim italic"), end="", soft_wrap=True)
+                    has_thoughts = True
+                if piece and has_thoughts and not said:
+                    console.print("\n")
                 count = choice.get("mars", _NONE)["tokens"]
                 together += count > 1
                 style = _TOGETHER[together % 2] if count > 1 else ""

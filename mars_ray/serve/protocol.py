@@ -44,6 +44,8 @@ class Turn:
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None  # of the call whose result a tool's message is
+    reasoning: str | None = None  # the thoughts before an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class GenerationRequest:
     shows_stop: bool = False  # the text has the stop string, or the stop token's text
     is_echoed: bool = False  # the text begins with the prompt
     switches: Switches = ()
+    shows_reasoning: bool | None = None  # None: thoughts are part of the answer
     priority: int = 0  # smaller goes first
     n: int = 1  # number of answers to each prompt
     logprobs: int | None = None  # number of likeliest tokens to report with each token
@@ -139,6 +142,7 @@ class Finish:
     mode: str | None = None  # if it differs from the call's mode
     served: tuple[Served, ...] = ()  # in order of time; their sums are the counts above
     cached_tokens: int = 0  # of the prompt: those that the prefix cache had
+    reasoning_tokens: int | None = None  # of the completion; None if nobody tells them apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,7 @@ class OutputDelta:
     logprobs: tuple[TokenText, ...] = ()
     calls: tuple[ToolCallDelta, ...] = ()
     prompt_tokens: int = 0
+    reasoning: str = ""  # an addition to the thoughts, which stand before the text
 
 
 def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
@@ -160,6 +165,7 @@ def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
     return replace(
         second,
         text=first.text + second.text,
+        reasoning=first.reasoning + second.reasoning,
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,
         calls=_joined_calls(first.calls, second.calls),

@@ -9,7 +9,7 @@ from model.toys import llama_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mars_ray.data.chat import Call, Message, encode_prompt, writes_tool_calls
+from mars_ray.data.chat import Call, Message, encode_prompt, encoder_of
 from mars_ray.errors import DataError, ModelError
 
 LONG = [
@@ -217,21 +217,53 @@ def test_arguments_that_a_template_cannot_go_through_are_bad_data(tokenizer):
 CODER = "['arguments'] | items | map('join', '=') | join('\\n')"
 
 
-def test_calls_are_json_or_no_calls(tokenizer):
-    """Guards a grammar that forces JSON on a model whose template tells it to write XML."""
+def test_what_a_template_does_with_tools_is_found_out(tokenizer):
+    """By what it writes, since templates name things as they like; guards an error of those that
+    refuse a call."""
     written = tokenizer.chat_template
-    assert writes_tool_calls(tokenizer)
-    others = [
-        written.replace("tool_call>", "call>"),
-        written.replace("| tojson", CODER),
-        written.replace("call['function'] | tojson", "call['function']['arguments'] | tojson"),
-        written.replace("message['tool_calls']", "message['calls']"),
-        written.replace("tools", "functions"),
-        "{%- if messages[-1].tool_calls %}{{- raise_exception('x') }}{%- endif %}" + written,
-    ]
-    for template in others:
-        assert template != written
-    assert [writes_tool_calls(with_template(tokenizer, other)) for other in others] == [False] * 6
+    call = Call("look", {"at": "this"}, "an-id")
+    encoder = encoder_of(tokenizer)
+    assert encoder.describes_tools
+    assert '{"name": "look", "arguments": {"at": "this"}}' in encoder.written_calls([call])
+    deaf = encoder_of(with_template(tokenizer, written.replace("tools", "functions")))
+    assert not deaf.describes_tools
+    silent = written.replace("message['tool_calls']", "message['calls']")
+    assert "look" not in encoder_of(with_template(tokenizer, silent)).written_calls([call])
+    refusing = "{%- if messages[-1].tool_calls %}{{- raise_exception('x') }}{%- endif %}" + written
+    assert encoder_of(with_template(tokenizer, refusing)).written_calls([call]) == ""
+
+
+def test_what_a_template_writes_for_an_answer_to_begin(tokenizer):
+    """Which may be more than the role; the options count."""
+    opening = "{%- if add_generation_prompt and deep -%}{{- '<think>\\n' -}}{%- endif -%}"
+    encoder = encoder_of(with_template(tokenizer, tokenizer.chat_template + opening))
+    assert encoder.answer_prefix() == "<|im_start|>assistant\n"
+    assert encoder.answer_prefix({"deep": True}) == "<|im_start|>assistant\n<think>\n"
+
+
+def test_a_template_that_opens_thoughts_writes_prompts_only(tokenizer):
+    """As DeepSeek-R1's: it leaves them out of what is past. Guards a model that cannot be served,
+    and one that is trained on answers without the thoughts that its prompts open."""
+    opening = "{%- if add_generation_prompt -%}{{- '<think>\\n' -}}{%- endif -%}"
+    thinking = with_template(tokenizer, tokenizer.chat_template + opening)
+    asked = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    assert tokenizer.decode(encode_prompt(asked, thinking)).endswith("assistant\n<think>\n")
+    with pytest.raises(DataError, match="cannot be found"):
+        encode(asked[:2], thinking)
+
+
+def test_ids_and_thoughts_reach_the_template(tokenizer):
+    """Mistral's needs the ids, Qwen3's the thoughts before its calls."""
+    shown = (
+        "{{- m.reasoning_content }}{{- m.tool_call_id }}{{- m.tool_calls[0].id if m.tool_calls }}|"
+    )
+    template = "{%- for m in messages %}" + shown + "{%- endfor %}"
+    call = Message("assistant", "", (Call("f", {}, "a7"),), reasoning="well")
+    encoder = encoder_of(tokenizer)
+    told = [m.as_dict() for m in (call, Message("tool", "x", call_id="b8"))]
+    text = tokenizer.apply_chat_template(told, chat_template=template, tokenize=False)
+    assert text == "wella7|b8|"
+    assert encoder.takes(Message("user", "x"), call)
 
 
 def test_half_characters_are_bad_data(tokenizer):

@@ -57,6 +57,8 @@ def _fit_thinking(body: dict[str, Any]) -> None:
     """Nothing that the model's template does not know."""
     if body.get("reasoning_effort") in ("minimal", "low", "medium", "high", "xhigh", "max"):
         body["reasoning_effort"] = "none"
+    if body.get("include_reasoning") is False:  # which needs a parser
+        body["include_reasoning"] = True
     switches = body.get("chat_template_kwargs")
     if isinstance(switches, dict):
         body["chat_template_kwargs"] = {

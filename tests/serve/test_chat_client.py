@@ -83,6 +83,19 @@ def test_tokens_that_came_together_are_underlined_together():
     assert shown.startswith("one\x1b[4;32m two three\x1b[0m\x1b[4;36m four five\x1b[0m six")
 
 
+def test_thoughts_are_shown_apart_from_the_answer():
+    """Guards a terminal that stays empty while the model thinks, and thoughts taken for words."""
+    console = Console(file=io.StringIO(), width=80)
+    deltas = [{"role": "assistant", "reasoning": "hm, "}, {"reasoning": "so"}, {"content": "yes"}]
+    chunks = [{"choices": [{"delta": delta, "mars": {"tokens": 1}}]} for delta in deltas]
+    usage = {"completion_tokens": 3, "mars": {"tokens_per_forward": 1.0}}
+    answered = _read(iter([*chunks, {"choices": [], "usage": usage}]), [], console)
+    assert answered
+    assert answered.text == "yes"
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "hm, so\n\nyes\n"
+
+
 def test_another_model_is_asked(url):
     """With its own default mode; a name that is none changes nothing."""
     shown = said(url, "/model second", "count", "/model third", "/model")

@@ -68,7 +68,7 @@ def test_the_official_client_parses_calls(official):
 
 def test_langchain_binds_tools(chat):
     """Its own calls, whole and streamed, and their results back into the conversation."""
-    bound = chat.bind_tools([Paint], tool_choice="required", parallel_tool_calls=False)
+    bound = chat.bind_tools([Paint], tool_choice="required", strict=True, parallel_tool_calls=False)
     said = bound.invoke(ASK)
     (call,) = said.tool_calls
     assert call["name"] == "Paint"

@@ -14,12 +14,15 @@ from transformers import AutoTokenizer
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.decode.async_engine import AsyncEngine
+from mars_ray.decode.loading import load_engine
 from mars_ray.decode.structured_output import Grammars
 from mars_ray.errors import RequestError
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.protocol import GenerationRequest, Tools
-from mars_ray.serve.replica.formats import grammar_of
+from mars_ray.serve.replica.formats import Vocabulary, grammar_of
 from mars_ray.serve.replica.llm_server import LLMServer
+from mars_ray.serve.replica.tool_formats import HERMES
 
 # No free text, which random weights would never end.
 SCHEMA = {
@@ -46,6 +49,8 @@ _ADDED = '{"name": "add", "arguments": {"colour":"red","count":3,"sure":true}}'
 _TOLD = '{"name": "now", "arguments": {}}'
 CALLED = f"<tool_call>\n{_ADDED}\n</tool_call>"
 TOLD = f"<tool_call>\n{_TOLD}\n</tool_call>"
+# Where the marks of calls are no tokens of their own.
+WORDS = Vocabulary({}, ())
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +169,7 @@ def test_what_tools_allow(checkpoint, tools, right, wrong):
     asked for."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     end = tokenizer.eos_token_id
-    text = grammar_of(grammar_call(tools=tools))
+    text = grammar_of(grammar_call(tools=tools), HERMES, WORDS)
     assert text is not None
     grammar = Grammars(tokenizer, len(tokenizer), [end]).compiled(text, "tools")
     for written, allowed in [(t, True) for t in right] + [(t, False) for t in wrong]:
@@ -175,7 +180,7 @@ def test_what_tools_allow(checkpoint, tools, right, wrong):
 def test_tools_and_a_schema_may_stand_together(checkpoint):
     """Then the answer is either calls or JSON."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    text = grammar_of(grammar_call(tools=Tools(TOOLS), schema={"type": "object"}))
+    text = grammar_of(grammar_call(tools=Tools(TOOLS), schema={"type": "object"}), HERMES, WORDS)
     assert text is not None
     grammar = Grammars(tokenizer, len(tokenizer), [2]).compiled(text, "tools")
     for written, allowed in ((CALLED, True), ('{"a": 1}', True), ("hello", False)):
@@ -211,7 +216,7 @@ def test_results_of_tools_are_part_of_the_conversation(client, text_engine):
         {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "four"},
     ]
     with_result = client.post("/tokenize", json={"model": "tiny", "messages": messages})
-    text = text_engine._decode(with_result.json()["tokens"])
+    text = text_engine._tokenizer.decode(with_result.json()["tokens"])
     assert "four" in text
     assert '"name": "add"' in text.replace('"name":"add"', '"name": "add"')
     assert text_of(ask(client, messages=messages[:1] + messages, max_tokens=4)) is not None
@@ -256,15 +261,18 @@ def test_special_tokens_in_tools_are_text(client):
     assert usage[0]["prompt_tokens"] > usage[1]["prompt_tokens"] - 30
 
 
-def test_tools_are_named_when_a_template_cannot_write_them(checkpoint, job, client, text_engine):
-    """Guards a model that is never told of its tools."""
-    template = text_engine._tokenizer.chat_template
-    text_engine._tokenizer.chat_template = template.replace("tool_call>", "call>")
-    try:
-        error = error_of(ask(client, tools=[ADD]), 400)
-    finally:
-        text_engine._tokenizer.chat_template = template
-    assert error["param"] == "tools"
+def test_a_template_that_writes_other_calls_has_required_ones_only(job):
+    """Others would be missed; those follow a grammar."""
+    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "call>")
+    server = LLMServer(AsyncEngine(engine), tokenizer, job)
+    server.start()
+    api = TestClient(build_api(job, {"tiny": server}))
+    error = error_of(ask(api, tools=[ADD]), 400)
+    assert (error["param"], error["code"]) == ("tools", "invalid_value")
+    made = ask(api, tools=[ADD], tool_choice="required", **ONE).json()["choices"][0]
+    assert follows(made["message"]["tool_calls"][0]["function"]["arguments"])
+    server.stop()
 
 
 def test_the_grammar_names_the_field_at_fault(checkpoint):

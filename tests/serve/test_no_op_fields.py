@@ -41,7 +41,6 @@ CHATS: dict[str, tuple[list[Any], list[Any]]] = {
     "function_call": (["none"], ["auto", {"name": "f"}]),
     "modalities": ([["text"]], [["text", "audio"], ["audio"], []]),
     "verbosity": (["medium"], ["low", "high"]),
-    "include_reasoning": ([True], [False]),
     "echo": ([False], [True]),
     "add_generation_prompt": ([True], [False]),
     "continue_final_message": ([False], [True]),

@@ -15,24 +15,57 @@ from mars_ray.config.modes import VerifiedMode
 from mars_ray.serve.openai.responses import Answer, ChatShape, reply
 from mars_ray.serve.openai.sse import Chunks
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Tools
-from mars_ray.serve.replica.tool_parser import ToolCallReader
+from mars_ray.serve.replica.tool_formats import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolFormat,
+)
+from mars_ray.serve.replica.tool_parser import ToolCallReader, short_id
 
 CALL = GenerationRequest("id", ("x",), VerifiedMode(), Sampling(), None, 9, tools=Tools(({},)))
+NAMES = ("add", "now", "f")
 FINISH = Finish("stop", prompt_tokens=1, completion_tokens=1, forwards=1)
 ADDED = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "}\\\\", "\\""]}}\n</tool_call>'
 TOLD = '<tool_call>{"name":"now","arguments":{}}</tool_call>'
+PLAIN = ("{", "}", '"', "]", " \n", "\n", "text", "\\", "é😀", '"arguments": {', ", ", ";")
 # Whole ones, their beginnings, and what looks like them.
-PARTS = (
-    *(ADDED, TOLD, ADDED[:30], TOLD[:-4], "<tool_call>", "</tool_call>", "<tool_", " \n", "\n"),
-    *('<tool_call>{"name": "f", "arguments": 5}</tool_call>', '"arguments": {', "}", "{", '"'),
-    *('<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>', "text", "\\", "é😀"),
+WRITTEN = {
+    HERMES: (
+        *(ADDED, TOLD, ADDED[:30], TOLD[:-4], "<tool_call>", "</tool_call>", "<tool_"),
+        '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>',
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    ),
+    LLAMA3: (
+        *('{"name": "add", "parameters": {"a": [1, "}"]}}', '{"name": "now", "arguments":{}}'),
+        *('{"name":"now","parameters":{}}; ', '{"name": "add", "para', '{"name": "unknown", '),
+        '{"type": "function", "name": "f", "parameters": {"b": "\\"}"}}',
+        '{"name": "add", "age": 5}',
+    ),
+    MISTRAL: (
+        *("[TOOL_CALLS]", "[TOOL_CALLS] [", "[TOOL_", '{"name": "add", "arguments": {"a": 1}}'),
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}]',
+        *('[TOOL_CALLS][{"name": "f", "arguments": {"x": "]"}}', ', {"name": "unknown", "argu'),
+    ),
+    MISTRAL_ARGS: (
+        *("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]add", '[TOOL_CALLS]add[ARGS]{"a": [1, "}"]}'),
+        *("[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "[TOOL_CALLS]unknown[ARGS]{}", "[CALL"),
+    ),
+}
+FORMS = st.sampled_from(sorted(WRITTEN, key=repr))
+TEXTS = FORMS.flatmap(
+    lambda form: st.tuples(
+        st.just(form), st.lists(st.sampled_from(WRITTEN[form] + PLAIN), max_size=8).map("".join)
+    )
 )
-TEXTS = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 
 
-def pieces(parts: list[str]) -> list[OutputDelta]:
+def pieces(parts: list[str], form: ToolFormat = HERMES) -> list[OutputDelta]:
     """As a transcript makes them; the last one has the finish."""
-    reader = ToolCallReader("7")
+    reader = ToolCallReader("7", form, NAMES)
     made = [OutputDelta(text, calls=calls, tokens=1) for text, calls in map(reader.push, parts)]
     return [*made, OutputDelta(reader.flush(), FINISH, tokens=1)]
 
@@ -73,26 +106,64 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 @given(TEXTS, st.lists(st.integers(min_value=0), max_size=20))
 @settings(max_examples=500, deadline=None)
-def test_a_stream_says_what_the_whole_reply_says(text, places):
+def test_a_stream_says_what_the_whole_reply_says(written, places):
     """However the text is cut into pieces, and whether or not its calls are whole."""
-    at_once, in_pieces = whole(pieces([text])), pieces(cut(text, places))
+    form, text = written
+    at_once, in_pieces = whole(pieces([text], form)), pieces(cut(text, places), form)
     assert whole(in_pieces) == at_once
     assert accumulated(in_pieces) == at_once
-    assert accumulated(pieces(list(text))) == at_once
+    assert accumulated(pieces(list(text), form)) == at_once
 
 
 @given(TEXTS)
-@settings(max_examples=200, deadline=None)
-def test_every_character_is_delivered(text):
+@settings(max_examples=300, deadline=None)
+def test_every_character_is_delivered(written):
     """Guards text that vanishes because it looked like a call: without what belongs to calls,
     nothing of the text is missing, and it is in order."""
-    message = whole(pieces(list(text)))
+    form, text = written
+    message = whole(pieces(list(text), form))
     if "tool_calls" not in message:
         assert message["content"] == text
     rest = iter(text)
     assert all(character in rest for character in message["content"] or "")
     for call in message.get("tool_calls", []):
         assert call["function"]["arguments"] in text
+        assert call["function"]["name"] in NAMES
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls", "content"),
+    [
+        (LLAMA3, WRITTEN[LLAMA3][0], ["add"], None),
+        (LLAMA3, f"So: {WRITTEN[LLAMA3][1]}", ["now"], "So:"),
+        (LLAMA3, "; ".join(WRITTEN[LLAMA3][:2]), ["add", "now"], None),
+        (LLAMA3, WRITTEN[LLAMA3][5], ["f"], None),
+        (LLAMA3, WRITTEN[LLAMA3][6], [], WRITTEN[LLAMA3][6]),
+        (MISTRAL, WRITTEN[MISTRAL][4], ["add", "now"], None),
+        (MISTRAL, f"So: {WRITTEN[MISTRAL][5]}", ["f"], "So:"),
+        (MISTRAL, WRITTEN[MISTRAL][3], [], WRITTEN[MISTRAL][3]),
+        (MISTRAL_ARGS, "".join(WRITTEN[MISTRAL_ARGS][3:5]), ["add", "now"], None),
+        (MISTRAL_ARGS, WRITTEN[MISTRAL_ARGS][5], [], WRITTEN[MISTRAL_ARGS][5]),
+    ],
+)
+def test_calls_of_every_format(form, text, calls, content):
+    """Several of them, text before them, and what is none: other JSON, a tool that there is not."""
+    for parts in ([text], list(text)):
+        message = whole(pieces(parts, form))
+        assert [call["function"]["name"] for call in message.get("tool_calls", [])] == calls
+        assert message["content"] == content
+        for call in message.get("tool_calls", []):
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+def test_ids_are_those_that_the_family_takes():
+    """Mistral's templates refuse others, also those that another server made."""
+    message = whole(pieces([WRITTEN[MISTRAL][4]], MISTRAL))
+    ids = {call["id"] for call in message["tool_calls"]}
+    assert len(ids) == 2
+    assert all(short_id(name) == name for name in ids)
+    assert len(short_id("call_1")) == 9
+    assert short_id("call_1") == short_id("call_1") != short_id("call_2")
 
 
 def test_the_deltas_of_a_call():
@@ -160,9 +231,13 @@ ASKED = {
         ({"parallel_tool_calls": False}, {"mode": "verified"}, "tool_calls"),
         ({"parallel_tool_calls": False}, {"return_forwards": True}, "tool_calls"),
         ({"parallel_tool_calls": False, "logprobs": True}, {}, "tool_calls"),
-        ({"seed": 4, "max_tokens": 300}, {}, "tool_calls"),
-        ({"seed": 2}, {}, "length"),  # two calls, and the beginning of one that is text
-        ({"parallel_tool_calls": False, "max_tokens": 68}, {}, "length"),
+        ({"seed": 7, "max_tokens": 300}, {}, "tool_calls"),
+        (
+            {"seed": 7, "max_tokens": 150},
+            {},
+            "length",
+        ),  # two calls, and the beginning of one that is text
+        ({"parallel_tool_calls": False, "max_tokens": 48}, {}, "length"),
         ({"parallel_tool_calls": False, "stop": ["count"]}, {}, "stop"),
         ({"parallel_tool_calls": False, "stop": ["</tool_call>"]}, {}, "tool_calls"),
         ({"tool_choice": "auto", "max_tokens": 40}, {}, "length"),
@@ -198,7 +273,7 @@ def test_the_official_client_accumulates_the_whole_reply(roomy_url, fields, extr
         assert streamed.message.content == expected.message.content
         assert called(streamed.message) == called(expected.message)
     if "seed" in fields:
-        assert len(told[0].message.tool_calls) == 2
+        assert len(told[0].message.tool_calls) > 1
 
 
 def called(message) -> list[tuple[str, str]]:

@@ -62,7 +62,6 @@ class ChatNoOps(Wire):
     function_call: Literal["none"] | None = None
     modalities: tuple[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
-    include_reasoning: On | None = None
     echo: Off | None = None
     add_generation_prompt: On | None = None
     continue_final_message: Off | None = None

@@ -124,13 +124,16 @@ class AssistantMessage(Wire):
     audio: None = None
     function_call: None = None
     name: None = None
-    reasoning: None = None
-    reasoning_content: None = None
+    # Thoughts, by vLLM's name and by DeepSeek's.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "AssistantMessage":
         if self.content is None and not self.tool_calls:
             raise ValueError("an assistant's message needs 'content' or 'tool_calls'")
+        if len({self.reasoning, self.reasoning_content} - {None}) > 1:
+            raise ValueError("'reasoning' and 'reasoning_content' differ")
         return self
 
     def turn(self) -> Turn:
@@ -139,7 +142,8 @@ class AssistantMessage(Wire):
             ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls or ()
         )
-        return Turn("assistant", _joined(self.content or ""), calls)
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        return Turn("assistant", _joined(self.content or ""), calls, reasoning=thoughts)
 
 
 class ToolMessage(Wire):
@@ -152,7 +156,7 @@ class ToolMessage(Wire):
 
     def turn(self) -> Turn:
         """The message with its parts joined."""
-        return Turn("tool", _joined(self.content))
+        return Turn("tool", _joined(self.content), call_id=self.tool_call_id)
 
 
 ChatMessage = Annotated[
@@ -379,6 +383,7 @@ class ChatBody(AnswerBody, ChatNoOps):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: ThinkingSwitches | None = None
+    include_reasoning: bool | None = None
 
     @property
     def switches(self) -> Switches:

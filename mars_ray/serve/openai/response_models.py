@@ -62,6 +62,12 @@ class PromptTokensDetails(Part):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Part):
+    """Of an answer's tokens, those of its thoughts; with a `reasoning_parser`."""
+
+    reasoning_tokens: int
+
+
 class Tokens(Part):
     """Tokens of a request; in a chunk with `continuous_usage_stats` those so far."""
 
@@ -74,6 +80,7 @@ class Usage(Tokens):
     """Tokens of a request, and how they came about."""
 
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     mars: MarsUsage
 
 
@@ -135,7 +142,14 @@ class SaidToolCall(Part):
     function: SaidFunction
 
 
-class ChatAnswer(Part):
+class Thoughts(Part, total=False):
+    """What stands before an answer, as vLLM's clients read it, and as those of DeepSeek's API."""
+
+    reasoning: str
+    reasoning_content: str
+
+
+class ChatAnswer(Thoughts):
     """The assistant's turn."""
 
     role: Literal["assistant"]
@@ -214,7 +228,7 @@ class ChunkToolCall(Part):
     function: ChunkFunction
 
 
-class ChatDelta(Part, total=False):
+class ChatDelta(Thoughts, total=False):
     """What a chunk adds to the assistant's turn."""
 
     role: Literal["assistant"]

@@ -55,7 +55,7 @@ def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
     }
     if len(by_adapter := _by_adapter(finishes)) > 1:
         mars["by_adapter"] = by_adapter
-    return {
+    made: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
@@ -64,6 +64,10 @@ def usage(call: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
         },
         "mars": mars,
     }
+    thoughts = [f.reasoning_tokens for f in finishes if f.reasoning_tokens is not None]
+    if thoughts:
+        made["completion_tokens_details"] = {"reasoning_tokens": sum(thoughts)}
+    return made
 
 
 def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
@@ -90,6 +94,7 @@ class Answer:
     """One choice in the making, from its pieces."""
 
     text: str = ""
+    reasoning: str = ""
     logprobs: list[TokenText] | None = None
     forwards: list[int] | None = None  # the forward of each token
     calls: list[ToolCall] = field(default_factory=list)
@@ -98,6 +103,7 @@ class Answer:
     def add(self, piece: OutputDelta) -> None:
         """Adds the next piece."""
         self.text += piece.text
+        self.reasoning += piece.reasoning
         for more in piece.calls:
             self._add_to_call(more)
         self.finish = piece.finish
@@ -121,8 +127,11 @@ class ChatShape:
 
     def whole(self, answer: Answer) -> ChatContent:
         """The content of a choice that is not streamed."""
-        content = None if answer.calls and not answer.text else answer.text
+        has_other = bool(answer.calls or answer.reasoning)
+        content = None if has_other and not answer.text else answer.text
         message: ChatAnswer = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning"] = message["reasoning_content"] = answer.reasoning
         if answer.calls:
             message["tool_calls"] = [_tool_call(call) for call in answer.calls]
         return {"message": message, "logprobs": _chat_logprobs(answer.logprobs)}
@@ -134,12 +143,15 @@ class ChatShape:
         *,
         first: bool,
         offset: int = 0,
+        reasoning: str = "",
     ) -> ChatAddition:
         """A choice's content in a chunk; `text` is None if there is nothing more to add.
 
         `offset` is the number of characters of its tokens in earlier chunks.
         """
         delta: ChatDelta = {"role": "assistant"} if first else {}
+        if reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = reasoning
         if text is not None:
             delta["content"] = text
         return {"delta": delta, "logprobs": _chat_logprobs(logprobs)}
@@ -162,8 +174,10 @@ class TextShape:
         *,
         first: bool,
         offset: int = 0,
+        reasoning: str = "",
     ) -> TextContent:
         """See ChatShape."""
+        assert not reasoning, "nobody tells thoughts apart in this API"
         return {"text": text or "", "logprobs": _text_logprobs(logprobs, offset)}
 
 

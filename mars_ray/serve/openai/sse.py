@@ -56,10 +56,11 @@ class Chunks:
         self._tokens[piece.choice] += piece.tokens
         if piece.finish:  # which counts the end token, too
             self._tokens[piece.choice] = piece.finish.completion_tokens
-        if piece.text or piece.calls:
+        if piece.text or piece.calls or piece.reasoning:
             self._said.add(piece.choice)
         # A step whose text is held back adds nothing.
-        if first or piece.text or piece.logprobs or (self.forwards and piece.tokens):
+        has_more = piece.text or piece.reasoning or piece.logprobs
+        if first or has_more or (self.forwards and piece.tokens):
             self._begun.add(piece.choice)
             yield self._chunk(piece.choice, self._addition(piece, first=first))
         for call in piece.calls:
@@ -73,11 +74,16 @@ class Chunks:
 
     def _addition(self, piece: OutputDelta, *, first: bool) -> dict[str, Any]:
         logprobs = None if self.call.logprobs is None else piece.logprobs
-        # The content of an answer of calls only is null, not empty.
-        text = None if self.call.tools and not piece.text else piece.text
+        # The content of an answer of calls, or thoughts, only is null, not empty.
+        may_be_null = self.call.tools or self.call.shows_reasoning is not None
+        text = None if may_be_null and not piece.text else piece.text
         offset = self._shown[piece.choice]
         self._shown[piece.choice] += sum(len(token.text) for token in piece.logprobs)
-        choice: dict[str, Any] = {**self.shape.delta(text, logprobs, first=first, offset=offset)}
+        choice: dict[str, Any] = {
+            **self.shape.delta(
+                text, logprobs, first=first, offset=offset, reasoning=piece.reasoning
+            )
+        }
         if self.forwards:
             choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
         return choice

@@ -67,6 +67,7 @@ def to_generation_request(
         shows_stop=bool(body.include_stop_str_in_output),
         is_echoed=_is_echoed(body),
         switches=body.switches if isinstance(body, ChatBody) else (),
+        shows_reasoning=_shows_reasoning(body, job),
         priority=body.priority or 0,
         n=body.n or 1,
         logprobs=_logprobs(body),
@@ -101,6 +102,24 @@ def _is_echoed(body: AnswerBody) -> bool:
     if body.logprobs is not None:
         refuse("echo", "'echo' with 'logprobs' needs those of the prompt, which are not computed")
     return True
+
+
+def _shows_reasoning(body: AnswerBody, job: ServeJob) -> bool | None:
+    """Whether the reply has the thoughts; None if they are part of the answer."""
+    if not isinstance(body, ChatBody):
+        return None
+    is_hidden = body.include_reasoning is False
+    if job.reasoning_parser is None:
+        if is_hidden:
+            refuse(
+                "include_reasoning",
+                "'include_reasoning' can only be false where the service's job names a "
+                "reasoning_parser: without one thoughts are part of the answer",
+            )
+        return None
+    if is_hidden and body.logprobs:
+        refuse("logprobs", "'logprobs' would tell the thoughts that 'include_reasoning' hides")
+    return not is_hidden
 
 
 def _timeout_s(body: AnswerBody, limits: Limits) -> float:

@@ -1,91 +1,139 @@
 """The required form of an answer as a grammar in llguidance's notation.
 
-An answer is free text with tool calls in it, or calls alone, or JSON. A call is written as:
-
-    <tool_call>
-    {"name": "...", "arguments": {...}}
-    </tool_call>
-
-This is how Hermes and Qwen2.5 models write calls (their chat templates say so to the model).
+An answer is free text with tool calls in it, or calls alone, or JSON; thoughts may stand before it.
+How calls are written is a `ToolFormat`. Arguments are JSON that follows the tool's schema.
 """
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mars_ray.serve.protocol import GenerationRequest, Tools
+from mars_ray.serve.replica.reasoning_parser import THINK, THINK_END, Start
+from mars_ray.serve.replica.tool_formats import MARKERS, ToolFormat
 
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
-_BEGIN, _END = json.dumps(CALL_BEGIN), json.dumps(CALL_END)
-_LITERALS = (f"BEGIN: {_BEGIN}", f"END: {_END}", 'LINE: "\\n"')
-# Keys of a schema whose values are not schemas, and keys whose values hold schemas by name.
-_VALUES = ("const", "enum", "default", "examples")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_MARKERS = re.compile(f"({'|'.join(map(re.escape, (*MARKERS, THINK, THINK_END)))})")
 
 
-def grammar_of(call: GenerationRequest) -> str | None:
-    """The grammar of the answers to a call, or None if any text will do."""
-    if call.tools is None:
-        return None if call.schema is None else _lark(["start: json", _json(call.schema)])
-    calls = "call (LINE call)*" if call.tools.is_parallel else "call"
-    rules = [f"call: BEGIN LINE body LINE END\n{_body(call.tools)}", *_LITERALS]
-    if call.tools.is_required:
-        return _lark([f"start: {calls}", *rules])
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens that a grammar must name by their ids, since no literal matches them."""
+
+    token_ids: Mapping[str, int]
+    tag_ids: Sequence[int]  # those among them that may stand in a text
+
+    def terms(self, text: str) -> str:
+        """A text as a sequence of terminals."""
+        parts = [part for part in _MARKERS.split(text) if part]
+        return " ".join(self._term(part) for part in parts)
+
+    def _term(self, part: str) -> str:
+        token = self.token_ids.get(part)
+        return json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    def text(self, name: str, *without: str) -> str:
+        """A rule for any text, except for these tokens."""
+        excluded = {self.token_ids.get(marker) for marker in without}
+        ids = ",".join(str(token) for token in self.tag_ids if token not in excluded)
+        return f"{name}: TEXT (<[{ids}]> TEXT)*" if ids else f"{name}: TEXT"
+
+    def until(self, name: str, text: str, marker: str) -> str:
+        """A rule for a text, which is another rule, up to the marker and with it."""
+        if marker in self.token_ids:
+            return f"{name}: {text} {self.terms(marker)}"
+        return f"{name}[lazy]: TEXT {json.dumps(marker)}"
+
+
+def grammar_of(
+    call: GenerationRequest, form: ToolFormat, vocabulary: Vocabulary, start: Start | None = None
+) -> str | None:
+    """The grammar of the answers to a call, or None if any text will do.
+
+    start: how thoughts begin, if the answers have any that are told apart.
+    """
+    if call.tools is None and call.schema is None:
+        return None
+    rules = ["%llguidance {}", r"TEXT: /(.|\n)*/"]
+    answer: list[str] = []
     if call.schema is not None:
-        return _lark([f"start: json | {calls}", _json(call.schema), *rules])
-    # Free text ends at the start of a call.
-    start = "start: free* rest" if call.tools.is_parallel else "start: free | rest"
-    free = [start, "free: begin LINE body LINE END", "rest: TEXT"]
-    lexemes = [f"begin[lazy]: TEXT {_BEGIN}", r"TEXT: /(.|\n)*/"]
-    return _lark([*free, *lexemes, _body(call.tools), *_LITERALS])
+        answer.append("json")
+        rules.append(f"json: %json {json.dumps(call.schema)}")
+    if call.tools is not None:
+        is_free = not call.tools.is_required and call.schema is None
+        tags = MARKERS if start is None else (*MARKERS, THINK, THINK_END)
+        rules += _free(call.tools, form, vocabulary, tags) if is_free else []
+        rules += _bodies(call.tools, form, vocabulary)
+        answer.append("free" if is_free else "calls")
+        if not is_free:
+            rules.append(f"calls: {_calls(call.tools, form, vocabulary)}")
+    rules.append(f"answer: {' | '.join(answer)}")
+    if start in (None, "answer"):
+        return "\n".join([*rules, "start: answer"])
+    return "\n".join([*rules, *_thoughts(start == "marked", vocabulary)])
 
 
-def _lark(rules: list[str]) -> str:
-    return "\n".join(["%llguidance {}", *rules])
-
-
-def _json(schema: dict[str, Any]) -> str:
-    return f"json: %json {json.dumps(schema)}"
-
-
-def _body(tools: Tools) -> str:
-    functions = [definition["function"] for definition in tools.definitions]
-    bodies = [
-        f"%json {json.dumps(_call_schema(function))}"
-        for function in functions
-        if tools.named in (None, function["name"])
+def _thoughts(is_marked: bool, vocabulary: Vocabulary) -> list[str]:
+    """Rules for the thoughts, and the answer behind them."""
+    mark = vocabulary.terms(THINK)
+    return [
+        f"start: ({mark} thoughts GAP?)? answer"
+        if is_marked
+        else f"start: ({mark})? thoughts GAP? answer",
+        vocabulary.text("thought", THINK, THINK_END, *MARKERS),
+        vocabulary.until("thoughts", "thought", THINK_END),
+        r"GAP: /[ \n]{1,4}/",
     ]
-    return f"body: {' | '.join(bodies)}"
 
 
-def _call_schema(function: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": _moved(function.get("parameters") or _NO_PARAMETERS),
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+def _calls(tools: Tools, form: ToolFormat, vocabulary: Vocabulary) -> str:
+    """Calls and nothing else."""
+    begin, joint = vocabulary.terms(form.begin), vocabulary.terms(form.joint)
+    if form.is_list:
+        return f"{begin} list"
+    return f"{begin} body ({joint} {begin} body)*" if tools.is_parallel else f"{begin} body"
 
 
-def _moved(schema: Any) -> Any:
-    """A schema with its internal references adjusted to its place in the schema of a call."""
-    if isinstance(schema, list):
-        return [_moved(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved_part(key, part) for key, part in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = "#/properties/arguments" + reference[1:]
-    return moved
+def _bodies(tools: Tools, form: ToolFormat, vocabulary: Vocabulary) -> list[str]:
+    """Rules for the calls of each tool, behind their beginning, and for a list of them."""
+    chosen = _chosen(tools)
+    after = vocabulary.terms(form.after)
+    rules = [f"body: {' | '.join(f'body_{place}' for place in range(len(chosen)))}"]
+    for place, function in enumerate(chosen):
+        before = vocabulary.terms(f"{form.before}{function['name']}{form.between}")
+        schema = function.get("parameters") or _NO_PARAMETERS
+        rules.append(f"body_{place}: {before} arguments_{place} {after}")
+        rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
+    if form.is_list:
+        more = f"({vocabulary.terms(form.joint)} body)*" if tools.is_parallel else ""
+        rules.append(f'list: " "? "[" body {more} "]"')
+    return rules
 
 
-def _moved_part(key: str, part: Any) -> Any:
-    if key in _VALUES:
-        return part
-    if key in _NAMED and isinstance(part, dict):
-        return {name: _moved(named) for name, named in part.items()}
-    return _moved(part)
+def _free(tools: Tools, form: ToolFormat, vocabulary: Vocabulary, tags: Sequence[str]) -> list[str]:
+    """Rules for a text, without these tags, that may hold calls. It ends at the start of a call."""
+    rules = [
+        vocabulary.text("text", *tags),
+        "free: called* text" if tools.is_parallel else "free: text | called",
+    ]
+    if form.begin:
+        tail = "list" if form.is_list else "body"
+        until = vocabulary.until("until", "text", form.begin)
+        return [*rules, f"called: until {tail}", until]
+    # Such an object is a call only if it names a tool and has its parameters, since a text may hold
+    # other JSON.
+    names = [function["name"] for function in _chosen(tools)]
+    rules.append(f"called: {' | '.join(f'called_{place}' for place in range(len(names)))}")
+    for place, name in enumerate(names):
+        rules.append(f'called_{place}: until_{place} " "? arguments_{place} "}}"')
+        keys = rf'\{{\s*"name"\s*:\s*"{name}"\s*,\s*"(parameters|arguments)"\s*:'
+        rules.append(rf"until_{place}[lazy]: /(.|\n)*{keys}/")
+    return rules
+
+
+def _chosen(tools: Tools) -> list[dict[str, Any]]:
+    """The functions that may be called."""
+    functions = [definition["function"] for definition in tools.definitions]
+    return [function for function in functions if tools.named in (None, function["name"])]

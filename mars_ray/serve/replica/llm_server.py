@@ -4,13 +4,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.autoscale.operating_points import Rung
@@ -18,9 +17,6 @@ from mars_ray.autoscale.sample import PINNED
 from mars_ray.autoscale.valve import LocalLoop
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.data.chat import Call as ChatCall
-from mars_ray.data.chat import Message as ChatTurn
-from mars_ray.data.chat import encode_prompt, encoder_of, writes_tool_calls
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
@@ -40,19 +36,17 @@ from mars_ray.serve.protocol import (
     Message,
     OutputDelta,
     Prompt,
-    Switches,
     Tokenized,
     TokenText,
-    Tools,
     Turn,
     Used,
     joined,
 )
 from mars_ray.serve.replica.admission import Admission
 from mars_ray.serve.replica.call_usage import CallUsage, used_by
+from mars_ray.serve.replica.chat_format import ChatFormat
 from mars_ray.serve.replica.engine_client import EngineClient
 from mars_ray.serve.replica.engine_requests import engine_requests
-from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END, grammar_of
 from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
 from mars_ray.serve.replica.stats import (
     AnswerStats,
@@ -62,7 +56,6 @@ from mars_ray.serve.replica.stats import (
     Tally,
     to_metrics,
 )
-from mars_ray.serve.replica.template_switches import template_options
 from mars_ray.serve.status import ReplicaStatus
 
 logger = logging.getLogger(__name__)
@@ -98,7 +91,7 @@ class LLMServer:
         warning: str | None = None,
     ) -> None:
         """`warning` is part of the status. Raises ModelError if the model does not define how an
-        answer ends."""
+        answer ends, or if a parser of the job does not fit it."""
         self._warning = warning
         self._observer = observer
         self._engine = engine
@@ -108,6 +101,7 @@ class LLMServer:
         self._job = job
         grammars = Grammars(tokenizer, facts.vocabulary, facts.stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
+        self._chat = ChatFormat(tokenizer, grammars, job.tool_parser, job.reasoning_parser)
         self._live = Live()
         self._tally = Tally(job.scaling.slo)
         self._local = LocalLoop(job.scaling, job.set_point)
@@ -247,7 +241,7 @@ class LLMServer:
     async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
         """A prompt's tokens as for a request; text of a message never becomes a special token."""
         try:
-            tokens = await _encoded(partial(self._encode, prompt), prompt)
+            tokens = await _encoded(partial(self._chat.encode, prompt), prompt)
             return Tokenized(tokens, self._facts.max_context)
         except DataError as error:
             return ErrorInfo(400, str(error), param="messages", code="invalid_value")
@@ -261,27 +255,9 @@ class LLMServer:
         assert isinstance(text, str)
         return text
 
-    def _encode(
-        self, prompt: Prompt, tools: Tools | None = None, switches: Switches = ()
-    ) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
-        turns = [_chat_turn(part) for part in prompt if isinstance(part, Turn)]
-        if turns:
-            definitions = tools.definitions if tools else ()
-            options = template_options(switches, encoder_of(self._tokenizer)) if switches else {}
-            return tuple(encode_prompt(turns, self._tokenizer, definitions, options))
-        return tuple(part for part in prompt if isinstance(part, int))
-
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
         """The grammar, compiled in a thread to not block the event loop. Raises RequestError."""
-        if call.tools and not writes_tool_calls(self._tokenizer):
-            raise RequestError(
-                "the chat template of this model does not write tool calls as "
-                f"{CALL_BEGIN}...{CALL_END}, the form that this server reads",
-                field="tools",
-            )
-        text = grammar_of(call)
+        text = self._chat.grammar(call)
         if text is None:
             return None
         return await asyncio.to_thread(
@@ -300,11 +276,19 @@ class LLMServer:
         return [replace(request, mode=ExactMode(), quality=None) for request in made]
 
     def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        prompts = [self._encode(prompt, call.tools, call.switches) for prompt in call.prompts]
+        prompts = [self._chat.encode(prompt, call.tools, call.switches) for prompt in call.prompts]
         return engine_requests(call, prompts, self._facts, grammar)
 
     def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
-        output = OutputProcessor(call, request, choice, self._decode, self._token_text)
+        output = OutputProcessor(
+            call,
+            request,
+            choice,
+            partial(self._chat.decode, call),
+            self._token_text,
+            self._chat.tool_reader(call, request.id),
+            self._chat.reasoning_reader(call),
+        )
         name = call.quality_class or PINNED
         prompt_tokens = 0 if choice % call.n else len(request.prompt)
         return _Answer(output, AnswerStats(request.mode.type, prompt_tokens, name))
@@ -382,13 +366,6 @@ class LLMServer:
         raw = self._bytes.of(token)
         return TokenText(raw.decode("utf-8", "replace"), tuple(raw), logprob)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
-
 
 async def _encoded(encode: Callable[[], Made], *texts: object) -> Made:
     """The result of `encode`, which runs in a thread if the texts are long."""
@@ -446,19 +423,6 @@ def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEve
     for event in events:
         of_request.setdefault(event.request_id, []).append(event)
     return list(of_request.values())
-
-
-def _chat_turn(turn: Turn) -> ChatTurn:
-    """The turn for the chat template. Raises DataError if arguments of an earlier call are not
-    JSON, or exceed its limits."""
-    calls = []
-    for call in turn.calls:
-        try:
-            # Limits depth and numbers as for a body, because chat templates visit every level.
-            calls.append(ChatCall(call.name, from_json(call.arguments)))
-        except ValueError as error:
-            raise DataError(f"the arguments of call {call.id!r} are not JSON: {error}") from error
-    return ChatTurn(turn.role, turn.content, tuple(calls))
 
 
 def _prompt_param(call: GenerationRequest) -> str:

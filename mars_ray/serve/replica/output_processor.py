@@ -23,6 +23,7 @@ from mars_ray.serve.protocol import (
     ToolCallDelta,
     joined,
 )
+from mars_ray.serve.replica.reasoning_parser import ReasoningReader
 from mars_ray.serve.replica.tool_parser import ToolCallReader
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
@@ -209,7 +210,10 @@ class OutputProcessor:
         choice: int,
         decode: Decode,
         token_text: TokenTextOf,
+        calls: ToolCallReader | None = None,
+        reasoning: ReasoningReader | None = None,
     ) -> None:
+        """The readers are those of this answer, if it may have calls, or thoughts told apart."""
         self._call = call
         self._request = request
         self._choice = choice
@@ -218,7 +222,8 @@ class OutputProcessor:
             decode, call.stop, request.sampling.min_new_tokens, shows_stop=call.shows_stop
         )
         self._echo = self._prompt_text(decode) if call.is_echoed else ""
-        self._reader = ToolCallReader(request.id) if call.tools else None
+        self._calls = calls
+        self._reasoning = reasoning
         self.tokens = 0  # of the answer so far, its end token included
         self._forwards = 0
         self._served: list[Served] = []
@@ -251,10 +256,9 @@ class OutputProcessor:
             rest = self._writer.flush()
             text += rest.text
             reason = "stop" if rest.stopped else event.completion.finish_reason
-        calls: tuple[ToolCallDelta, ...] = ()
-        if self._reader:
-            text, calls = self._reader.push(text)
-            text += self._reader.flush() if reason else ""
+        if self._reasoning:
+            self._reasoning.count(tuple(shown[: written.tokens]))
+        thoughts, text, calls = self._read(text, is_last=reason is not None)
         echo, self._echo = self._echo, ""
         piece = OutputDelta(
             echo + text,
@@ -264,8 +268,22 @@ class OutputProcessor:
             prompt_tokens=len(self._request.prompt),
             logprobs=self._logprobs(event, written.tokens),
             calls=calls,
+            reasoning=thoughts if self._call.shows_reasoning else "",
         )
         return replace(piece, finish=self._finish(reason, event)) if reason else piece
+
+    def _read(self, text: str, *, is_last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """The additions to thoughts, answer and calls."""
+        thoughts, calls = "", tuple[ToolCallDelta, ...]()
+        if self._reasoning:
+            thoughts, text = self._reasoning.push(text)
+            if is_last:
+                more, rest = self._reasoning.flush()
+                thoughts, text = thoughts + more, text + rest
+        if self._calls:
+            text, calls = self._calls.push(text)
+            text += self._calls.flush() if is_last else ""
+        return thoughts, text, calls
 
     def _count(self, event: TokenEvent, tokens: int) -> None:
         """Counts the tokens and forwards of the answer, under the adapter that was in force."""
@@ -282,7 +300,7 @@ class OutputProcessor:
             limit_s = self._call.timeout_s
             raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
         # A stop string may end the text within a call, which then cannot be made.
-        reader = self._reader
+        reader = self._calls
         has_called = reader is not None and reader.count > 0 and not reader.is_cut
         calls = reason == "stop" and has_called and not self._call.is_forced
         return Finish(
@@ -295,6 +313,7 @@ class OutputProcessor:
             None if self._request.mode == self._call.mode else self._request.mode.type,
             tuple(self._served),
             event.cached_tokens,
+            self._reasoning.tokens if self._reasoning else None,
         )
 
     def _prompt_text(self, decode: Decode) -> str:

@@ -1,20 +1,27 @@
-r"""Extracts tool calls from an answer's text; `serve/replica/formats.py` has their format.
+r"""Extracts tool calls from an answer's text; `serve/replica/tool_formats.py` has their formats.
 
     text  <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>  text
         [ opening                                   [ value  [ closing     )
 
 An opening that is incomplete or continues differently is text, so it is held back until it is
-whole. From then on it stays a call: its arguments are passed on as they come, and cannot be taken
-back from the client. An answer that ends within them has a call with truncated arguments, as with
-OpenAI.
+whole; so is one of a tool that there is not. From then on it stays a call: its arguments are passed
+on as they come, and cannot be taken back from the client. An answer that ends within them has a
+call with truncated arguments, as with OpenAI.
 """
 
+import hashlib
 import re
+import string
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from mars_ray.serve.protocol import ToolCallDelta
-from mars_ray.serve.replica.formats import CALL_BEGIN, CALL_END
+from mars_ray.serve.replica.tool_formats import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
 
 _SPACE = r"\s*+"
+# Mistral's chat templates refuse ids of another form.
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_DIGITS = string.digits + string.ascii_letters
 
 
 def _cut_anywhere(*parts: str) -> str:
@@ -25,26 +32,107 @@ def _cut_anywhere(*parts: str) -> str:
     return pattern
 
 
-# White space around a call belongs to it. A run of it is scanned once, not from each position.
-_OPENING = re.compile(
-    rf"(?<!\s){_SPACE}(?:\Z|"
-    + _cut_anywhere(
-        *(*CALL_BEGIN, _SPACE, r"\{", _SPACE, *'"name"', _SPACE, ":", _SPACE),
-        *('"', r"(?P<name>[a-zA-Z0-9_-]++)", '"', _SPACE),
-        *(",", _SPACE, *'"arguments"', _SPACE, ":", _SPACE, r'(?P<value>["\[{\w-])'),
+def _letters(text: str) -> list[str]:
+    return [re.escape(letter) for letter in text]
+
+
+def _opening(ways: Iterable[tuple[str, ...]]) -> re.Pattern[str]:
+    """What a call begins with, up to the first character of its arguments, in any of these ways.
+
+    White space around a call belongs to it. A run of it is scanned once, not from each position.
+    """
+    numbered = (
+        _cut_anywhere(*parts, rf'(?P<value_{number}>["\[{{\w-])').replace(_NAME, _name(number))
+        for number, parts in enumerate(ways)
     )
-    + ")"
-)
-_CLOSING = re.compile(_cut_anywhere(_SPACE, r"\}", _SPACE, *CALL_END))
+    return re.compile(rf"(?<!\s){_SPACE}(?:\Z|{'|'.join(numbered)})")
+
+
+_NAME = "NAME"
+
+
+def _name(number: int) -> str:
+    return rf"(?P<name_{number}>[a-zA-Z0-9_-]++)"
+
+
+def _key(name: str) -> tuple[str, ...]:
+    return (*_letters(f'"{name}"'), _SPACE, ":", _SPACE)
+
+
+def _object(arguments: str, *before: str) -> tuple[str, ...]:
+    """The beginning of an object with a name and arguments."""
+    quoted = ('"', _NAME, '"', _SPACE, ",", _SPACE)
+    return (r"\{", _SPACE, *before, *_key("name"), *quoted, *_key(arguments))
+
+
+_TYPE = (*_key("type"), *_letters('"function"'), _SPACE, ",", _SPACE)
+_MARK = (*_letters("[TOOL_CALLS]"), _SPACE)
+_ARGS = (*_letters("[ARGS]"), _SPACE)
+_CALL_ID = (*_letters("[CALL_ID]"), _SPACE, r"[a-zA-Z0-9]++", _SPACE)
+# An object of a list may end with an id, and a comma or the list's end stands behind it.
+_ITEM_ID = (",", _SPACE, *_key("id"), '"', r"[a-zA-Z0-9_-]++", '"', _SPACE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """How the calls of a format are found."""
+
+    opening: re.Pattern[str]
+    closing: re.Pattern[str]  # one of its groups has matched if it is whole
+    following: re.Pattern[str] | None = None  # opening of a further object of a list
+
+
+_PATTERNS = {
+    HERMES: _Patterns(
+        _opening([(*_letters("<tool_call>"), _SPACE, *_object("arguments"))]),
+        re.compile(_cut_anywhere(_SPACE, r"\}", _SPACE, *_letters("</tool_call"), "(>)")),
+    ),
+    LLAMA3: _Patterns(
+        _opening(
+            (";?+", _SPACE, *_object(arguments, *before))
+            for arguments in ("parameters", "arguments")
+            for before in ((), _TYPE)
+        ),
+        re.compile(_cut_anywhere(_SPACE, r"(\})")),
+    ),
+    MISTRAL: _Patterns(
+        _opening([(*_MARK, r"\[", _SPACE, *_object("arguments"))]),
+        re.compile(
+            rf"{_SPACE}(?:\Z|"
+            + _cut_anywhere(r"\}", _SPACE, r"([\],])")
+            + "|"
+            + _cut_anywhere(*_ITEM_ID, r"\}", _SPACE, r"([\],])")
+            + ")"
+        ),
+        _opening([_object("arguments")]),
+    ),
+    MISTRAL_ARGS: _Patterns(
+        _opening([(*_MARK, _NAME, _SPACE, *_CALL_ID, *_ARGS), (*_MARK, _NAME, _SPACE, *_ARGS)]),
+        re.compile("()"),
+    ),
+}
+
+
+def short_id(call_id: str) -> str:
+    """An id as Mistral's chat templates want them, made of any id."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    digest = hashlib.sha256(call_id.encode()).digest()
+    return "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:9])
 
 
 class ToolCallReader:
     """Reads one answer. The result does not depend on how the text is cut into pieces."""
 
-    def __init__(self, answer_id: str) -> None:
+    def __init__(self, answer_id: str, form: ToolFormat, names: Collection[str]) -> None:
+        """`names` are those of the tools; nothing else can be called."""
         self._id = answer_id
+        self._form = form
+        self._patterns = _PATTERNS[form]
+        self._names = names
         self._held = ""
         self._value: _Value | None = None  # value of the call that is being read
+        self._is_in_list = False  # behind a comma
         self.count = 0
 
     @property
@@ -76,19 +164,39 @@ class ToolCallReader:
 
     def _outside(self) -> tuple[str, ToolCallDelta | None]:
         """The text up to the next opening, and the call if the opening is whole."""
-        match = _OPENING.search(self._held)
-        assert match, "at the end the pattern matches nothing at all"
+        match, name = self._opening()
         said = self._held[: match.start()]
-        if match["value"] is None:
+        if name is None:
             self._held = match[0]
             return said, None
-        self._held = self._held[match.start("value") :]
+        self._is_in_list = False
+        self._held = self._held[match.end() - 1 :]  # from the value's first character on
         self._value = _Value()
-        begun = ToolCallDelta(
-            self.count, id=f"call_{self._id}_{self.count + 1}", name=match["name"]
-        )
+        begun = ToolCallDelta(self.count, id=self._call_id(), name=name)
         self.count += 1
         return said, begun
+
+    def _opening(self) -> tuple[re.Match[str], str | None]:
+        """The next opening, and its name if it is whole."""
+        following = self._patterns.following
+        if self._is_in_list and following:
+            match = following.search(self._held)
+            name = match and _called(match)
+            if match and match.start() == 0 and (name is None or name in self._names):
+                return match, name
+            self._is_in_list = False  # what else stands in the list is text
+        start = 0
+        while True:
+            match = self._patterns.opening.search(self._held, start)
+            assert match, "at the end the pattern matches nothing at all"
+            name = _called(match)
+            if name is None or name in self._names:
+                return match, name
+            start = match.end()
+
+    def _call_id(self) -> str:
+        name = f"call_{self._id}_{self.count + 1}"
+        return short_id(name) if self._form.parser == "mistral" else name
 
     def _inside(self) -> ToolCallDelta | None:
         """The new part of the call's arguments."""
@@ -101,12 +209,22 @@ class ToolCallReader:
         """Whether the call is over; anything but its closing is text again."""
         if self.is_cut:
             return False
-        match = _CLOSING.match(self._held)
-        if match and not match[0].endswith(CALL_END):
+        match = self._patterns.closing.match(self._held)
+        if match and match.lastindex is None:
             return False
-        self._held = self._held[match.end() :] if match else self._held
+        if match:
+            self._is_in_list = match[0].endswith(",")
+            self._held = self._held[match.end() :]
         self._value = None
         return True
+
+
+def _called(match: re.Match[str]) -> str | None:
+    """The name of the call, if its opening is whole."""
+    for group, value in match.groupdict().items():
+        if value is not None and group.startswith("value_"):
+            return match[group.replace("value", "name")]
+    return None
 
 
 class _Value:

@@ -1,0 +1,283 @@
+"""How one model's conversations are written: its chat template, its tools, its thoughts.
+
+A template that describes tools, and writes calls in a format that can be read, needs nothing else.
+For the others the tools are described in a system message; calls and their results become text.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
+
+from mars_ray.config.serve import ReasoningParser, ToolParser
+from mars_ray.data.chat import Call as ChatCall
+from mars_ray.data.chat import ChatEncoder, encode_prompt, encoder_of
+from mars_ray.data.chat import Message as ChatTurn
+from mars_ray.decode.structured_output import Grammars
+from mars_ray.errors import DataError, ModelError, RequestError
+from mars_ray.serve.protocol import GenerationRequest, Prompt, Switches, Tools, Turn
+from mars_ray.serve.replica.formats import Vocabulary, grammar_of
+from mars_ray.serve.replica.reasoning_parser import (
+    THINK,
+    THINK_END,
+    ReasoningReader,
+    Start,
+    start_of,
+)
+from mars_ray.serve.replica.template_switches import template_options
+from mars_ray.serve.replica.tool_formats import (
+    HERMES,
+    LLAMA3,
+    MARKERS,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolFormat,
+)
+from mars_ray.serve.replica.tool_parser import ToolCallReader, short_id
+
+# Each is looked for in what the template writes of a call. The last has no mark of its own.
+_FORMATS = (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3)
+_SAMPLE = ChatCall("look_at", {"it": "this"}, "a1b2c3d4e")
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+
+
+class ChatFormat:
+    """The tokens of conversations, and the readers and grammars of answers."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        grammars: Grammars,
+        tool_parser: ToolParser | None = None,
+        reasoning_parser: ReasoningParser | None = None,
+    ) -> None:
+        """Raises ModelError if a parser does not fit the model."""
+        self._tokenizer = tokenizer
+        self._vocabulary = Vocabulary(grammars.token_ids, grammars.tag_ids)
+        self._tool_parser = tool_parser
+        self._reasoning_parser: ReasoningParser | None = reasoning_parser
+        self._think_ids = -1, -1  # of the marks, if there is a parser for them
+        self._starts = lru_cache(maxsize=64)(self._start)
+        special = {
+            index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        shown = {grammars.token_ids.get(marker) for marker in (*MARKERS, THINK, THINK_END)}
+        # Special tokens are no text, but those that mark calls and thoughts must be seen.
+        self._hidden = frozenset(special - shown)
+        self._has_special_marks = bool(special & shown)
+        if tool_parser:
+            self._check_tool_parser(tool_parser)
+        if reasoning_parser:
+            self._check_reasoning_parser(reasoning_parser)
+
+    def encode(
+        self, prompt: Prompt, tools: Tools | None = None, switches: Switches = ()
+    ) -> tuple[int, ...]:
+        """A prompt's tokens. Raises DataError and RequestError."""
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt))
+        turns = [part for part in prompt if isinstance(part, Turn)]
+        if not turns:
+            return tuple(part for part in prompt if isinstance(part, int))
+        options = template_options(switches, self._encoder) if switches else {}
+        definitions = tools.definitions if tools else ()
+        said = [self._turn(turn) for turn in turns]
+        if not self._is_told:
+            said, definitions = self._as_text(said, definitions), ()
+        return tuple(encode_prompt(said, self._tokenizer, definitions, options))
+
+    def grammar(self, call: GenerationRequest) -> str | None:
+        """The grammar of a call's answers, if any text will not do. Raises RequestError for tools
+        whose calls could not be read."""
+        start = self._start_of(call)
+        tools = call.tools
+        if tools:
+            if not (tools.is_required or self._tool_parser or self._found):
+                raise RequestError(self._no_parser(), field="tools")
+            tools = replace(tools, is_parallel=tools.is_parallel and self._takes_several)
+            call = replace(call, tools=tools)
+        return grammar_of(call, self._format, self._vocabulary, start)
+
+    def tool_reader(self, call: GenerationRequest, answer_id: str) -> ToolCallReader | None:
+        """The reader of one answer's calls, if it may make any."""
+        if call.tools is None:
+            return None
+        names = {definition["function"]["name"] for definition in call.tools.definitions}
+        return ToolCallReader(answer_id, self._format, names)
+
+    def reasoning_reader(self, call: GenerationRequest) -> ReasoningReader | None:
+        """The reader of one answer's thoughts, if they are told apart."""
+        start = self._start_of(call)
+        if start is None:
+            return None
+        return ReasoningReader(start, *self._think_ids)
+
+    def decode(self, call: GenerationRequest, tokens: Sequence[int]) -> str:
+        """The text of tokens, with the marks of calls and thoughts if they are looked for."""
+        is_read = call.tools is not None or self._start_of(call) is not None
+        shows = is_read and self._has_special_marks
+        text = self._tokenizer.decode(
+            [token for token in tokens if token not in self._hidden] if shows else list(tokens),
+            skip_special_tokens=not shows,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def _encoder(self) -> ChatEncoder:
+        return encoder_of(self._tokenizer)
+
+    @cached_property
+    def _written(self) -> str:
+        """What the template writes of a call."""
+        return self._encoder.written_calls([_SAMPLE])
+
+    @cached_property
+    def _is_told(self) -> bool:
+        """Whether the template describes tools and writes calls, in whatever format."""
+        return self._encoder.describes_tools and _SAMPLE.name in self._written
+
+    @cached_property
+    def _found(self) -> ToolFormat | None:
+        """The format in which the template writes calls."""
+        if not self._is_told:
+            return None
+        return next((form for form in _FORMATS if self._reads(form)), None)
+
+    def _reads(self, form: ToolFormat) -> bool:
+        """Whether the template writes calls in this format."""
+        reader = ToolCallReader("", form, {_SAMPLE.name})
+        said, deltas = reader.push(self._written)
+        if not form.begin and self._encoder.without_special(said).strip():
+            return False  # an object between marks of another format
+        try:
+            arguments = json.loads("".join(delta.arguments for delta in deltas))
+        except ValueError:
+            return False
+        return reader.count == 1 and not reader.is_cut and arguments == _SAMPLE.arguments
+
+    @cached_property
+    def _format(self) -> ToolFormat:
+        """The format of calls; Hermes' for models that were not trained to write any."""
+        if self._found:
+            return self._found
+        if self._tool_parser == "mistral":
+            has_args = "[ARGS]" in self._tokenizer.get_vocab()
+            return MISTRAL_ARGS if has_args else MISTRAL
+        return LLAMA3 if self._tool_parser == "llama3" else HERMES
+
+    @cached_property
+    def _takes_several(self) -> bool:
+        """Whether the template takes several calls in one answer; Llama 3's does not."""
+        several = [_SAMPLE, replace(_SAMPLE, id="b1b2c3d4e")]
+        return not self._is_told or bool(self._encoder.written_calls(several))
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return self._encoder.takes(ChatTurn("system", "Be brief."), ChatTurn("user", "Why?"))
+
+    def _check_tool_parser(self, parser: ToolParser) -> None:
+        if parser == "mistral" and MISTRAL.begin not in self._tokenizer.get_vocab():
+            raise ModelError(
+                f"tool_parser = {parser!r} needs the token {MISTRAL.begin}, which this model's "
+                "tokenizer does not have: name another one, or leave it out"
+            )
+        if not self._is_told or (self._found and self._found.parser == parser):
+            return
+        fitting = f"is {self._found.parser!r}" if self._found else "is none of those known here"
+        raise ModelError(
+            f"tool_parser = {parser!r} does not fit this model: the format in which its chat "
+            f"template writes calls {fitting}. Leave it out"
+        )
+
+    def _check_reasoning_parser(self, parser: ReasoningParser) -> None:
+        vocabulary = self._tokenizer.get_vocab()
+        if lacking := [mark for mark in (THINK, THINK_END) if mark not in vocabulary]:
+            raise ModelError(
+                f"reasoning_parser = {parser!r} needs the tokens {THINK} and {THINK_END}, and this "
+                f"model's tokenizer does not have {' and '.join(lacking)}: leave it out"
+            )
+        self._think_ids = vocabulary[THINK], vocabulary[THINK_END]
+
+    def _no_parser(self) -> str:
+        instead = "; or have a call made with tool_choice 'required' or the name of a tool"
+        if self._is_told:
+            return (
+                "the chat template of this model writes calls in a format that this server does "
+                f"not read, so with tool_choice 'auto' they would be missed{instead}"
+            )
+        return (
+            "the chat template of this model writes no calls of tools: set tool_parser in the "
+            "service's job (hermes, llama3 or mistral), with which they are described in a system "
+            "message"
+            f"{instead}"
+        )
+
+    def _start_of(self, call: GenerationRequest) -> Start | None:
+        prompt = call.prompts[0]
+        is_chat = isinstance(prompt, tuple) and isinstance(prompt[0], Turn)
+        return self._starts(call.switches) if is_chat and self._reasoning_parser else None
+
+    def _start(self, switches: Switches) -> Start:
+        assert self._reasoning_parser
+        options = template_options(switches, self._encoder) if switches else {}
+        return start_of(self._encoder.answer_prefix(options), self._reasoning_parser)
+
+    def _turn(self, turn: Turn) -> ChatTurn:
+        """The turn for the chat template. Raises DataError if arguments of an earlier call are not
+        JSON, or exceed its limits."""
+        calls = []
+        for call in turn.calls:
+            try:
+                # Limits depth and numbers as for a body, because templates visit every level.
+                arguments = from_json(call.arguments)
+            except ValueError as error:
+                message = f"the arguments of call {call.id!r} are not JSON: {error}"
+                raise DataError(message) from error
+            calls.append(ChatCall(call.name, arguments, self._call_id(call.id)))
+        call_id = turn.call_id and self._call_id(turn.call_id)
+        return ChatTurn(turn.role, turn.content, tuple(calls), call_id, turn.reasoning)
+
+    def _call_id(self, call_id: str) -> str:
+        return short_id(call_id) if self._format.parser == "mistral" else call_id
+
+    def _as_text(
+        self, turns: Iterable[ChatTurn], definitions: Sequence[dict[str, object]]
+    ) -> list[ChatTurn]:
+        """The conversation for a template without tools: they are described, and calls and their
+        results are text. Results of several calls become one message."""
+        said: list[ChatTurn] = []
+        results: list[str] = []
+        for turn in turns:
+            if turn.role == "tool":
+                results.append(_RESULT.format(turn.content))
+                continue
+            said += _results(results)
+            results = []
+            calls = [(c.name, json.dumps(c.arguments, ensure_ascii=False)) for c in turn.calls]
+            parts = [turn.content, self._format.write(calls) if calls else ""]
+            content = "\n".join(part for part in parts if part)
+            said.append(replace(turn, content=content, calls=()))
+        said += _results(results)
+        return self._described(said, definitions) if definitions else said
+
+    def _described(
+        self, turns: list[ChatTurn], definitions: Sequence[dict[str, object]]
+    ) -> list[ChatTurn]:
+        """The conversation with the tools in its system message, or in the first message for
+        templates that take none."""
+        text = self._format.description(definitions)
+        first = turns[0]
+        if first.role == "system":
+            return [replace(first, content=f"{first.content}\n\n{text}"), *turns[1:]]
+        if self._takes_system:
+            return [ChatTurn("system", text), *turns]
+        return [replace(first, content=f"{text}\n\n{first.content}"), *turns[1:]]
+
+
+def _results(results: list[str]) -> list[ChatTurn]:
+    return [ChatTurn("user", "\n".join(results))] if results else []
