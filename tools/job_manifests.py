@@ -1,5 +1,5 @@
 """Writes the files generated from one table of submissions: the lines of jobs/README.md, the
-RayJobs of jobs/kuberay/, and the PrometheusRule of the alerts.
+RayJobs of jobs/kuberay/; and of the alerts the runbooks' addresses and the PrometheusRule.
 
     python tools/job_manifests.py            # writes them
     python tools/job_manifests.py --check    # exit code 1 if they are out of date
@@ -9,6 +9,7 @@ The cluster of a RayJob is the one in clusters/kuberay/.
 
 import argparse
 import copy
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import yaml
 
 ROOT = Path(__file__).parents[1]
+_ALERTS = ROOT / "deploy" / "monitoring" / "alerts.yml"
 _README = ROOT / "jobs" / "README.md"
 _BEGIN, _END = "<!-- submissions -->\n", "<!-- /submissions -->"
 _GENERATED = "# Written by tools/job_manifests.py.\n"
@@ -264,13 +266,19 @@ def ray_job(submission: Submission) -> dict[str, Any]:
 
 def prometheus_rule() -> dict[str, Any]:
     """The alerts in the form of the Prometheus operator."""
-    alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
+    alerts = yaml.safe_load(_with_runbooks(_ALERTS.read_text()))
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
         "metadata": {"name": "mars-ray", "labels": {"app.kubernetes.io/name": "mars-ray"}},
         "spec": alerts,
     }
+
+
+def _with_runbooks(text: str) -> str:
+    """The alerts with addresses on the site that mkdocs.yml names."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"]
+    return re.sub(r"(?<=runbook_url: )\S+/(?=\w+\.html#)", lambda _: site, text)
 
 
 def files() -> dict[Path, str]:
@@ -280,6 +288,8 @@ def files() -> dict[Path, str]:
         for submission in SUBMISSIONS
     }
     written[ROOT / "deploy/monitoring/prometheusrule.yaml"] = _yaml(prometheus_rule())
+    for path in (_ALERTS, _ALERTS.with_name("alerts_test.yml")):
+        written[path] = _with_runbooks(path.read_text())
     before, _, rest = _README.read_text().partition(_BEGIN)
     written[_README] = before + _BEGIN + _lines() + _END + rest.partition(_END)[2]
     return written
