@@ -129,14 +129,14 @@ def send(url: str, number: int) -> str:
         {"stream": True},
         {"n": 2, "stop": ["e", "n"]},
         {"stream": True, "stop": ["o"], "mode": "verified"},
-        {"stream": True, "leave": 1, "max_tokens": 200},
-        {"stream": True, "leave": 3, "n": 2, "mode": "verified", "max_tokens": 200},
-        {"max_tokens": 400, "ignore_eos": True, "patience_s": 0.15},
-        {"max_tokens": 400, "ignore_eos": True, "timeout_s": 0.1},
+        {"stream": True, "leave": 1, "max_tokens": 60},
+        {"stream": True, "leave": 3, "n": 2, "mode": "verified", "max_tokens": 60},
+        {"max_tokens": 200, "ignore_eos": True, "patience_s": 0.15},
+        {"max_tokens": 200, "ignore_eos": True, "timeout_s": 0.1},
         {"prompt": "one " * 1000},
         {"top_k": -7},
     )
-    asked = {"model": MODEL, "prompt": f"{number} one two", "max_tokens": 40, "seed": number}
+    asked = {"model": MODEL, "prompt": f"{number} one two", "max_tokens": 16, "seed": number}
     asked |= {"mode": "exact"} | kinds[number % len(kinds)]
     leave, patience_s = asked.pop("leave", None), asked.pop("patience_s", 60.0)
     headers = {"Authorization": f"Bearer {list(_KEYS.values())[number // 10 % 2]}"}
