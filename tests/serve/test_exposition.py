@@ -10,7 +10,7 @@ from serve.vllm_queries import QUERIES
 
 from mars_ray.serve.ingress.exposition import SAME_AS_VLLM, page_of
 
-RAYS = 'Component="core_worker",NodeAddress="10.0.0.1",SessionName="session_1",WorkerId="a"'
+RAYS = 'NodeAddress="10.0.0.1",SessionName="session_1",WorkerId="a",otel_scope_name="ray._private"'
 SERVES = 'application="mars-ray",deployment="Replica-m",replica="one"'
 OURS = f'{RAYS},{SERVES},model_name="m"'
 NODE = f"""# HELP ray_mars_num_requests_running Sequences in the batch.

@@ -114,8 +114,13 @@ def _families(texts: Iterable[str]) -> dict[str, _Family]:
 
 
 def _own(labels: Iterable[tuple[str, str]]) -> Labels:
-    """The labels without Ray's, which begin with a capital letter, and without empty ones."""
-    return tuple((name, value) for name, value in labels if value and not name[0].isupper())
+    """The labels without empty ones and without Ray's, which begin with a capital letter or name
+    its library."""
+    return tuple(
+        (name, value)
+        for name, value in labels
+        if value and not name[0].isupper() and not name.startswith("otel_")
+    )
 
 
 def _living(family: _Family, alive: set[str]) -> _Family:
