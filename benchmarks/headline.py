@@ -135,6 +135,15 @@ HEADLINES = {
     "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
     "policy.lines": Headline("policy_lines", _at("after")),
+    # Of the page of one replica, in kB of 1,000 bytes.
+    "service.metrics_kb": Headline(
+        "metrics_size", lambda result: result["pages"]["vllm"]["bytes"] / 1000
+    ),
+    "service.token_requests": Headline("token_sums", _at("requests")),
+    # 1 where log, metrics and engines have the same sums, for each replica that lives and each key.
+    "service.token_sums_equal": Headline("token_sums", lambda result: int(result["equal"])),
+    "service.fuzz_requests": Headline("service_fuzz", _at("requests")),
+    "service.fuzz_5xx": Headline("service_fuzz", _at("status_5xx")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
     "service.load_tools": Headline("load_tools", _clean_tools),
 }

@@ -35,6 +35,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from mars_ray.cluster.environment import NODE_ENVIRONMENT
 
     os.environ.update(NODE_ENVIRONMENT)
+    os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")
     # The user's token is made by the first cluster, and read by all.
     with FileLock(tmp_path_factory.getbasetemp().parent / "ray_cluster.lock"):
         context = ray.init(address="local", num_cpus=4, include_dashboard=True, log_to_driver=True)

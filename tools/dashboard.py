@@ -18,19 +18,11 @@ from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
+from mars_ray.serve.ingress.exposition import SERVE_METRICS
 from mars_ray.serve.ingress.usage_metrics import UsageMetrics
-from mars_ray.serve.replica.metrics import ReplicaMetrics
+from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics
 
 TARGET = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
-# Metrics of Ray Serve itself.
-RAY_METRICS = frozenset(
-    {
-        "ray_serve_application_status",
-        "ray_serve_deployment_replica_healthy",
-        "ray_serve_deployment_replica_starts_total",
-        "ray_serve_num_http_requests_total",
-    }
-)
 _SUFFIXES = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_sum", "_count")}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _RATE = "[$__rate_interval]"
@@ -57,7 +49,8 @@ def exported() -> frozenset[str]:
     endpoint."""
     declared = [
         metric
-        for metric in (*vars(ReplicaMetrics()).values(), *vars(UsageMetrics()).values())
+        for metrics in (AnswerMetrics(""), EngineMetrics(""), UsageMetrics())
+        for metric in vars(metrics).values()
         if isinstance(metric, Counter | Gauge | Histogram)
     ]
     return frozenset(
@@ -116,8 +109,9 @@ PANELS = (
     Panel(
         "Tokens per second",
         "short",
-        "Written and read; discarded: written behind the end of an answer.",
+        "Written and read; engines write also what is discarded, behind the end of an answer.",
         {
+            "engines": _rate("ray_mars_engine_tokens_total", "application"),
             "discarded": _rate("ray_mars_discarded_tokens_total", "application"),
             "written, {{mode}}": _rate("ray_mars_generation_tokens_total", "mode"),
             "prompts": _rate("ray_mars_prompt_tokens_total", "application"),
@@ -147,14 +141,26 @@ PANELS = (
     Panel(
         "Time per token",
         "s",
-        "After the first.",
-        _quantiles("ray_mars_inter_token_latency_seconds"),
+        "After the first: between steps, and as the mean over an answer.",
+        _quantiles("ray_mars_inter_token_latency_seconds")
+        | {"p50 of answers": _quantile(0.5, "ray_mars_request_time_per_output_token_seconds")},
     ),
     Panel(
         "Time in the queue",
         "s",
         "Until the first rows were forwarded.",
         _quantiles("ray_mars_request_queue_time_seconds"),
+    ),
+    Panel(
+        "Time of the prompt and of the answer",
+        "s",
+        "From the first rows to the first token, and from there to the last.",
+        {
+            "p50 of prompts": _quantile(0.5, "ray_mars_request_prefill_time_seconds"),
+            "p99 of prompts": _quantile(0.99, "ray_mars_request_prefill_time_seconds"),
+            "p50 of answers": _quantile(0.5, "ray_mars_request_decode_time_seconds"),
+            "p99 of answers": _quantile(0.99, "ray_mars_request_decode_time_seconds"),
+        },
     ),
     Panel(
         "Time of an answer",
@@ -165,8 +171,15 @@ PANELS = (
     Panel(
         "Length of answers",
         "short",
-        "Tokens written.",
-        _quantiles("ray_mars_request_generation_tokens"),
+        "Tokens written; longest: of those to one prompt.",
+        _quantiles("ray_mars_request_generation_tokens")
+        | {"p50 of the longest": _quantile(0.5, "ray_mars_request_max_num_generation_tokens")},
+    ),
+    Panel(
+        "Length of prompts",
+        "short",
+        "Tokens read.",
+        _quantiles("ray_mars_request_prompt_tokens"),
     ),
     Panel(
         "Tokens per forward",
@@ -305,7 +318,7 @@ def dashboard() -> dict[str, Any]:
     named = {
         name for panel in PANELS for query in panel.queries.values() for name in metrics_of(query)
     }
-    if unknown := named - declared - RAY_METRICS:
+    if unknown := named - declared - SERVE_METRICS:
         raise ValueError(f"panels name metrics that nobody declares: {sorted(unknown)}")
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in declared - named}
     if unseen := {name for name in families if not any(name in other for other in named)}:

@@ -1,11 +1,12 @@
 """Writes the files generated from one table of submissions: the lines of jobs/README.md, and the
-jobs that the Helm chart knows by name.
+jobs that the Helm chart knows by name; and of the alerts the runbooks' addresses.
 
     python tools/job_manifests.py            # writes them
     python tools/job_manifests.py --check    # exit code 1 if they are out of date
 """
 
 import argparse
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 ROOT = Path(__file__).parents[1]
+_ALERTS = ROOT / "deploy" / "monitoring" / "alerts.yml"
 _README = ROOT / "jobs" / "README.md"
 _BEGIN, _END = "<!-- submissions -->\n", "<!-- /submissions -->"
 _CHART_JOBS = ROOT / "deploy" / "chart" / "files" / "jobs.yaml"
@@ -236,13 +238,21 @@ def chart_job(submission: Submission) -> dict[str, Any]:
     }
 
 
+def with_runbooks(text: str) -> str:
+    """The alerts with addresses on the site that mkdocs.yml names."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"]
+    return re.sub(r"(?<=runbook_url: )\S+/(?=\w+\.html#)", lambda _: site, text)
+
+
 def files() -> dict[Path, str]:
     """The content of all files by path."""
     jobs = {submission.job: chart_job(submission) for submission in SUBMISSIONS}
+    alerts = (_ALERTS, _ALERTS.with_name("alerts_test.yml"))
     before, _, rest = _README.read_text().partition(_BEGIN)
     return {
         _CHART_JOBS: _GENERATED + yaml.safe_dump(jobs, sort_keys=False, width=1000),
         _README: before + _BEGIN + _lines() + _END + rest.partition(_END)[2],
+        **{path: with_runbooks(path.read_text()) for path in alerts},
     }
 
 

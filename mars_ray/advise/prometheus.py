@@ -23,7 +23,8 @@ from mars_ray.errors import ConfigError, DataError
 Floats = NDArray[np.float64]
 
 # Prefix of a family, and the label that names the model: vLLM's own, vLLM's on Ray, ours.
-FAMILIES = {"vllm:": "model_name", "ray_vllm_": "model_name", "ray_mars_": "deployment"}
+_VLLM, _OURS = "vllm:", "ray_mars_"
+FAMILIES = {_VLLM: "model_name", "ray_vllm_": "model_name", _OURS: "deployment"}
 _ANSWERS = "request_success_total"
 # Answers that took no part in the load.
 _REFUSED = 'finished_reason!="refused"'
@@ -186,12 +187,17 @@ def _service(
 ) -> tuple[str, str]:
     """Family of the metrics and name of the model. Raises ConfigError, DataError."""
     names = "|".join(f"{family}{_ANSWERS}" for family in FAMILIES)
-    there = {
-        (family, _named(family, labels.get(FAMILIES[family], "")))
+    series = [
+        (family, _named(family, labels.get(FAMILIES[family], "")), labels)
         for labels in server.series(f'{{__name__=~"{names}"}}', start_s, end_s)
         for family in FAMILIES
         if labels["__name__"] == family + _ANSWERS
+    ]
+    # A service of ours has vLLM's names on its own page, and others on those of Ray's nodes.
+    twice = {
+        (_OURS, name) for family, name, labels in series if family == _VLLM and "replica" in labels
     }
+    there = {(family, name) for family, name, _ in series} - twice
     if not there:
         raise DataError(
             f"Prometheus knows none of {names.replace('|', ', ')} in this time: does it scrape the "

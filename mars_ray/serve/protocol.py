@@ -158,6 +158,7 @@ class OutputDelta:
     calls: tuple[ToolCallDelta, ...] = ()
     prompt_tokens: int = 0
     reasoning: str = ""  # an addition to the thoughts, which stand before the text
+    replica: str | None = None  # with an answer's first tokens, the name of who writes it
 
 
 def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
@@ -169,6 +170,7 @@ def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         tokens=first.tokens + second.tokens,
         logprobs=first.logprobs + second.logprobs,
         calls=_joined_calls(first.calls, second.calls),
+        replica=first.replica,
     )
 
 
@@ -192,9 +194,14 @@ class Used:
     completion_tokens: int = 0
     forwards: int = 0
     disagreed: int = 0
+    replica: str | None = None  # name of who has counted
 
     def __add__(self, other: "Used") -> "Used":
-        return Used(*map(add, astuple(self), astuple(other)))
+        return Used(*map(add, self._counts, other._counts), self.replica or other.replica)
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return astuple(self)[:-1]
 
 
 @dataclass(frozen=True, slots=True)

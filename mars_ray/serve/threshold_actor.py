@@ -188,7 +188,7 @@ class _Gauges:
     """Metrics of the policy, on every Ray node's Prometheus endpoint under `ray_mars_...`."""
 
     def __init__(self, model: str) -> None:
-        self._tags = {"model": model}
+        self._tags = {"model_name": model}
         self._utilisation = _gauge(
             "mars_autoscaling_utilisation",
             "Share of a replica's modelled capacity at which requests are in time, as learnt.",
@@ -210,7 +210,7 @@ class _Gauges:
 
 
 def _gauge(name: str, text: str) -> Gauge:
-    return Gauge(name, text, ("model",))
+    return Gauge(name, text, ("model_name",))
 
 
 def control_of(model: str, setting: Setting) -> Any:

@@ -23,7 +23,7 @@ needs_prometheus = pytest.mark.skipif(
 LABELS = {
     "vllm:": 'model_name="{}",engine="0"',
     "ray_vllm_": 'model_name="{}",WorkerId="w"',
-    "ray_mars_": 'deployment="Replica-{}",mode="verified"',
+    "ray_mars_": 'deployment="Replica-{0}",model_name="{0}",mode="verified"',
 }
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -59,9 +59,8 @@ def exposition(
         "time_to_first_token_seconds": (_SECONDS, done["first_s"] - done["arrival_s"]),
         "inter_token_latency_seconds": (_SECONDS, pace[pace > 0]),
         "request_generation_tokens": (_TOKENS, done["output"]),
+        "request_prompt_tokens": (_TOKENS, done["prompt"]),
     }
-    if family != "ray_mars_":  # ours has no histogram of prompts
-        histograms["request_prompt_tokens"] = (_TOKENS, done["prompt"])
     for name, (bounds, values) in histograms.items():
         for bound in (*map(float, bounds), np.inf):
             le = "+Inf" if np.isinf(bound) else f"{bound}"

@@ -124,7 +124,7 @@ def test_a_real_prometheus(family: str, played: Outcome, tmp_path: Path):
         server = Recording(url)
         measured = measure(server, MINUTES / 60, "tiny", BEGIN_S + MINUTES * 60)
     assert measured.family == family
-    assert (measured.prompt_lengths is None) == (family == "ray_mars_")
+    assert measured.prompt_lengths
     assert_measured(measured, played)
     if family == "vllm:":
         # Write these to RECORDED when the queries change.
@@ -203,6 +203,17 @@ def test_several_models_need_a_name():
     with pytest.raises(ConfigError, match="--model-name: one, two"):
         measure(server, 1, "three", 7200)
     assert measure(server, 1, "two", 7200).model == "two"
+
+
+def test_a_service_that_is_scraped_at_both_places_is_one():
+    """On its own page under vLLM's names, and at Ray's nodes under ours. Guards a choice between a
+    name and the same name."""
+    own = {"__name__": "vllm:request_success_total", "model_name": "one", "replica": "a"}
+    nodes = {"__name__": "ray_mars_request_success_total", "deployment": "Replica-one"}
+    assert measure(Canned(own, nodes), 1, None, 7200).family == "vllm:"
+    vllms = {name: value for name, value in own.items() if name != "replica"}
+    with pytest.raises(ConfigError, match="--model-name: one, one"):
+        measure(Canned(vllms, nodes), 1, None, 7200)
 
 
 def test_minutes_without_data_are_counted():

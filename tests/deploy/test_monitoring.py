@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dashboard
+import job_manifests
 import pytest
 import yaml
 from deploy.manifests import ROOT, check, documents, example, of_kind, rendered
@@ -54,7 +55,7 @@ def test_a_metric_that_no_panel_shows_is_noticed(monkeypatch):
 
 def test_alerts_name_metrics_that_exist():
     """Guards an alert that can never fire."""
-    known = dashboard.exported() | dashboard.RAY_METRICS
+    known = dashboard.exported() | dashboard.SERVE_METRICS
     for rule in ALERTS:
         unknown = dashboard.metrics_of(rule["expr"]) - known
         assert not unknown, f"{rule['alert']}: {unknown}"
@@ -62,11 +63,12 @@ def test_alerts_name_metrics_that_exist():
 
 def test_every_alert_says_what_to_do():
     """Guards a page at night that leads to a heading which is not there."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"]
     text = (ROOT / "docs" / "operations.md").read_text()
     headings = {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     for rule in ALERTS:
-        page, _, anchor = rule["annotations"]["runbook"].partition("#")
-        assert page == "docs/operations.md"
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == f"{site}operations.html"
         assert anchor in headings, rule["alert"]
 
 
@@ -78,6 +80,16 @@ def test_rules_and_scrape_configuration_pass_promtool():
     """Guards a rule that Prometheus does not load, with all the others of its file."""
     promtool("check", "rules", "alerts.yml")
     promtool("check", "config", "prometheus.yml")
+
+
+def test_documented_scrapes_pass_promtool(tmp_path):
+    """Guards a parameter that Prometheus does not know."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(found) == 2
+    for text in found:
+        (tmp_path / "prometheus.yml").write_text(text)
+        promtool("check", "config", str(tmp_path / "prometheus.yml"))
 
 
 def test_each_alert_fires_on_its_condition_and_is_quiet_otherwise():
@@ -163,3 +175,16 @@ def test_scraping_reads_what_ray_writes_down():
     (path,) = scrape["file_sd_configs"][0]["files"]
     assert Path(path).name == "prom_metrics_service_discovery.json"
     assert scrape["job_name"] == "ray"
+
+
+def test_runbooks_follow_the_site(monkeypatch, tmp_path):
+    """Guards addresses that are written for one place and published at another."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    site = yaml.safe_load(settings)["site_url"]
+    (tmp_path / "mkdocs.yml").write_text(settings.replace(site, "https://docs.test/mars/"))
+    monkeypatch.setattr(job_manifests, "ROOT", tmp_path)
+    text = job_manifests.with_runbooks((MONITORING / "alerts.yml").read_text())
+    (group,) = yaml.safe_load(text)["groups"]
+    assert {rule["annotations"]["runbook_url"].partition("#")[0] for rule in group["rules"]} == {
+        "https://docs.test/mars/operations.html"
+    }

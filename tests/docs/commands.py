@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "jobs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _PROGRAM = "python"
-_NO_PROGRAMS = {"text", "json", "toml"}
+_NO_PROGRAMS = {"text", "json", "toml", "yaml"}
 
 _SUBMIT = "ray job submit --working-dir . "
 _COMMANDS = "tests/docs/test_commands.py::"

@@ -44,6 +44,23 @@ class Fuzzed:
         """All that were answered."""
         return sum(self.statuses.values())
 
+    @property
+    def errors(self) -> int:
+        """Answers that say that the fault is the service's."""
+        return sum(count for (_, status), count in self.statuses.items() if status >= 500)
+
+    def result(self) -> dict[str, Any]:
+        """The counts, for `benchmarks/results`."""
+        statuses: dict[str, dict[str, int]] = {}
+        for (path, status), count in sorted(self.statuses.items()):
+            statuses.setdefault(path, {})[str(status)] = count
+        return {
+            "requests": self.requests,
+            "status_5xx": self.errors,
+            "failures": len(self.failures),
+            "statuses": statuses,
+        }
+
     def table(self) -> str:
         """Counts by route and status, one line each."""
         lines = [f"{path:24} {status} {n:6}" for (path, status), n in sorted(self.statuses.items())]

@@ -196,11 +196,17 @@ def test_the_service_shows_its_own_metrics(url):
     """For scrapers that know nothing of Ray's nodes."""
 
     async def shown() -> None:
-        await eventually(lambda: "ray_mars_request_success_total{" in metrics_page(url), 30)
+        await eventually(lambda: "vllm:request_success_total{" in metrics_page(url), 30)
 
     asyncio.run(shown())
-    assert "ray_serve_" in metrics_page(url)
-    assert "ray_node_" not in metrics_page(url)
+    page = metrics_page(url)
+    assert {"ray_mars_forwards_total", "ray_serve_num_http_requests_total"} <= families(page)
+    others = {"ray_node_", "ray_serve_http_request_latency"}
+    assert not [name for name in families(page) if name.startswith(tuple(others))]
+
+
+def families(page: str) -> set[str]:
+    return {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
 
 
 def thresholds(url: str) -> set[float]:

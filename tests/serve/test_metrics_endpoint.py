@@ -6,8 +6,12 @@ import random
 
 import pytest
 from fastapi.responses import Response
+from fastapi.testclient import TestClient
+from serve.asking import error_of
+from serve.saying import Saying
 
 from mars_ray.serve.ingress.metrics_endpoint import PIECE_BYTES, page
+from mars_ray.serve.ingress.routes import build_api
 
 LINES = "".join(
     f'ray_mars_requests{{replica="{i}"}} {random.Random(i).random()}\n' for i in range(90_000)
@@ -47,3 +51,15 @@ def test_a_small_page_is_one_message():
     """With its length, as clients of old want it."""
     reply = asyncio.run(page("ray_mars_requests 1\n", ""))
     assert reply.headers["content-length"] == "20"
+
+
+def test_names_are_vllms_unless_rays_are_asked_for(job):
+    """And others are refused by name."""
+
+    async def metrics(names: str) -> str:
+        return f"{names} 1\n"
+
+    client = TestClient(build_api(job, {"tiny": Saying()}, metrics=metrics))
+    assert client.get("/metrics").text == "vllm 1\n"
+    assert client.get("/metrics?names=ray").text == "ray 1\n"
+    assert error_of(client.get("/metrics?names=mine"), 400)["param"] == "names"

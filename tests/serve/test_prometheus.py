@@ -1,4 +1,5 @@
-"""A live service, a real Prometheus: every query of the dashboard answers, and an alert fires."""
+"""A live service, a real Prometheus: every query of the dashboard answers, and of the one that vLLM
+publishes, and an alert fires."""
 
 import json
 import os
@@ -16,15 +17,19 @@ import dashboard
 import httpx
 import pytest
 import yaml
+from serve import vllm_queries
 
 from mars_ray.cluster.port import free_port
 
-MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "deploy" / "monitoring"
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="no prometheus: apt-get install prometheus"
 )
 # Fewer pages than four long answers need, so that some are sent back.
 PAGES = 14
+# Of the page of metrics of one replica, in two modes.
+PAGE_BYTES = 60_000
 # Nobody lowers the threshold of this service, and Ray exports a counter from its first count on.
 NOT_COUNTED = "ray_mars_degraded_requests_total"
 
@@ -83,13 +88,16 @@ def page(checkpoint: Path) -> int:
 
 
 @pytest.fixture
-def prometheus(short_path: Path) -> Iterator[str]:
-    """Of Debian, with the files of deploy/monitoring, only faster and on another port."""
+def prometheus(short_path: Path, service: str) -> Iterator[str]:
+    """Of Debian, with the files of deploy/monitoring, only faster and on another port; beside Ray's
+    nodes it scrapes the service, as users of vLLM do."""
     config = (MONITORING / "prometheus.yml").read_text()
     for name in ("scrape_interval", "evaluation_interval", "refresh_interval"):
         config = config.replace(f"{name}: 10s", f"{name}: 1s")
     config = config.replace("/tmp/ray/", f"{short_path}/ray/")
-    (short_path / "prometheus.yml").write_text(config)
+    described = yaml.safe_load(config)
+    described["scrape_configs"].append(documented_scrape(service))
+    (short_path / "prometheus.yml").write_text(yaml.safe_dump(described))
     alerts = yaml.safe_load((MONITORING / "alerts.yml").read_text())
     for rule in alerts["groups"][0]["rules"]:
         rule["for"] = "1s"
@@ -114,6 +122,14 @@ def prometheus(short_path: Path) -> Iterator[str]:
         process.wait(30)
 
 
+def documented_scrape(service: str) -> dict[str, Any]:
+    """Of the service under vLLM's names, as docs/metrics.md shows it."""
+    fences = (ROOT / "docs" / "metrics.md").read_text().split("```yaml\n")
+    text = fences[1].partition("```")[0].replace("127.0.0.1:8000", service.removeprefix("http://"))
+    (scrape,) = yaml.safe_load(text)["scrape_configs"]
+    return scrape
+
+
 @pytest.mark.ray
 @pytest.mark.long
 @needs_prometheus
@@ -130,7 +146,7 @@ def test_a_live_service_fills_the_dashboard_and_an_alert_fires(service, promethe
         for query in panel.queries.values()
         if NOT_COUNTED not in query
     }
-    empty = queries
+    empty = queries | {query: query for query in vllm_queries.QUERIES}
 
     def all_answer() -> bool:
         nonlocal empty
@@ -138,6 +154,7 @@ def test_a_live_service_fills_the_dashboard_and_an_alert_fires(service, promethe
         return not empty
 
     wait_for(all_answer, 30, lambda: f"no data for {list(empty)}")
+    assert 0 < len(httpx.get(f"{service}/metrics").content) < PAGE_BYTES
     # An answer that comes too late is one of the conditions that an alert tells.
     assert "MarsDeadlinesMissed" in firing(prometheus, within_s=30)
     assert "MarsServiceGone" not in firing(prometheus, within_s=0)

@@ -40,7 +40,7 @@ class Counted:
 
     def __init__(self, job: ServeJob) -> None:
         self.engine, tokenizer = load_engine(job.checkpoint, job.engine)
-        self.server = LLMServer(AsyncEngine(self.engine), tokenizer, job, self)
+        self.server = LLMServer(AsyncEngine(self.engine), tokenizer, job, self, name="one")
         self.answers: list[AnswerStats] = []
         self.entries: list[Entry] = []
         step = self.engine.step
@@ -145,6 +145,7 @@ def test_sums_of_log_metrics_and_engine_are_equal(counted, keyed, caplog):
     for ending in ("abort", "deadline_exceeded"):
         tokens = [line["completion_tokens"] for line in lines if line["ending"] == ending]
         assert sum(tokens) > 0
+    assert {line.get("replica") for line in lines if line["prompt_tokens"]} == {"one"}
     by_key = Counter[str]()
     for entry in counted.entries:
         by_key[entry.key or ""] += entry.completion_tokens
@@ -191,6 +192,19 @@ def test_what_a_client_left_is_told_afterwards(counted):
     assert used.prompt_tokens == counted.in_metrics("prompt_tokens") > 0
     written, discarded = counted.in_engine()
     assert written == used.completion_tokens + discarded
+
+
+def test_the_longest_answer_to_a_prompt_is_told_once(counted, keyed):
+    """As vLLM tells it. Guards a count for each answer, and the one of another prompt."""
+    client = TestClient(build_api(keyed, {"tiny": counted.server}))
+    client.headers = {"Authorization": f"Bearer {KEYS['team-a']}"}
+    prompts = {"model": "tiny", "prompt": ["one two", "six"], "n": 3, "max_tokens": 30}
+    reply = client.post("/v1/completions", json=prompts | {"seed": 1, "stop": ["e"]})
+    assert reply.status_code == 200
+    told = [seen.longest_tokens for seen in counted.answers if seen.longest_tokens is not None]
+    assert len(counted.answers) == 6
+    assert len(told) == 2
+    assert max(told) == max(seen.completion_tokens for seen in counted.answers)
 
 
 @pytest.mark.parametrize("left", [True, False])

@@ -8,18 +8,17 @@ messages above 4 MiB from a replica, so a page of a large cluster is compressed 
 import asyncio
 import gzip
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from urllib.request import Request
 
 import ray
 from fastapi.responses import Response, StreamingResponse
 
 from mars_ray.cluster.direct import open_direct
+from mars_ray.serve.ingress.exposition import Names, page_of
 
 logger = logging.getLogger(__name__)
 
-# Metrics of this service, and Serve's metrics of it; the rest is about Ray.
-_PREFIXES = ("ray_mars_", "ray_serve_")
 _TIMEOUT_S = 2.0
 PIECE_BYTES = 1 << 20
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,38 +26,16 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PAUSE_S = 0.01
 
 
-async def of_all_nodes() -> str:
-    """The metrics of all nodes in Prometheus's text format; a node that does not answer in time is
-    left out and logged."""
+async def of_all_nodes(names: Names) -> str:
+    """The metrics of all nodes under these names, in Prometheus's text format; a node that does not
+    answer in time is left out and logged."""
     addresses = [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in await asyncio.to_thread(ray.nodes)
         if node["Alive"]
     ]
     texts = await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses))
-    return joined(texts)
-
-
-def joined(texts: Iterable[str]) -> str:
-    """Joins texts: each family once with the samples of all, as the format requires."""
-    families: dict[str, tuple[list[str], list[str]]] = {}
-    for text in texts:
-        name = ""
-        for line in text.splitlines():
-            if line.startswith("#"):
-                _, kind, name, *_ = [*line.split(" ", 3), "", ""]
-                about, _ = families.setdefault(name, ([], []))
-                if kind in ("HELP", "TYPE") and line not in about:
-                    about.append(line)
-            elif line:
-                families.setdefault(name, ([], []))[1].append(line)
-    lines = [
-        line
-        for name, (about, samples) in families.items()
-        if name.startswith(_PREFIXES) and samples
-        for line in (*about, *samples)
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    return await asyncio.to_thread(page_of, texts, names)
 
 
 def _read(address: str) -> str:

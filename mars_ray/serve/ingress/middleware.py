@@ -92,6 +92,7 @@ class Entry:
     user: str | None = None
     metadata: dict[str, str] | None = None
     model: str | None = None
+    replica: str | None = None  # whose tokens these are
     mode: str | None = None
     status: int | None = None  # HTTP status; None if the client left before it
     ending: str | None = None  # stop, length, tool_calls, abort, or an error's code
@@ -125,6 +126,7 @@ class Entry:
             return
         if self.first_token_s is None:
             self.first_token_s = self._elapsed_s
+        self.replica = message.replica or self.replica
         if finish := message.finish:
             self._unfinished -= 1
             # While an answer is unfinished, the client may still leave.
@@ -142,6 +144,7 @@ class Entry:
     def settle(self, used: Used) -> None:
         """Takes the replica's counts of the whole call."""
         self._is_settled = True
+        self.replica = used.replica or self.replica
         self._count(used)
 
     def _used(self, message: OutputDelta) -> Used:

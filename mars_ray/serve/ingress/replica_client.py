@@ -31,6 +31,9 @@ _READY_S = 5.0
 # Replicas are not asked for their status more often than this, however many pages are open.
 _STATUS_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
+# What a call has used is known at its engine's next step; an engine whose steps take longer than
+# this counts as stuck.
+_USED_TIMEOUT_S = 60.0
 # One more than the number of replicas that one fault is likely to end.
 _TRIES = 3
 _PAUSE_S = 0.2
@@ -159,7 +162,7 @@ class ReplicaClient:
         """See Backend. All replicas are asked, since nobody knows which one had the call."""
         try:
             replies = await self._handle.broadcast("used", call_id).results_async(
-                timeout_s=_STATUS_TIMEOUT_S, return_exceptions=True
+                timeout_s=_USED_TIMEOUT_S, return_exceptions=True
             )
         except (DeploymentUnavailableError, TimeoutError):
             return None

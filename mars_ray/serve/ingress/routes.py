@@ -21,6 +21,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.serve.ingress import page_files
 from mars_ray.serve.ingress.api_keys import ApiKey, ApiKeys
 from mars_ray.serve.ingress.body import read_body
+from mars_ray.serve.ingress.exposition import Names
 from mars_ray.serve.ingress.memory_routes import MemoryRoutes
 from mars_ray.serve.ingress.metrics_endpoint import page
 from mars_ray.serve.ingress.middleware import Entry, Gate, entry_of, logged
@@ -61,12 +62,13 @@ def build_api(
     job: ServeJob,
     backends: Mapping[str, Backend],
     gate: Gate | None = None,
-    metrics: Callable[[], Awaitable[str]] | None = None,
+    metrics: Callable[[Names], Awaitable[str]] | None = None,
     observe: Callable[[Entry], None] | None = None,
 ) -> FastAPI:
     """The API of the job's models behind a gate; `backends` are by the models' names.
 
-    `metrics` returns the text of `/metrics`; `observe` is told of each finished request.
+    `metrics` returns the text of `/metrics` under given names; `observe` is told of each finished
+    request.
     """
     gate = gate or Gate()
     routes = _Routes(job, Models(job, backends), gate, metrics)
@@ -112,7 +114,7 @@ class _Routes:
         job: ServeJob,
         models: Models,
         gate: Gate,
-        metrics: Callable[[], Awaitable[str]] | None,
+        metrics: Callable[[Names], Awaitable[str]] | None,
     ) -> None:
         self._job = job
         self._metrics = metrics
@@ -139,7 +141,11 @@ class _Routes:
         if len(self._models.of(key)) < len(self._models.of(None)):
             message = "this key is not good for all models, and the metrics are those of all"
             raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
-        text = await self._metrics() if self._metrics else ""
+        names = request.query_params.get("names", "vllm")
+        if names not in ("vllm", "ray"):
+            message = f"no such names of metrics: {names!r}; there are 'vllm' and 'ray'"
+            raise ApiError(ErrorInfo(400, message, param="names", code="invalid_value"))
+        text = await self._metrics(names) if self._metrics else ""
         return await page(text, request.headers.get("accept-encoding", ""))
 
     async def version(self, request: Request) -> dict[str, str]:

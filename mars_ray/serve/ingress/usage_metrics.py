@@ -7,8 +7,8 @@ from ray.serve.metrics import Counter
 from mars_ray.serve.ingress.middleware import Entry
 
 # Ray's annotation allows only one tag, its code any number.
-_WHOSE: Any = ("key", "model")
-_HOW: Any = ("key", "model", "ending")
+_WHOSE: Any = ("key", "model_name")
+_HOW: Any = ("key", "model_name", "ending")
 # Where no keys are asked for; Prometheus would drop an empty label.
 _NO_KEY = "none"
 
@@ -25,7 +25,7 @@ class UsageMetrics:
         """Adds a request that went to a replica."""
         if entry.model is None or entry.ending is None:
             return
-        whose = {"key": entry.key or _NO_KEY, "model": entry.model}
+        whose = {"key": entry.key or _NO_KEY, "model_name": entry.model}
         self._requests.inc(tags=whose | {"ending": entry.ending})
         for counter, tokens in (
             (self._prompt_tokens, entry.prompt_tokens),

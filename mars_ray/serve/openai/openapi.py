@@ -64,12 +64,17 @@ class _Route:
     method: str = ""  # otherwise POST with a body and GET without
     # Whether `?model=` names one, or the path does.
     asks_model: Literal["query", "path"] | None = None
+    choices: tuple[str, ...] = ()  # for the parameter `names`
 
 
 _ROUTES = (
     _Route("/", "A page to talk to the model.", text="text/html", is_open=True),
     _Route(
-        "/metrics", "What the service counts, for Prometheus.", text="text/plain", errors=(401, 403)
+        "/metrics",
+        "What the service counts, for Prometheus; with `names=ray` as Ray's nodes export it.",
+        text="text/plain",
+        errors=(400, 401, 403),
+        choices=("vllm", "ray"),
     ),
     _Route("/healthz", "Whether the service lives.", StatusReply, is_open=True),
     _Route("/readyz", "Whether a request would be answered now.", StatusReply, is_open=True),
@@ -178,6 +183,9 @@ def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
     if route.asks_model:
         place = {"name": "model", "in": route.asks_model, "required": route.asks_model == "path"}
         described["parameters"] = [place | {"schema": {"type": "string"}}]
+    if route.choices:
+        schema = {"type": "string", "enum": list(route.choices), "default": route.choices[0]}
+        described["parameters"] = [{"name": "names", "in": "query", "schema": schema}]
     if route.body is None:
         return {route.method or "get": described}
     described["requestBody"] = {"required": True, "content": _json(route.body)}

@@ -7,13 +7,10 @@ So the ingress asks for the tokens afterwards, by the call's id.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import suppress
 
 from mars_ray.serve.protocol import Used
 from mars_ray.serve.replica.stats import AnswerStats
 
-# The engine lets a closed call go at its next step.
-_END_S = 1.0
 _KEPT = 1024
 
 
@@ -38,9 +35,7 @@ class CallUsage:
     async def of(self, call_id: str) -> Used | None:
         """What the call has used, as soon as it has ended; None if it has not been here."""
         if ended := self._open.get(call_id):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await ended.wait()
+            await ended.wait()
         return self._over.pop(call_id, None)
 
 

@@ -22,7 +22,7 @@ from mars_ray.serve.protocol import (
 from mars_ray.serve.replica.adapters import Adapters
 from mars_ray.serve.replica.engines import running_engine
 from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.replica.metrics import ReplicaMetrics
+from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
 from mars_ray.serve.status import ReplicaStatus
 from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swapped
 
@@ -48,9 +48,14 @@ class Replica:
         if self._swap:
             job = _with_adapter(job, self._swap.adapter)
         running = await running_engine(job)
-        self._metrics = ReplicaMetrics()
+        self._metrics = EngineMetrics(job.name)
         self._engine = LLMServer(
-            running.client, running.tokenizer, job, self._metrics, running.warning
+            running.client,
+            running.tokenizer,
+            job,
+            AnswerMetrics(job.name),
+            running.warning,
+            replica_name(),
         )
         self._adapters = Adapters(running.client, job.model_cache)
         self._built_s = setting.at_s

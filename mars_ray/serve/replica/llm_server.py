@@ -73,6 +73,7 @@ class _Answer:
 
     output: OutputProcessor
     stats: AnswerStats
+    siblings: list["_Answer"]  # those to the same prompt, itself too
     begun_s: float = field(default_factory=time.monotonic)
     last_s: float = field(default_factory=time.monotonic)  # when steps last added to it
     held: OutputDelta | None = None  # not sent yet
@@ -89,10 +90,14 @@ class LLMServer:
         job: ServeJob,
         observer: Observer | None = None,
         warning: str | None = None,
+        name: str | None = None,
     ) -> None:
-        """`warning` is part of the status. Raises ModelError if the model does not define how an
-        answer ends, or if a parser of the job does not fit it."""
-        self._warning = warning
+        """`warning` is part of the status; `name` is the replica's, told with what calls have used.
+
+        Raises ModelError if the model does not define how an answer ends, or if a parser of the job
+        does not fit it.
+        """
+        self._warning, self._name = warning, name
         self._observer = observer
         self._engine = engine
         self._facts = facts = engine.facts
@@ -188,7 +193,7 @@ class LLMServer:
         """
         if refusal := self._admission.refusal(call):
             self._tally.offered(call, refused=True)
-            yield replace(refusal, used=Used())
+            yield replace(refusal, used=Used(replica=self._name))
             return
         self._usage.begin(call.id)
         self._admission.open += call.choices
@@ -198,7 +203,10 @@ class LLMServer:
         unread: deque[list[TokenEvent]] = deque()
         try:
             requests = await self._requests(call)
-            answers |= {r.id: self._begun(call, r, choice) for choice, r in enumerate(requests)}
+            siblings: list[list[_Answer]] = [[] for _ in call.prompts]
+            for choice, request in enumerate(requests):
+                of_prompt = siblings[choice // call.n]
+                answers[request.id] = self._begun(call, request, choice, of_prompt)
             interval_s = 0.0 if call.delivery == "steps" else self._job.stream_interval_s
             async with aclosing(self._engine.stream(*requests, interval_s=interval_s)) as steps:
                 async for events in steps:
@@ -225,14 +233,13 @@ class LLMServer:
                 is_refused = is_refused or answer.stats.ending == "refused"
                 is_unbegun = answer.stats.first_token_s is None
                 self._ended(answer, "refused" if is_refused and is_unbegun else ending)
-            used = used_by(answer.stats for answer in answers.values())
-            yield replace(_error_info(call, error), used=used)
+            yield replace(_error_info(call, error), used=self._used(answers))
         finally:
             self._admission.open -= call.choices
             self._discarded += sum(map(_tokens, unread))
             for answer in answers.values():
                 self._ended(answer, "abort")
-            self._usage.end(call.id, used_by(answer.stats for answer in answers.values()))
+            self._usage.end(call.id, self._used(answers))
 
     async def used(self, call_id: str) -> Used | None:
         """What a call has used whose end nobody has heard of; None if it has not been here."""
@@ -279,7 +286,13 @@ class LLMServer:
         prompts = [self._chat.encode(prompt, call.tools, call.switches) for prompt in call.prompts]
         return engine_requests(call, prompts, self._facts, grammar)
 
-    def _begun(self, call: GenerationRequest, request: Request, choice: int) -> "_Answer":
+    def _used(self, answers: dict[str, _Answer]) -> Used:
+        used = used_by(answer.stats for answer in answers.values())
+        return replace(used, replica=self._name)
+
+    def _begun(
+        self, call: GenerationRequest, request: Request, choice: int, siblings: list[_Answer]
+    ) -> _Answer:
         output = OutputProcessor(
             call,
             request,
@@ -291,7 +304,9 @@ class LLMServer:
         )
         name = call.quality_class or PINNED
         prompt_tokens = 0 if choice % call.n else len(request.prompt)
-        return _Answer(output, AnswerStats(request.mode.type, prompt_tokens, name))
+        answer = _Answer(output, AnswerStats(request.mode.type, prompt_tokens, name), siblings)
+        siblings.append(answer)
+        return answer
 
     def _added(
         self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
@@ -331,6 +346,7 @@ class LLMServer:
         _count(stats, event, now - answer.last_s)
         if is_first:
             self._tally.began(stats)
+            delta = replace(delta, replica=self._name)
         stats.degraded = self._is_degraded(call, event)
         answer.last_s = now
         answer.held = joined(answer.held, delta) if answer.held else delta
@@ -349,6 +365,9 @@ class LLMServer:
         answer.is_over = True
         answer.stats.ending = ending
         answer.stats.total_s = time.monotonic() - answer.begun_s
+        if all(sibling.is_over for sibling in answer.siblings):
+            tokens = (sibling.stats.completion_tokens for sibling in answer.siblings)
+            answer.stats.longest_tokens = max(tokens)
         if ending != "refused":
             self._tally.ended(answer.stats)
         if self._observer:

@@ -44,6 +44,8 @@ class AnswerStats:
     queue_s: float | None = None  # time until its first rows were forwarded
     first_token_s: float | None = None
     total_s: float = 0.0
+    # Of the last answer to its prompt to end: the tokens of the longest of these answers.
+    longest_tokens: int | None = None
     # Time between two of its steps, and the number of tokens of the later one.
     gaps: list[tuple[float, int]] = field(default_factory=list)
     # The largest of its times so far as a share of the SLO's limit: above 1 it is late.

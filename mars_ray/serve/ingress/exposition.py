@@ -1,0 +1,158 @@
+"""The text of `GET /metrics`, made of what the cluster's nodes export, by Prometheus's format.
+
+    ray    the names of the nodes' endpoints, which this project's dashboard and alerts use
+    vllm   vLLM's name where vLLM has the metric, summed over modes; otherwise as above
+
+Ray exports much of its own and labels each series with its process, and it keeps what processes
+that are gone have counted, for as long as the node lives. None of that is on this page: its size is
+that of the living replicas.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+Names = Literal["vllm", "ray"]
+
+_OURS = "ray_mars_"
+# Serve's metrics of a service, as far as our dashboard and alerts use them.
+SERVE_METRICS = frozenset(
+    {
+        "ray_serve_application_status",
+        "ray_serve_deployment_replica_healthy",
+        "ray_serve_deployment_replica_starts_total",
+        "ray_serve_num_http_requests_total",
+    }
+)
+# Metrics that vLLM has, too: docs.vllm.ai/en/latest/usage/metrics.
+SAME_AS_VLLM = frozenset(
+    {
+        "e2e_request_latency_seconds",
+        "generation_tokens_total",
+        "inter_token_latency_seconds",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+        "prompt_tokens_total",
+        "request_decode_time_seconds",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_prefill_time_seconds",
+        "request_prompt_tokens",
+        "request_queue_time_seconds",
+        "request_success_total",
+        "request_time_per_output_token_seconds",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "time_to_first_token_seconds",
+    }
+)
+_NOT_VLLMS = frozenset({"application", "deployment", "mode"})
+# Set by every living replica.
+_ALIVE = "ray_mars_num_requests_running"
+_REPLICAS = "Replica-"  # begins the name of their deployments
+_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class _Family:
+    """A metric: its lines of comment, and the values of its series, which are a sample's name and
+    labels."""
+
+    help: str = ""
+    kind: str = ""
+    values: dict[tuple[str, Labels], float] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Labels, value: float) -> None:
+        """Adds a sample; of several processes' counts of the same the sum is what was counted."""
+        series = name, labels
+        before = self.values.get(series, 0.0) if self.kind != "gauge" else 0.0
+        self.values[series] = before + value
+
+
+def page_of(texts: Iterable[str], names: Names) -> str:
+    """The page of a cluster from the texts of its nodes."""
+    families = _families(texts)
+    alive = {
+        replica
+        for _, labels in families.get(_ALIVE, _Family()).values
+        if (replica := dict(labels).get("replica"))
+    }
+    lines: list[str] = []
+    for name, family in families.items():
+        shown = _living(family, alive)
+        if names == "vllm" and name.removeprefix(_OURS) in SAME_AS_VLLM:
+            name, shown = _as_vllm(name), _summed(shown)
+        if shown.values:
+            lines += _lines(name, shown)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _families(texts: Iterable[str]) -> dict[str, _Family]:
+    """What is of this service: each family once with the samples of all nodes, as the format
+    requires."""
+    families: dict[str, _Family] = {}
+    for text in texts:
+        family: _Family | None = None
+        for line in text.splitlines():
+            if line.startswith("#"):
+                _, what, name, words = [*line.split(" ", 3), "", "", ""][:4]
+                is_ours = name.startswith(_OURS) or name in SERVE_METRICS
+                family = families.setdefault(name, _Family()) if is_ours else None
+                if family and what in ("HELP", "TYPE"):
+                    setattr(family, "help" if what == "HELP" else "kind", words)
+            elif family and (sample := _SAMPLE.fullmatch(line)):
+                labels = _own(_LABEL.findall(sample["labels"] or ""))
+                family.add(sample["name"], labels, float(sample["value"]))
+    return families
+
+
+def _own(labels: Iterable[tuple[str, str]]) -> Labels:
+    """The labels without empty ones and without Ray's, which begin with a capital letter or name
+    its library."""
+    return tuple(
+        (name, value)
+        for name, value in labels
+        if value and not name[0].isupper() and not name.startswith("otel_")
+    )
+
+
+def _living(family: _Family, alive: set[str]) -> _Family:
+    """The family without series of replicas that are gone."""
+
+    def lives(labels: Labels) -> bool:
+        of = dict(labels)
+        is_replicas = "model_name" in of and of.get("deployment", "").startswith(_REPLICAS)
+        return not is_replicas or of.get("replica") in alive
+
+    values = {series: value for series, value in family.values.items() if lives(series[1])}
+    return _Family(family.help, family.kind, values)
+
+
+def _as_vllm(name: str) -> str:
+    return "vllm:" + name.removeprefix(_OURS)
+
+
+def _summed(family: _Family) -> _Family:
+    """The family under vLLM's names, each series with vLLM's labels and the replica."""
+    summed = _Family(family.help, family.kind)
+    for (name, labels), value in family.values.items():
+        kept = tuple((label, word) for label, word in labels if label not in _NOT_VLLMS)
+        summed.add(_as_vllm(name), kept, value)
+    return summed
+
+
+def _lines(name: str, family: _Family) -> Iterator[str]:
+    if family.help:
+        yield f"# HELP {name} {family.help}"
+    if family.kind:
+        yield f"# TYPE {name} {family.kind}"
+    for (sample, labels), value in family.values.items():
+        words = ",".join(f'{label}="{word}"' for label, word in labels)
+        yield f"{sample}{{{words}}} {value!r}" if words else f"{sample} {value!r}"
