@@ -21,6 +21,8 @@ from deploy.manifests import (
     texts,
 )
 
+from mars_ray.config.serve import ServeJob
+
 helm = pytest.importorskip("helm_python", reason="no helm-python-sdk for this machine")
 SCHEMA = chart_schema.schema()
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -176,6 +178,13 @@ def test_the_job_is_passed_on_as_it_is():
     assert config["http_options"]["request_timeout_s"] == 1260
 
 
+def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
+    """Guards defaults of the chart that contradict it."""
+    (made,) = of_kind(rendered({"service": {"replicas": 3}}), "RayService")
+    args = yaml.safe_load(made["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert ServeJob.model_validate(args).replicas == 3
+
+
 @pytest.mark.parametrize(
     ("values", "why"),
     [
@@ -192,6 +201,7 @@ def test_the_job_is_passed_on_as_it_is():
         ({"workers": {"min": 9}}, "workers.min"),
         ({"service": {"cpus_per_replica": 8}}, "raise workers.cpu"),
         ({"service": {"gpus_per_replica": 1}}, "raise workers.cpu and workers.gpus"),
+        ({"service": {"replicas": 2, "scaling": {"max_replicas": 3}}}, "set both to null"),
         ({"model": {"claim": ""}}, "needs model.claim"),
         ({"model": {"hub": {"tokenSecret": ""}}}, "leave model.hub out"),
         ({"env": {"HF_HOME": "/x"}}, "env.HF_HOME"),

@@ -96,7 +96,12 @@
     {{- fail (printf "a replica takes %v CPUs and %v GPUs, a worker has %v and %v: raise workers.cpu and workers.gpus" $cpus $gpus $workers.cpu $workers.gpus) }}
   {{- end }}
   {{- $fleet := $model.replicas | default "auto" }}
-  {{- if eq (toString $fleet) "auto" }}{{ $fleet = ($model.scaling | default dict).max_replicas | default 4 }}{{ end }}
+  {{- $scaling := $model.scaling | default dict }}
+  {{- if eq (toString $fleet) "auto" }}
+    {{- $fleet = $scaling.max_replicas | default 4 }}
+  {{- else if or (ne (int ($scaling.min_replicas | default 1)) 1) (ne (int ($scaling.max_replicas | default 4)) 4) }}
+    {{- fail (printf "with %v replicas, min_replicas and max_replicas of service.scaling have no effect: set both to null" $fleet) }}
+  {{- end }}
   {{- $fit := divf $workers.cpu (maxf 0.001 $cpus) | floor }}
   {{- if $gpus }}{{ $fit = minf $fit (mulf $groups (divf $workers.gpus $gpus) | floor) }}{{ end }}
   {{- if gt ($fleet | float64) (mulf $fit $most) }}
