@@ -25,6 +25,7 @@ from render_simulations import (
 )
 from render_step_replay import step_replay
 from render_sweeps import machine, schedules, sweep
+from render_vllm import plugin
 from traces import table as traces
 
 ROOT = Path(__file__).parents[1]
@@ -365,6 +366,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "capacity": capacity,
     "sweep_demo": sweep,
     "schedules_demo": schedules,
+    "vllm_plugin": plugin,
 }
 
 
