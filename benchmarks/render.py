@@ -128,14 +128,12 @@ def identity(result: dict[str, Any]) -> list[str]:
         "",
         f"Against {single['against']}, greedy, at most {limit} new tokens{worst}; "
         f"{machine(result['provenance'])}.",
-        *_in_bfloat16(result["bfloat16"]),
+        *(in_bfloat16(result["bfloat16"]) if result["bfloat16"] else []),
     ]
 
 
-def _in_bfloat16(half: dict[str, Any] | None) -> list[str]:
+def in_bfloat16(half: dict[str, Any]) -> list[str]:
     """Answers in bfloat16 beside those of plain decoding in the same batches."""
-    if not half:
-        return []
     lines = [
         "",
         "| in bfloat16 | answers | identical | T/F without loops | margins: median, largest |",
@@ -367,6 +365,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "sweep_demo": sweep,
     "schedules_demo": schedules,
     "vllm_plugin": plugin,
+    "vllm_bfloat16": in_bfloat16,
 }
 
 
