@@ -52,6 +52,16 @@ def _times(label: str, base: str, batch: int | None = None) -> Callable[[Result]
     return value
 
 
+def _over_plain(batch: int | None = None) -> Callable[[Result], float]:
+    """Speed of the plug-in over plain vLLM at one batch size, by default the least over all."""
+
+    def value(result: Result) -> float:
+        ratios = {row["batch"]: row["over_plain"] for row in result["speed"]}
+        return min(ratios.values()) if batch is None else ratios[batch]
+
+    return value
+
+
 def _most(objective: str, ratio: str) -> Callable[[Result], float]:
     """The largest ratio of a training step's objective over all shapes."""
 
@@ -114,6 +124,15 @@ HEADLINES = {
     "smollm2.speed_vs_vllm_b4": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 4)),
     "smollm2.exact_vs_vllm_min": Headline("smollm2_decode", _times(_EXACT, _VLLM)),
     "smollm2.verified_over_exact_min": Headline("smollm2_decode", _times(_VERIFIED, _EXACT)),
+    "vllm.identical_share": Headline("vllm_plugin", _at("identical_share")),
+    "vllm.prompts": Headline("vllm_plugin", _at("prompts")),
+    "vllm.tf_over_ours": Headline("vllm_plugin", _at("tf_over_ours")),
+    "vllm.speed_over_plain_b1": Headline("vllm_plugin", _over_plain(1)),
+    # The plug-in has one group of masks, and no other.
+    "vllm.tf_one_group": Headline(
+        "vllm_plugin", _at("tokens_per_forward", "vllm", "without_loops")
+    ),
+    "vllm.speed_over_plain_min": Headline("vllm_plugin", _over_plain()),
     "adapter.step_time_over_sft": Headline("adapter_step", _most("draft, 1 grid", "time_ratio")),
     "adapter.step_memory_over_sft": Headline(
         "adapter_step", _most("draft, 1 grid", "memory_ratio")

@@ -25,6 +25,7 @@ from render_simulations import (
 )
 from render_step_replay import step_replay
 from render_sweeps import machine, schedules, sweep
+from render_vllm import plugin
 from traces import table as traces
 
 ROOT = Path(__file__).parents[1]
@@ -127,14 +128,12 @@ def identity(result: dict[str, Any]) -> list[str]:
         "",
         f"Against {single['against']}, greedy, at most {limit} new tokens{worst}; "
         f"{machine(result['provenance'])}.",
-        *_in_bfloat16(result["bfloat16"]),
+        *(in_bfloat16(result["bfloat16"]) if result["bfloat16"] else []),
     ]
 
 
-def _in_bfloat16(half: dict[str, Any] | None) -> list[str]:
+def in_bfloat16(half: dict[str, Any]) -> list[str]:
     """Answers in bfloat16 beside those of plain decoding in the same batches."""
-    if not half:
-        return []
     lines = [
         "",
         "| in bfloat16 | answers | identical | T/F without loops | margins: median, largest |",
@@ -388,6 +387,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "sweep_demo": sweep,
     "schedules_demo": schedules,
     "load_tools": load_tools,
+    "vllm_plugin": plugin,
+    "vllm_bfloat16": in_bfloat16,
 }
 
 

@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 16
+# The engine in this process, on the threads that it is given, without a word to the world.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 # Answers of fewer tokens say nothing about speed.
 _LEAST_TOKENS = 16
 
@@ -60,6 +69,15 @@ class Sides:
         """The plug-in's counts."""
         return self.mars.collective_rpc("mars_counts")[0]
 
+    def forwards(self, outputs: list[Any]) -> list[int]:
+        """Of each answer that the plug-in's side has given lately."""
+        # vLLM adds letters of its own to the ids of requests.
+        counted = {
+            name.split("-")[0]: counts["forwards"]
+            for name, counts in self.counts()["requests"].items()
+        }
+        return [counted[output.request_id.split("-")[0]] for output in outputs]
+
     def total_since(self, before: dict[str, Any]) -> dict[str, Any]:
         """Totals since earlier counts."""
         after, old = self.counts()["total"], before["total"]
@@ -82,14 +100,11 @@ def greedy(sides: Sides) -> dict[str, Any]:
     before = sides.counts()
     mars = sides.answers(sides.mars, everything)
     total = sides.total_since(before)
-    counted = sides.counts()["requests"]
-    # vLLM adds letters of its own to the ids of requests.
-    forwards = {name.split("-")[0]: counts["forwards"] for name, counts in counted.items()}
     return {
         "plain": [list(output.outputs[0].token_ids) for output in plain],
         "mars": {
             "answers": [list(output.outputs[0].token_ids) for output in mars],
-            "forwards": [forwards[output.request_id.split("-")[0]] for output in mars],
+            "forwards": sides.forwards(mars),
         },
         "greedy": total,
     }
@@ -130,15 +145,7 @@ def speed(sides: Sides, batch: int, indices: list[int]) -> dict[str, Any]:
 def main() -> None:
     """Read the task, start both sides, measure."""
     task = json.loads(Path(sys.argv[1]).read_text())
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_V2_MODEL_RUNNER="0",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        OMP_NUM_THREADS=str(task["threads"]),
-    )
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(task["threads"]))
     import vllm
 
     sides = Sides(task)

@@ -9,7 +9,7 @@ from mars_ray.config.evaluate import PromptsTask
 from mars_ray.config.model import PresetName
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
 
-Peer = Literal["vllm", "transformers", "transformers-continuous"]
+Peer = Literal["vllm", "vllm-mars", "transformers", "transformers-continuous"]
 
 
 class LockstepDecoder(Config):
@@ -28,7 +28,8 @@ class BenchDecodeJob(Config):
         default=None, description="instead of a checkpoint: a shape, for the cost of a step"
     )
     draft_adapter: str | None = Field(
-        default=None, description="adapter of our modes, as a service's `engine.draft_adapter`"
+        default=None,
+        description="adapter of our modes and of vllm-mars, as a service's `engine.draft_adapter`",
     )
     modes: Modes = Field(default=(ExactMode(), VerifiedMode()), min_length=1)
     peers: Annotated[tuple[Peer, ...], DISTINCT] = ()

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from mars_ray.config.base import Config
 
@@ -14,12 +14,27 @@ class VllmMarsRequest(Config):
         float | None,
         Field(ge=0, le=1, description="in place of the engine's; 1 is lossless"),
     ] = None
+    budget: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description="in place of a threshold: share of the answer's tokens that may differ "
+            "from plain decoding",
+        ),
+    ] = None
     floor: Annotated[
         float, Field(ge=0, le=1, description="lowest of the engine's thresholds that it follows")
     ] = 0.0
     drafts: Annotated[
         bool, Field(description="false: plain decoding, a token for each forward")
     ] = True
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "VllmMarsRequest":
+        if self.budget is not None and self.threshold is not None:
+            raise ValueError("name threshold or budget: a budget finds its own threshold")
+        return self
 
 
 class VllmMars(Config):

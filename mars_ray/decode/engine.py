@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode, widest_rows
 from mars_ray.core.step_cost import CONTEXT, StepCost
+from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of
 from mars_ray.decode.draft_control import DraftControl
@@ -43,7 +44,6 @@ from mars_ray.decode.stats import (
 )
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows
-from mars_ray.decode.thresholds import Budget, Thresholds
 from mars_ray.decode.warm_up import Clock, StepTimer, measure_steps
 from mars_ray.errors import ModelError, RequestError
 from mars_ray.model.card import ModelCard

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
-from mars_ray.decode.thresholds import Budget, Quality
+from mars_ray.core.thresholds import Budget, Quality
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.model.card import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window

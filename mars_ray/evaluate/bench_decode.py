@@ -67,10 +67,11 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
     with ExitStack() as stack:
         bars = stack.enter_context(Bars(console))
         checkpoint = stack.enter_context(_checkpoint(job))
-        _check_modes(job, drafting_card(checkpoint, EngineConfig(draft_adapter=job.draft_adapter)))
+        card = drafting_card(checkpoint, EngineConfig(draft_adapter=job.draft_adapter))
+        _check_modes(job, card)
         tasks = _tasks(job, checkpoint)
         peers = {
-            peer: stack.enter_context(_running(peer, job, checkpoint))
+            peer: stack.enter_context(_running(peer, job, checkpoint, card.block_size))
             for peer in dict.fromkeys(contender.peer for contender in contenders)
         }
         steps: dict[tuple[int, int], list[float]] = {
@@ -157,6 +158,11 @@ def _check_modes(job: BenchDecodeJob, card: ModelCard) -> None:
         raise ConfigError(
             "lockstep needs a model that `mars-ray train` has given a mask token: leave it out"
         )
+    if "vllm-mars" in job.peers and not card.block_size:
+        raise ConfigError(
+            "the peer vllm-mars needs masks: name a draft_adapter, or a checkpoint that "
+            "`mars-ray train` has trained"
+        )
 
 
 @contextmanager
@@ -175,13 +181,16 @@ def random_checkpoint(preset: PresetName) -> Iterator[str]:
 
 
 @contextmanager
-def _running(name: str, job: BenchDecodeJob, checkpoint: str) -> Iterator[_Peer]:
+def _running(name: str, job: BenchDecodeJob, checkpoint: str, depths: int) -> Iterator[_Peer]:
+    """A peer's process while it is needed; `depths` are those of the drafts."""
     pythons: dict[str, str] = {**job.peer_pythons}
     python = pythons.get(name, sys.executable)
     script = f"{name.replace('-', '_')}_peer.py"
     limits = (job.max_context, max(job.batch_sizes))
     command = [python, str(_PEERS / script), checkpoint, job.dtype, *map(str, limits)]
-    if name == "mars" and job.draft_adapter:
+    if name == "vllm-mars":
+        command.append(str(depths))
+    if name in ("mars", "vllm-mars") and job.draft_adapter:
         command.append(job.draft_adapter)
     threads = {"OMP_NUM_THREADS": str(job.threads)}
     pipe, environment = subprocess.PIPE, os.environ | threads
@@ -295,8 +304,9 @@ def _case(label: str, batch: int, cell: _Measured, base: _Measured) -> dict[str,
         case |= {
             "ms_per_step": 1e3 * statistics.median(cell.seconds) / cell.answer["steps"],
             "tokens_per_forward": tokens / cell.answer["forwards"],
-            "positions_per_token": cell.answer["rows"] / tokens,
         }
+    if "rows" in cell.answer:
+        case["positions_per_token"] = cell.answer["rows"] / tokens
     if "model_seconds" in cell.answer:
         # In the last round, the share of a step's time outside the model's forward.
         case["own_share"] = 1 - cell.answer["model_seconds"] / cell.seconds[-1]
@@ -311,16 +321,20 @@ def _print(result: dict[str, Any], console: Console) -> None:
     for column in columns:
         table.add_column(column, justify="left" if column == "decoder" else "right")
     for case in result["cases"]:
-        counted = "ms_per_step" in case
         table.add_row(
             str(case["batch"]),
             case["label"],
             f"{case['tokens_per_s']:.0f}",
             f"{case['speed_up']:.2f}",
             f"{case['same_output']:.0%}",
-            f"{case['ms_per_step']:.2f}" if counted else "-",
-            f"{case['own_share']:.0%}" if "own_share" in case else "-",
-            f"{case['tokens_per_forward']:.2f}" if counted else "-",
-            f"{case['positions_per_token']:.1f}" if counted else "-",
+            *(
+                format(case[key], form) if key in case else "-"
+                for key, form in (
+                    ("ms_per_step", ".2f"),
+                    ("own_share", ".0%"),
+                    ("tokens_per_forward", ".2f"),
+                    ("positions_per_token", ".1f"),
+                )
+            ),
         )
     console.print(table)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
-from mars_ray.decode.thresholds import Quality
+from mars_ray.core.thresholds import Quality
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ import inspect
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.version import __version__
 
@@ -69,7 +71,7 @@ METHODS: dict[tuple[Any, str], tuple[str, ...]] = {
     ),
     (StructuredOutputManager, "validate_tokens"): ("request", "spec_tokens"),
 }
-# Fields of classes that are made or changed here.
+# Fields of classes that are read, made or changed here.
 FIELDS: dict[type, tuple[str, ...]] = {
     SpecDecodeMetadata: (
         "draft_token_ids",
@@ -81,6 +83,12 @@ FIELDS: dict[type, tuple[str, ...]] = {
         "logits_indices",
     ),
     SamplingMetadata: ("spec_token_ids", "output_token_ids", "generators", "temperature"),
+    SchedulerOutput: (
+        "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "finished_req_ids",
+    ),
+    CachedRequestState: ("sampling_params", "output_token_ids"),
     SamplerOutput: ("sampled_token_ids", "logprobs_tensors"),
 }
 

@@ -23,10 +23,12 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 
 from mars_ray.config.vllm import VllmMarsRequest
 from mars_ray.core.draft_head import DraftHead, candidate_logits
+from mars_ray.core.thresholds import Budget
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.vllm import interface, runner, settings
 from mars_ray.vllm.adapter import Parts, Sites, fitted
+from mars_ray.vllm.budgets import Budgets
 from mars_ray.vllm.counts import MarsCounts
 from mars_ray.vllm.cpu import repair_expansion
 from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
@@ -43,6 +45,7 @@ class MarsProposer:
         interface.check()
         self.settings = settings.read(vllm_config)
         self.counts = MarsCounts()
+        self.budgets = Budgets()
         self.layout = Layout((), ())
         self.requests: list[str] = []
         self.logits_NV: Tensor | None = None  # of the step under way
@@ -148,9 +151,16 @@ class MarsProposer:
         self._masks_by_running = [(least, masks) for least, masks in masks_by_running]
 
     def threshold_of(self, request: str, state: Any) -> float:
-        """A request's threshold: its own, or the engine's."""
+        """A request's threshold: its own, or the engine's; 1 with a budget, which has its own."""
         own = self._said_by(request, state)
+        if own.budget is not None:
+            return 1.0
         return max(own.floor, self._threshold) if own.threshold is None else own.threshold
+
+    def budget_of(self, request: str, state: Any) -> Budget | None:
+        """A request's budget, if it has one."""
+        share = self._said_by(request, state).budget
+        return None if share is None else Budget(share)
 
     def _said_by(self, request: str, state: Any) -> VllmMarsRequest:
         if request not in self._requests:
@@ -163,6 +173,7 @@ class MarsProposer:
         self.counts.ended(requests)
         for request in requests:
             self._requests.pop(request, None)
+            self.budgets.ended(request)
 
     def begin(self, requests: Sequence[str], layout: Layout) -> None:
         """Note the rows of the forward that comes."""
@@ -175,6 +186,7 @@ class MarsProposer:
         the runner's, by request."""
         logits_NV, self.logits_NV = self.logits_NV, None
         self.counts.add(self.requests, self.layout, sampled)
+        self.budgets.settle(self.requests, sampled)
         origins = self.layout.origins(sampled)
         drafts: dict[int, list[int]] = {}
         if origins and logits_NV is not None:

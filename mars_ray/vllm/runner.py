@@ -26,6 +26,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from mars_ray.vllm.budgets import Budgets, Spender
 from mars_ray.vllm.relaxed import relax
 from mars_ray.vllm.rows import laid_out
 
@@ -35,9 +36,11 @@ _Method = Callable[..., Any]
 
 @dataclass
 class _Metadata(SamplingMetadata):
-    """vLLM's parameters of a batch, with the threshold of each draft; None if all are 1."""
+    """vLLM's parameters of a batch, and how its drafts may be accepted."""
 
-    threshold_N: Tensor | None = None
+    threshold_N: Tensor | None = None  # of each draft; None if all are 1
+    budgets: Budgets | None = None
+    spenders: tuple[Spender, ...] = ()
 
 
 def _prepare_inputs(
@@ -83,7 +86,12 @@ def _sample(
     whole = batch.sampling_metadata
     values = {field.name: getattr(whole, field.name) for field in fields(SamplingMetadata)}
     values["spec_token_ids"] = [list(drafts) for drafts in kept]
-    batch.sampling_metadata = _Metadata(**values, threshold_N=_thresholds(runner, kept))
+    batch.sampling_metadata = _Metadata(
+        **values,
+        threshold_N=_thresholds(runner, kept),
+        budgets=mars.budgets,
+        spenders=_spenders(runner, kept),
+    )
     try:
         return original(runner, real_NV, metadata)
     finally:
@@ -114,6 +122,21 @@ def _thresholds(runner: Any, drafts: list[tuple[int, ...]]) -> Tensor | None:
     return torch.tensor(values, device=runner.device)
 
 
+def _spenders(runner: Any, drafts: list[tuple[int, ...]]) -> tuple[Spender, ...]:
+    """The requests that have a budget and drafts in this step."""
+    mars = runner.drafter
+    found: list[Spender] = []
+    first = 0
+    for request, own in zip(mars.requests, drafts, strict=True):
+        state = runner.requests[request]
+        budget = mars.budget_of(request, state)
+        if own and budget:
+            tokens = len(state.output_token_ids)
+            found.append(Spender(request, budget, tokens, first, len(own)))
+        first += len(own)
+    return tuple(found)
+
+
 def _rejection_sample(
     original: _Method,
     draft_token_ids: Tensor,
@@ -126,13 +149,9 @@ def _rejection_sample(
     sampling_metadata: SamplingMetadata,
     **kwargs: Any,
 ) -> Tensor:
-    if isinstance(sampling_metadata, _Metadata) and sampling_metadata.threshold_N is not None:
-        relax(
-            target_logits,
-            draft_token_ids,
-            sampling_metadata.threshold_N,
-            _greedy(sampling_metadata, num_draft_tokens, target_logits.device),
-        )
+    if isinstance(sampling_metadata, _Metadata):
+        greedy_N = _greedy(sampling_metadata, num_draft_tokens, target_logits.device)
+        _allow(sampling_metadata, target_logits, draft_token_ids, greedy_N)
     return original(
         draft_token_ids,
         num_draft_tokens,
@@ -144,6 +163,17 @@ def _rejection_sample(
         sampling_metadata,
         **kwargs,
     )
+
+
+def _allow(metadata: _Metadata, logits_NV: Tensor, draft_N: Tensor, greedy_N: Tensor) -> None:
+    """Let vLLM's rule accept what thresholds below 1 and budgets accept."""
+    if metadata.threshold_N is not None:
+        relax(logits_NV, draft_N, metadata.threshold_N, greedy_N)
+    for spender in metadata.spenders:
+        assert metadata.budgets is not None
+        rows = slice(spender.first, spender.first + spender.drafts)
+        drafts, greedy = draft_N[rows].tolist(), bool(greedy_N[spender.first])
+        metadata.budgets.decide(spender, logits_NV[rows], drafts, greedy)
 
 
 def _greedy(metadata: SamplingMetadata, drafts: list[int], device: torch.device) -> Tensor:

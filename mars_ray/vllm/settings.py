@@ -110,6 +110,11 @@ def _check_engine(config: VllmConfig) -> None:
         raise ConfigError(
             f"MARS in vLLM decodes {', '.join(ARCHITECTURES)}; this model is {', '.join(found)}"
         )
+    if config.use_v2_model_runner:
+        raise ConfigError(
+            "MARS in vLLM works with the V1 model runner, and this engine has the newer one: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+        )
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError(
             "MARS in vLLM does not work with pipeline_parallel_size > 1: use "

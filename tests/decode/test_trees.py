@@ -12,6 +12,7 @@ from decode.models import CARD, STOP, pattern, request, trained_model
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.step_cost import StepCost
+from mars_ray.core.thresholds import Elastic
 from mars_ray.core.tree import fan
 from mars_ray.decode import reference
 from mars_ray.decode.attention.tables import Tables
@@ -21,7 +22,6 @@ from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
 from mars_ray.decode.strategies.verified import Verified
-from mars_ray.decode.thresholds import Elastic
 from mars_ray.errors import RequestError
 from mars_ray.model.card import PLAIN
 

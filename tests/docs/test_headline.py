@@ -62,6 +62,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "metrics_size.json",
         "token_sums.json",
         "service_fuzz.json",
+        "vllm_plugin.json",
     }
 
 
@@ -101,6 +102,34 @@ def test_figures_of_the_service(tmp_path):
         "service.token_sums_equal": 1,
         "service.fuzz_requests": 5100,
         "service.fuzz_5xx": 0,
+    }
+
+
+def test_figures_of_the_plugin_for_vllm(tmp_path):
+    """By hand: the speed at batch 1, and the least of all sizes; T/F without answers that loop."""
+    result = {
+        "prompts": 200,
+        "identical_share": 0.995,
+        "tf_over_ours": 0.98,
+        "tokens_per_forward": {
+            "vllm": {"all": 1.9, "without_loops": 1.4},
+            "ours": {"all": 2.0, "without_loops": 1.5},
+        },
+        "speed": [
+            {"batch": 1, "over_plain": 1.3},
+            {"batch": 4, "over_plain": 0.99},
+            {"batch": 16, "over_plain": 1.01},
+        ],
+    }
+    (tmp_path / "vllm_plugin.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {
+        "vllm.identical_share": 0.995,
+        "vllm.prompts": 200,
+        "vllm.tf_over_ours": 0.98,
+        "vllm.speed_over_plain_b1": 1.3,
+        "vllm.tf_one_group": 1.4,
+        "vllm.speed_over_plain_min": 0.99,
     }
 
 

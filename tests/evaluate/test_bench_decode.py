@@ -91,7 +91,7 @@ def test_a_peer_that_died_while_it_waited(monkeypatch):
     job = BenchDecodeJob.model_validate(SMALL)
     with (
         pytest.raises(MarsError, match="the peer mars ended"),
-        bench_decode._running("mars", job, "nowhere") as peer,
+        bench_decode._running("mars", job, "nowhere", 0) as peer,
     ):
         ask_when_it_is_gone(peer)
 
@@ -115,6 +115,17 @@ def test_prompts_that_have_no_room_are_refused_before_any_peer_starts(monkeypatc
         run_bench_decode(job, Console(quiet=True))
 
 
+def test_a_peer_with_masks_needs_some(monkeypatch, tmp_path):
+    """Guards vLLM's plug-in started for a model that nobody has trained, and its refusal behind the
+    loading of all others."""
+    monkeypatch.setattr(bench_decode, "_running", None)
+    base = write_base(tmp_path)
+    plain = {"random_weights": None, "checkpoint": str(base), "modes": [{"type": "exact"}]}
+    job = BenchDecodeJob.model_validate(SMALL | plain | {"peers": ["vllm-mars"]})
+    with pytest.raises(ConfigError, match="vllm-mars needs masks: name a draft_adapter"):
+        run_bench_decode(job, Console(quiet=True))
+
+
 def test_an_interpreter_that_is_not_there_is_named():
     """And so is one of a peer that nobody knows, which was ignored."""
     with pytest.raises(ValidationError, match=r"peer_pythons\.vlm"):
@@ -123,7 +134,7 @@ def test_an_interpreter_that_is_not_there_is_named():
     job = BenchDecodeJob.model_validate(SMALL | {"peers": ["vllm"], "peer_pythons": pythons})
     with (
         pytest.raises(ConfigError, match=r"peer_pythons\.vllm /nowhere/python cannot be run"),
-        bench_decode._running("vllm", job, "nowhere"),
+        bench_decode._running("vllm", job, "nowhere", 0),
     ):
         pass
 

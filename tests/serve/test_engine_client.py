@@ -18,11 +18,11 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.core.thresholds import Elastic, Quality
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
-from mars_ray.decode.thresholds import Elastic, Quality
 from mars_ray.errors import EngineError, ModelError, PromptTooLongError, RequestError
 from mars_ray.model.load import load_tokenizer
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message

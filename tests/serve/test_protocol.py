@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.thresholds import Elastic
+from mars_ray.core.thresholds import Elastic
 from mars_ray.serve.openai.request_models import (
     ApiError,
     ChatBody,

@@ -11,7 +11,7 @@ from mars_ray.autoscale.sample import PINNED, Collector, ReplicaCounts, Report
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig, Slo
-from mars_ray.decode.thresholds import Budget, Elastic
+from mars_ray.core.thresholds import Budget, Elastic
 from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.replica.stats import AnswerStats, Tally
 

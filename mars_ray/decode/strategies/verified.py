@@ -13,10 +13,10 @@ from collections.abc import Sequence as Several
 from dataclasses import replace
 
 from mars_ray.core.draft_choice import Choice, likeliest_outcomes
+from mars_ray.core.thresholds import Budget
 from mars_ray.core.tree import children_of, depths_of, first_chain, renumbered
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import MaskGroup, Plan, Proposals, Rows, Strategy
-from mars_ray.decode.thresholds import Budget
 
 
 class Verified(Strategy):

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,24 +14,47 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 def main() -> None:
     """Arguments: checkpoint, dtype, longest sequence."""
-    # vLLM's own prints must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    vllm: Any = importlib.import_module("vllm")
+    replies = own_stdout()
+    llm = load(*sys.argv[1:4])
+    say(replies, {"peer": "vllm", "version": version()})
+    for line in sys.stdin:
+        say(replies, answer(llm, json.loads(line)))
 
-    checkpoint, dtype, max_context = sys.argv[1:4]
-    llm = vllm.LLM(
+
+def own_stdout() -> TextIO:
+    """Where replies go; vLLM's own prints, which must not mix with them, go to stderr from here
+    on."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return replies
+
+
+def say(replies: TextIO, reply: dict[str, Any]) -> None:
+    """Write one line, and let it go."""
+    print(json.dumps(reply), file=replies, flush=True)
+
+
+def version() -> str:
+    """Of vLLM."""
+    vllm: Any = importlib.import_module("vllm")
+    return vllm.__version__
+
+
+def load(checkpoint: str, dtype: str, max_context: str, **more: Any) -> Any:
+    """vLLM's engine as this benchmark measures it, with more of its arguments."""
+    vllm: Any = importlib.import_module("vllm")
+    return vllm.LLM(
         model=checkpoint,
         dtype=dtype,
         max_model_len=int(max_context),
         enable_prefix_caching=False,
+        **more,
     )
-    print(json.dumps({"peer": "vllm", "version": vllm.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_answer(llm, vllm, json.loads(line))), file=answers, flush=True)
 
 
-def _answer(llm: Any, vllm: Any, task: dict[str, Any]) -> dict[str, Any]:
+def answer(llm: Any, task: dict[str, Any]) -> dict[str, Any]:
+    """Decode the task's batches one after the other, greedily."""
+    vllm: Any = importlib.import_module("vllm")
     sampling = vllm.SamplingParams(
         max_tokens=task["max_new_tokens"],
         temperature=0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any
 
+from mars_ray.core.thresholds import Budget
 from mars_ray.serve.openai.response_models import (
     AdapterUsage,
     ChatAddition,
@@ -84,9 +85,10 @@ def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
 
 
 def _threshold(call: GenerationRequest, finishes: Sequence[Finish]) -> float | None:
-    """The lowest threshold that was in force."""
+    """The lowest threshold that was in force; None where a budget has moved it unseen."""
     told = [finish.threshold for finish in finishes if finish.threshold is not None]
-    return min(told, default=None if finishes[-1].mode else call.mode.own_threshold)
+    unknown = finishes[-1].mode or isinstance(call.quality, Budget)
+    return min(told, default=None if unknown else call.mode.own_threshold)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from mars_ray.config.modes import (
     VerifiedMode,
 )
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.thresholds import Budget, Elastic, Quality
+from mars_ray.core.thresholds import Budget, Elastic, Quality
 from mars_ray.serve.openai.request_models import (
     AnswerBody,
     ChatBody,

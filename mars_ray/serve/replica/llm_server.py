@@ -17,10 +17,10 @@ from mars_ray.autoscale.sample import PINNED
 from mars_ray.autoscale.valve import LocalLoop
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
-from mars_ray.decode.thresholds import Elastic
 from mars_ray.errors import (
     DataError,
     DeadlineError,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.mailbox import Deliver
 from mars_ray.decode.request import Completion, Request, TokenEvent, TokenLogprobs
 from mars_ray.decode.request import FinishReason as Reason
-from mars_ray.decode.thresholds import Elastic
 from mars_ray.errors import PoisonError
 
 _REASONS: dict[FinishReason, Reason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

@@ -18,8 +18,8 @@ from vllm.version import __version__ as VLLM_VERSION
 
 from mars_ray.config.vllm import VllmMars
 from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.core.thresholds import Budget, Elastic
 from mars_ray.decode.request import MOST_LOGPROBS, Request
-from mars_ray.decode.thresholds import Budget, Elastic
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.vllm.settings import KEY, PROPOSER
 
@@ -137,18 +137,17 @@ def _said(request: Request) -> dict[str, Any]:
     own = request.mode.own_threshold
     if own is None:
         return {"drafts": False}
-    if isinstance(request.quality, Elastic):
-        return {"floor": request.quality.floor}
+    match request.quality:
+        case Elastic(floor):
+            return {"floor": floor}
+        case Budget(share):
+            return {"budget": share}
+        case None:
+            pass
     return {"threshold": own}
 
 
 def _check(request: Request, drafts: bool) -> None:
-    if isinstance(request.quality, Budget):
-        raise RequestError(
-            "the vLLM engine has no quality_budget: name a quality or a threshold, or ask a "
-            "service whose engine.type is 'mars'",
-            field="quality_budget",
-        )
     sampling = request.sampling
     if 0 < sampling.temperature < _LEAST_TEMPERATURE:
         raise RequestError(

@@ -29,6 +29,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import EngineThread
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.mailbox import Close, Deliver, failed
@@ -328,9 +329,10 @@ class VllmClient(EngineThread):
             field = getattr(error, "parameter", None)
             raise RequestError(f"vLLM refuses the request: {error}", field=field) from error
         llm.input_processor.assign_request_id(made)
-        # A quality takes the place of the mode's own threshold.
-        own = request.mode.own_threshold
-        threshold = own if own is None or request.quality is None else 1.0
+        # A quality takes the place of the mode's own threshold; a budget's is known to vLLM only.
+        threshold = request.mode.own_threshold
+        if threshold is not None and request.quality is not None:
+            threshold = 1.0 if isinstance(request.quality, Elastic) else None
         answer = VllmAnswer(request, deliver, made.request_id, threshold)
         answer.follow(self._set_point)
         if not self._answers:
