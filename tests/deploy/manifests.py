@@ -117,9 +117,11 @@ def check_groups(head_and_workers: list[dict[str, Any]], **more: str) -> None:
         # The autoscaler's second version replaces pods itself.
         assert pod.get("restartPolicy", "Never") == "Never"
         assert pod["securityContext"]["runAsNonRoot"] is True
-        for container in pod["containers"]:
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert container["resources"]["limits"] == container["resources"]["requests"]
+        for container in pod["containers"]:
             names = {entry["name"]: entry["value"] for entry in container["env"]}
             assert names.items() >= (NODE_ENVIRONMENT | more).items()
     for group in workers:

@@ -212,6 +212,7 @@ def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
         ({"kind": "RayJob", "job": {"name": "train-qwen2.5-7b"}}, "machines-gpu.yaml"),
         ({"kind": "RayJob", "job": {"name": "simulate", "cpus": 5}}, "no worker has 5"),
         ({"kind": "RayCluster", "ingress": example("object-store")["ingress"]}, "kind=RayService"),
+        ({"kind": "RayCluster", "model": {"hub": {"tokenSecret": ""}}}, "kind=RayService"),
         ({"gateway": {"host": "a.b"}}, "name a parent"),
         (
             {

@@ -20,8 +20,8 @@
 {{- if eq .Values.kind "RayService" }}
   {{- include "mars-ray.checkService" . }}
 {{- else }}
-  {{- if or .Values.gateway .Values.ingress .Values.upgrade.incremental }}
-    {{- fail "gateway, ingress and upgrade.incremental are a service's: leave them out, or set kind=RayService" }}
+  {{- if or .Values.gateway .Values.ingress .Values.upgrade.incremental .Values.model.hub }}
+    {{- fail "gateway, ingress, upgrade.incremental and model.hub are a service's: leave them out, or set kind=RayService" }}
   {{- end }}
 {{- end }}
 {{- range $name, $_ := .Values.env }}
