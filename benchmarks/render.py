@@ -332,24 +332,23 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def load_tools(result: dict[str, Any]) -> list[str]:
-    """What load tools of others have reported, each at its own prompts."""
+    """What load tools of others have counted. No speeds: the tools compute beside the service."""
     lines = [
-        "| tool | version | requests | failed | tokens/s | first token, ms | per token, ms |",
-        "|---|---|---|---|---|---|---|",
+        "| tool | version | answers | failed | output tokens |",
+        "|---|---|---|---|---|",
     ]
     for row in result["tools"]:
         lines.append(
             f"| {row['tool']} | {row['version']} | {row['completed']} | {row['failed']} | "
-            f"{row['output_tokens_per_s']:,.0f} | {row['first_token_ms']:,.0f} | "
-            f"{row['per_token_ms']:,.0f} |"
+            f"{row['output_tokens']:,} |"
         )
     sizes = f"{result['prompt_tokens']} and {result['output_tokens']} tokens"
-    facts = machine(result["provenance"])
     return [
         *lines,
         "",
-        f"{result['model']}, {result['clients']} clients, prompts and answers of {sizes}, medians, "
-        f"the tools on the cores of the service, {facts}.",
+        f"{result['model']} with its draft adapter, {result['requests']} requests by "
+        f"{result['clients']} clients, prompts and answers of {sizes}, "
+        f"{machine(result['provenance'])}.",
     ]
 
 
