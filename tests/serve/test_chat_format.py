@@ -1,7 +1,10 @@
 """Tools and thoughts by the chat templates of well-known families."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from pydantic import ValidationError
@@ -11,10 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
 from mars_ray.errors import ModelError, RequestError
-from mars_ray.serve.protocol import GenerationRequest, ToolCall, Tools, Turn
+from mars_ray.serve.openai.responses import Answer
+from mars_ray.serve.protocol import GenerationRequest, TokenText, ToolCall, Tools, Turn
 from mars_ray.serve.replica.chat_format import ChatFormat
+from mars_ray.serve.replica.output_processor import OutputProcessor
 
 PARAMETERS = {
     "type": "object",
@@ -271,6 +277,52 @@ def test_a_model_may_think_where_nobody_reads_its_thoughts(tiny):
     """Guards a grammar of free text that forbids the mark, which is a token of its own."""
     chat = form_of(tiny, "qwen3")
     assert follows(chat, compiled(chat, call_of()), f"<think>hm</think>yes {ONE['qwen3']}")
+
+
+def answered(chat: ChatFormat, steps: list[tuple[int, ...]], stop: tuple[str, ...] = ()) -> Answer:
+    """What a reply has of an answer of these steps."""
+    call = call_of(stop=stop, shows_reasoning=True)
+    request = Request("id-0", (1,), ExactMode(), Sampling(), 100, frozenset())
+    output = OutputProcessor(
+        call,
+        request,
+        0,
+        partial(chat.decode, call),
+        lambda token, logprob: TokenText("", (), logprob),
+        chat.tool_reader(call, "id-0"),
+        chat.reasoning_reader(call),
+    )
+    answer = Answer()
+    for forward, tokens in enumerate(steps, start=1):
+        is_last = forward == len(steps)
+        done = Completion("id-0", (), (), forward, "stop") if is_last else None
+        answer.add(output.add([TokenEvent("id-0", tokens, forward, done)])[0])
+    return answer
+
+
+@pytest.mark.parametrize("family", [*ONE, "deepseek-r1"])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_the_steps_of_an_answer_do_not_matter(tiny, family, stop):
+    """Its tokens cut in two at every place, and one by one: text, calls, thoughts and their count.
+    Guards a mark, or a character, that is missed because two steps have written it."""
+    parsers = {"tool_parser": "hermes"} if family == "plain" else {}
+    text = f"Grüße: {TWO.get(family) or ONE.get(family) or ONE['qwen3']}"
+    if family in ("qwen3", "deepseek-r1"):
+        parsers["reasoning_parser"] = "qwen3"
+        text = ("<think>" if family == "qwen3" else "") + f"hm 😀\n</think>\n{text}"
+    chat = form_of(tiny, family, **parsers)
+    tokens = tuple(chat._tokenizer.encode(text))
+    whole = answered(chat, [tokens], stop)
+    assert whole.text == "Grüße:"
+    assert [call.name for call in whole.calls] == (["add", "now"] if family in TWO else ["add"])
+    assert whole.finish
+    assert whole.finish.reason == "tool_calls"
+    assert whole.reasoning == ("hm 😀" if parsers.get("reasoning_parser") else "")
+    assert bool(whole.finish.reasoning_tokens) == bool(whole.reasoning)
+    ways = [[tokens[:place], tokens[place:]] for place in range(1, len(tokens))]
+    for steps in (*ways, [(token,) for token in tokens]):
+        assert replace(answered(chat, steps, stop), finish=None) == replace(whole, finish=None)
+    assert answered(chat, ways[0], stop).finish == replace(whole.finish, forwards=2, served=ANY)
 
 
 def test_a_reasoning_parser_needs_its_tokens(tiny):

@@ -133,6 +133,8 @@ def test_a_schema_cannot_loosen_itself(client, options):
     error = error_of(ask(client, response_format=asked), 400)
     assert error["param"] == "response_format"
     assert "'x-guidance'" in error["message"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert error_of(ask(client, tools=[tool]), 400)["param"] == "tools"
 
 
 def test_a_schema_that_becomes_too_complex_is_a_400(client, text_engine):

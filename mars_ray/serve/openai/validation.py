@@ -263,7 +263,7 @@ def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
 def _schema(body: AnswerBody) -> dict[str, Any] | None:
     match body:
         case ChatBody(response_format=SchemaFormat(json_schema=named)):
-            _check_options(named.schema_)
+            _check_options(named.schema_, "response_format")
             return named.schema_
         case ChatBody(response_format=JsonFormat()):
             return {"type": "object"}
@@ -271,13 +271,13 @@ def _schema(body: AnswerBody) -> dict[str, Any] | None:
             return None
 
 
-def _check_options(schema: dict[str, Any]) -> None:
+def _check_options(schema: dict[str, Any], param: str) -> None:
     """Raises ApiError for options of llguidance, except the one that only shapes white space.
     Others may make it ignore parts of the schema, or write text that is not JSON."""
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict) or not options.keys() <= {"whitespace_flexible"}:
         message = "'x-guidance' of a schema may hold 'whitespace_flexible' and nothing else"
-        refuse("response_format", message)
+        refuse(param, message)
 
 
 def _tools(body: AnswerBody) -> Tools | None:
@@ -295,6 +295,8 @@ def _tools(body: AnswerBody) -> Tools | None:
         refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
     if choice == "none":
         return None
+    for tool in body.tools:
+        _check_options(tool.function.parameters or {}, "tools")
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return Tools(
         tuple(tool.model_dump(exclude_none=True) for tool in body.tools),

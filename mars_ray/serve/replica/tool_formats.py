@@ -1,4 +1,4 @@
-"""How models write calls of tools: the forms that `tool_parser` of a job names.
+r"""How models write calls of tools: the forms that `tool_parser` of a job names.
 
     hermes    <tool_call>\n{"name": "add", "arguments": {...}}\n</tool_call>     each call
     llama3    {"name": "add", "parameters": {...}}; {"name": ...}
