@@ -191,7 +191,8 @@ class Used:
     replica: str | None = None  # name of who has counted
 
     def __add__(self, other: "Used") -> "Used":
-        return Used(*map(add, self._counts, other._counts), self.replica or other.replica)
+        counts = map(add, self._counts, other._counts)
+        return Used(*counts, replica=self.replica or other.replica)
 
     @property
     def _counts(self) -> tuple[int, ...]:
