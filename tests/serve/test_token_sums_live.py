@@ -48,7 +48,7 @@ def send(url: str, number: int) -> None:
 
 def kill_one() -> None:
     """One of the replicas, without a word to anybody."""
-    actors = list_named_actors(all_namespaces=True)
+    actors: list[dict] = list_named_actors(all_namespaces=True)
     ray.kill(ray.get_actor(**next(a for a in actors if f"#Replica-{MODEL}#" in a["name"])))
 
 
