@@ -82,7 +82,7 @@ $(VLLM_VENV)/bin/python:
 test-vllm: $(VLLM_VENV)/bin/python  ## the plug-in for vLLM, in an environment that this makes
 	$(VLLM_VENV)/bin/python -c "import setuptools; setuptools.setup()" --quiet egg_info
 	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/in_vllm $(ARGS)
-	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -m vllm $(addprefix tests/serve/test_,engine_client.py vllm_service.py) $(ARGS)
+	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -m vllm $(addprefix tests/serve/test_,engine_client.py vllm_service.py fuzz.py swap.py drain.py) $(ARGS)
 
 fuzz: setup                    ## 6,000 requests made up from the served schema: some minutes
 	FUZZ_REQUESTS=6000 $(TESTS) -s tests/serve/test_fuzz.py $(ARGS)

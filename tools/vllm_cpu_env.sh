@@ -42,5 +42,5 @@ pip install --no-deps "$wheel"
 # do. Our package itself is found by PYTHONPATH.
 ray=$(sed -n 's/^ray==//p' "$(dirname "$0")/../constraints.txt")
 pip install "ray[serve]==$ray" filelock pyarrow rich typer
-pip install pytest pytest-timeout hypothesis safetensors psutil
+pip install pytest pytest-timeout hypothesis safetensors psutil schemathesis
 "$directory/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'

@@ -85,3 +85,14 @@ def test_a_step_with_prompts_says_nothing():
         window.choose(1)
     # Two steps in a row are never enough to be counted.
     assert window.choose(1) == 1
+
+
+def test_what_is_far_behind_is_given_up_early():
+    """Where rows cost what tokens cost, a second load takes few steps with masks to know it: all of
+    them are slower by half or more. Guards batches that were half as fast for a hundred steps."""
+    window = Window(4)
+    chosen(window, 1, dear, share=0.6)
+    assert window.acceptance.is_known
+    masks = [masks for masks in chosen(window, 16, dear, share=0.6) if masks]
+    assert 0 < len(masks) <= 16
+    assert max(masks) <= 2

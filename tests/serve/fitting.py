@@ -5,18 +5,19 @@ and "05" is no token.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 VOCABULARY = 330
 _TOKENS = 8
 _PROMPTS = 2
 _DEPTH = 4
-_MODES = ("verified", "confidence", "exact", "jacobi")
+MODES = ("verified", "confidence", "exact", "jacobi")
 _TOKEN = re.compile("(0|[1-9][0-9]{0,8})")
 
 
-def fit(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a request for answers, for the limits of the fuzzer's service."""
+def fit(body: dict[str, Any], modes: Sequence[str] = MODES) -> dict[str, Any]:
+    """The body of a request for answers, for the limits of the fuzzer's service and its modes."""
     fitted = dict(body)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         _replace(fitted, name, _TOKENS)
@@ -28,7 +29,7 @@ def fit(body: dict[str, Any]) -> dict[str, Any]:
     if _is_count(body.get("best_of")):
         fitted["best_of"] = fitted.get("n") or 1
     _fit_thinking(fitted)
-    _fit_mode(fitted)
+    _fit_mode(fitted, modes)
     if isinstance(body.get("logit_bias"), dict):
         fitted["logit_bias"] = {
             str(int(key) % VOCABULARY) if _TOKEN.fullmatch(key) else key: bias
@@ -69,12 +70,12 @@ def _fit_thinking(body: dict[str, Any]) -> None:
             body[both[0]] = False
 
 
-def _fit_mode(body: dict[str, Any]) -> None:
+def _fit_mode(body: dict[str, Any], modes: Sequence[str]) -> None:
     """A mode that the service has, and no setting that it does not."""
     if not isinstance(body.get("mode"), str | None):
         return
-    mode = _MODES[len(str(body)) % len(_MODES)]
-    if body.get("mode") in (*_MODES, "speculative", None):
+    mode = modes[len(str(body)) % len(modes)]
+    if body.get("mode") in (*MODES, "speculative", None):
         body["mode"] = mode
     for name, most in (("window", 64), ("threshold", 1)):
         if _is_count(body.get(name)) and body[name] <= most:

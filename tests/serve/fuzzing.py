@@ -1,14 +1,16 @@
 """Requests made up from the served schema, and what every answer to them has to be."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import schemathesis
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
-from serve.fitting import fit, fit_tokens
+from serve.fitting import MODES, fit, fit_tokens
 
 # Routes without a body have a few kinds of requests only.
 PLAIN = (
@@ -29,7 +31,7 @@ SHARES = {
     "/tokenize": 0.1,
     "/detokenize": 0.1,
 }
-_ANSWER_S = 20
+_ANSWER_S = 60  # on machines that do much else, too
 
 
 @dataclass(slots=True)
@@ -68,9 +70,17 @@ class Fuzzed:
 
 
 def fuzz(
-    url: str, path: str, examples: int, seed: int, fuzzed: Fuzzed, *, every_kind: bool = True
+    url: str,
+    path: str,
+    examples: int,
+    seed: int,
+    fuzzed: Fuzzed,
+    *,
+    every_kind: bool = True,
+    modes: Sequence[str] = MODES,
 ) -> None:
-    """Sends every kind of request that one path's schema gives rise to, and `examples` more."""
+    """Sends every kind of request that one path's schema gives rise to, and `examples` more;
+    `modes` are those of the engine behind it."""
     config = SchemathesisConfig.from_dict(
         {
             "seed": seed,
@@ -90,7 +100,7 @@ def fuzz(
 
     @schema.hook("map_body")
     def fitted(_context: Any, body: Any) -> Any:
-        fitting = fit if path.endswith("completions") else fit_tokens
+        fitting = partial(fit, modes=modes) if path.endswith("completions") else fit_tokens
         return fitting(body) if isinstance(body, dict) and len(str(body)) % 8 else body
 
     for event in from_schema(schema.include(path=path)).execute():

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from ray import serve
 from serve.asking import ask, error_of
 from serve.command import TOKENS, command, loses_nothing_at_sigterm, read, with_room
+from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
 from mars_ray.cluster.port import free_port
 from mars_ray.config.serve import ServeJob
@@ -81,8 +82,11 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
 
 @pytest.mark.ray
 @pytest.mark.long
-def test_sigterm_under_load_loses_no_accepted_reply(checkpoint, job, tmp_path):
+@pytest.mark.parametrize("engine", ["mars", pytest.param("vllm", marks=needs_vllm)])
+def test_sigterm_under_load_loses_no_accepted_reply(job, tmp_path, engine):
     """Guards replies that a shutdown cuts, and services that do not end."""
+    if engine == "vllm":
+        job = job.model_copy(update={"engine": SMALL, "environment": ENVIRONMENT})
     with command(with_room(job, TOKENS), tmp_path) as (process, url):
         loses_nothing_at_sigterm(process, url)
     said = (tmp_path / "job.json").read_text()

@@ -1,15 +1,21 @@
 """Thousands of made-up requests: `FUZZ_REQUESTS=6000 pytest -s tests/serve/test_fuzz.py`, and with
-`FUZZ_RESULT=FILE` what came back of them as JSON."""
+`FUZZ_RESULT=FILE` what came back of them as JSON.
+
+Of vLLM's engine in its environment, by `make test-vllm`.
+"""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from serve.asking import wait_until_free
-from serve.fitting import fit, fit_tokens
+from serve.fitting import MODES, fit, fit_tokens
 from serve.fuzzing import PLAIN, SHARES, Fuzzed, fuzz
 from serve.real_port import served
+from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
+from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
@@ -24,6 +30,7 @@ from mars_ray.serve.openai.request_models import (
     parse,
 )
 from mars_ray.serve.openai.validation import to_generation_request
+from mars_ray.serve.replica.engine_client import EngineClient
 from mars_ray.serve.replica.llm_server import LLMServer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
@@ -79,21 +86,42 @@ def test_what_contradicts_itself_is_made_to_fit():
     assert fit_tokens({"model": "tiny", "prompt": "x"}) == {"model": "tiny", "prompt": "x"}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(60 + REQUESTS)
-def test_no_request_breaks_the_service(job):
-    """No 5xx, no answer without its shape, no hang; nothing is held afterwards."""
+@pytest.fixture
+def answered(request, job) -> Iterator[tuple[ServeJob, LLMServer]]:
+    """A job with little limits, and a server of its model over the engine that a test names."""
     limits = Limits(body_bytes=20_000, new_tokens=8, waiting_requests=64, choices=4)
     job = job.model_copy(update={"limits": limits})
+    if request.param == "vllm":
+        job = job.model_copy(update={"engine": SMALL})
+        engine, tokenizer = vllm(Path(job.checkpoint))
+        yield job, LLMServer(engine, tokenizer, job)
+        return
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
-    text_engine = LLMServer(AsyncEngine(engine), tokenizer, job)
+    yield job, LLMServer(AsyncEngine(engine), tokenizer, job)
+    engine.check_integrity()
+    assert engine.pool.in_use == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400 + REQUESTS)
+@pytest.mark.parametrize(
+    ("answered", "modes"),
+    [
+        pytest.param("mars", MODES, id="mars"),
+        pytest.param("vllm", ("verified", "exact"), id="vllm", marks=needs_vllm),
+    ],
+    indirect=["answered"],
+)
+def test_no_request_breaks_the_service(answered, modes):
+    """No 5xx, no answer without its shape, no hang; nothing is held afterwards."""
+    job, text_engine = answered
     text_engine.start()
     fuzzed = Fuzzed()
     with served(build_api(job, {"tiny": text_engine})) as url:
         for path in PLAIN:
             fuzz(url, path, 1, 0, fuzzed)
         for path, share in SHARES.items():
-            fuzz(url, path, round(REQUESTS * share), 0, fuzzed)
+            fuzz(url, path, round(REQUESTS * share), 0, fuzzed, modes=modes)
     print(f"\n{fuzzed.table()}")
     if RESULT:
         result = fuzzed.result() | {"provenance": provenance()}
@@ -101,7 +129,15 @@ def test_no_request_breaks_the_service(job):
     assert not fuzzed.failures, "\n".join(fuzzed.failures[:20])
     assert fuzzed.requests >= REQUESTS
     assert fuzzed.errors == 0
+    # Most are wrong on purpose; of the others the engine must have seen some.
+    assert all(fuzzed.statuses[path, 200] for path in SHARES)
     wait_until_free(text_engine)
     text_engine.stop()
-    engine.check_integrity()
-    assert engine.pool.in_use == 0
+
+
+def vllm(directory: Path) -> tuple[EngineClient, PreTrainedTokenizerBase]:
+    # Only here: most environments have no vLLM.
+    from mars_ray.serve.replica.vllm_loading import loaded
+
+    os.environ.update(ENVIRONMENT)
+    return loaded(directory, SMALL)

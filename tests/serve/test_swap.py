@@ -13,6 +13,7 @@ import ray
 from ray import serve
 from ray.util import list_named_actors
 from serve import bigram
+from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
@@ -22,6 +23,7 @@ from mars_ray.model.places import adapter_name
 from mars_ray.serve.deploy import start, update
 
 pytestmark = pytest.mark.ray
+in_vllm = (*needs_vllm, pytest.mark.slow, pytest.mark.timeout(600))
 
 TOKENS = 200
 CHAT = [{"role": "user", "content": "count from one to ten"}]
@@ -39,21 +41,24 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def job(folder) -> ServeJob:
+# Every step has all masks, whatever they cost.
+ENGINES = {
+    "mars": EngineConfig(
+        max_batch=4, max_context=TOKENS + 60, device="cpu", threads=1, window_control=False
+    ),
+    "vllm": SMALL.model_copy(update={"masks_by_running": ((1, bigram.DEPTHS),)}),
+}
+
+
+@pytest.fixture(scope="module", params=["mars", pytest.param("vllm", marks=in_vllm)])
+def job(request, folder) -> ServeJob:
     return ServeJob(
         checkpoint=str(folder / "tiny"),
         port=free_port(),
         replicas=2,
         cpus_per_replica=0.5,
-        engine=EngineConfig(
-            max_batch=4,
-            max_context=TOKENS + 60,
-            device="cpu",
-            threads=1,
-            window_control=False,
-            draft_adapter=str(folder / "good"),
-        ),
+        environment=ENVIRONMENT if request.param == "vllm" else {},
+        engine=ENGINES[request.param].model_copy(update={"draft_adapter": str(folder / "good")}),
         limits=Limits(new_tokens=TOKENS, waiting_requests=40),
     )
 
@@ -128,7 +133,7 @@ def wait_until_in_force(url: str, name: str | None) -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240  # vLLM's engines start slowly
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -13,12 +13,12 @@ import pytest
 import ray
 from ray import serve
 from serve.command import wait_for, wait_until_free
-from serve.vllm_here import ENVIRONMENT, needs_vllm
+from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
 from mars_ray.cluster.port import free_port
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.serve.deploy import start
+from mars_ray.serve.threshold_actor import publish
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, *needs_vllm]
 
@@ -42,13 +42,7 @@ def job(checkpoint) -> ServeJob:
         replicas=2,
         cpus_per_replica=0.5,
         environment=ENVIRONMENT,
-        engine=VllmConfig(
-            max_batch=4,
-            max_context=300,
-            dtype="float32",
-            cache_bytes=16_000_000,
-            args={"enforce_eager": True},  # nothing to compile
-        ),
+        engine=SMALL,
         limits=Limits(new_tokens=TOKENS, waiting_requests=40),
     )
 
@@ -116,6 +110,33 @@ def test_what_vllm_does_not_do_is_refused_by_name(official):
         with pytest.raises(openai.BadRequestError) as caught:
             official.chat.completions.create(**asked(), extra_body=body)
         assert caught.value.param == param
+
+
+def test_a_budget_of_nothing_is_the_models_text(official):
+    """And one that is spent is told nobody as a threshold, which vLLM's own process moves."""
+    texts = []
+    for extra in ({"mode": "exact"}, {"mode": "verified", "quality_budget": 0.0}):
+        reply = official.chat.completions.create(**asked(max_tokens=60), extra_body=extra)
+        texts.append(reply.choices[0].message.content)
+    assert texts[0] == texts[1]
+    assert reply.usage.model_extra["mars"]["threshold"] is None
+
+
+def test_the_policys_set_point_is_that_of_requests(url, official):
+    """At both replicas, for a quality that tolerates it; the others stay lossless."""
+
+    def thresholds(quality: str) -> set[float]:
+        extra = {"mode": "verified", "quality": quality}
+        replies = [
+            official.chat.completions.create(**asked(max_tokens=12), extra_body=extra)
+            for _ in range(6)
+        ]
+        return {reply.usage.model_extra["mars"]["threshold"] for reply in replies}
+
+    for set_point in (0.25, 1.0):
+        publish("mars", set_point)
+        wait_for(lambda wanted=set_point: thresholds("fast") == {wanted})
+        assert thresholds("lossless") == {1.0}
 
 
 def test_who_leaves_frees_the_engine(url, official):

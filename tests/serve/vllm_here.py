@@ -4,6 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from mars_ray.config.vllm_engine import VllmConfig
+
 HAS_VLLM = find_spec("vllm") is not None and find_spec("vllm.v1") is not None
 needs_vllm = [
     pytest.mark.vllm,
@@ -11,3 +13,11 @@ needs_vllm = [
 ]
 # Engines of two cores' tests: no core is reserved, no thread is bound to one.
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+SMALL = VllmConfig(
+    type="vllm",
+    max_batch=4,
+    max_context=300,
+    dtype="float32",
+    cache_bytes=16_000_000,
+    args={"enforce_eager": True},  # nothing to compile
+)
