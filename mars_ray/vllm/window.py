@@ -22,8 +22,6 @@ TRIED = 8
 AGAIN = 1000
 # Steps that still carry what another W has left: drafts, then masks.
 _LEFT_OVER = 2
-# Up to here each number of requests is on its own; beyond, numbers up to the next power of two.
-_SINGLE = 4
 # Drafts at each depth that count for as many as were seen, half of them accepted.
 _PRIOR = 8.0
 # Beyond so many, what was seen long ago counts less and less.
@@ -148,5 +146,5 @@ class Window:
 
 
 def _load(running: int) -> int:
-    """Numbers of requests whose steps count as alike."""
-    return running if running <= _SINGLE else 1 << (running - 1).bit_length()
+    """Numbers of requests whose steps count as alike: up to the next power of two."""
+    return 1 << (running - 1).bit_length()
