@@ -90,10 +90,13 @@ def read(url: str, stream: bool, tokens: int = TOKENS) -> tuple[int, str]:
 
 
 def until_refused(url: str, stream: bool) -> list[str]:
-    """Texts of all replies until one is refused."""
+    """Texts of all replies until one is refused, or nobody is there any more."""
     texts = []
     while True:
-        status, text = read(url, stream)
+        try:
+            status, text = read(url, stream)
+        except httpx.ConnectError:
+            return texts  # who is that late has asked nobody
         if status != 200:
             assert (status, int(text) > 0) == (503, True)
             return texts
