@@ -93,15 +93,6 @@ def test_a_step_error_is_that_of_the_worse_mode(tmp_path):
     }
 
 
-def test_a_load_tool_counts_if_nothing_failed(tmp_path):
-    """Of three: one that is clean, one with an error, one that did not send all."""
-    tools = [{"completed": 8, "failed": 0}, {"completed": 8, "failed": 1}]
-    result = {"requests": 8, "tools": [*tools, {"completed": 7, "failed": 0}]}
-    (tmp_path / "load_tools.json").write_text(json.dumps(result))
-    found, _ = headline.headlines(tmp_path)
-    assert {name: entry["value"] for name, entry in found.items()} == {"service.load_tools": 1}
-
-
 def test_a_result_without_the_number_leaves_it_out(tmp_path):
     """Guards a traceback in place of the numbers that there are."""
     (tmp_path / "smollm2_identity.json").write_text(
@@ -112,6 +103,15 @@ def test_a_result_without_the_number_leaves_it_out(tmp_path):
         "smollm2.prompts": {"value": 500, "from": "benchmarks/results/smollm2_identity.json"}
     }
     assert "identical_share" in lacking["smollm2.identical_share"]
+
+
+def test_a_load_tool_counts_if_nothing_failed(tmp_path):
+    """Of three: one that is clean, one with an error, one that did not send all."""
+    tools = [{"completed": 8, "failed": 0}, {"completed": 8, "failed": 1}]
+    result = {"requests": 8, "tools": [*tools, {"completed": 7, "failed": 0}]}
+    (tmp_path / "load_tools.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {"service.load_tools": 1}
 
 
 def test_the_program_needs_the_standard_library_alone():
