@@ -30,7 +30,7 @@ def files_table(frontier: Frontier) -> Table:
         label = grade_label(_GRADE.validate_python(frontier.task["grade"]))
         columns += [f"{label} ({exact.graded})", "95%", "p"]
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for point in frontier.points:
         table.add_row(*_cells(point, exact))
     if frontier.reference_nll is not None:

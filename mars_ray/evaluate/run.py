@@ -128,9 +128,13 @@ def is_whole(frontier: Frontier) -> bool:
 
 def _measured(work: _Work, console: Console) -> Frontier:
     job, problems = work.job, work.problems
-    # No window control: the value of the masks is measured with all of them, whatever steps cost
-    # here. No prefix cache: the first mode would compute the prompts for all.
-    config = job.engine.model_copy(update={"window_control": False, "prefix_cache": False})
+    # No prefix cache: the first mode would compute the prompts for all. No window control: masks
+    # are measured with all of them, whatever steps cost here; but of files the question is how fast
+    # they are decoded here.
+    changes = {"prefix_cache": False}
+    if not isinstance(job.task, FilesTask):
+        changes["window_control"] = False
+    config = job.engine.model_copy(update=changes)
     modes: list[Mode] = [ExactMode(), *(m for m in job.modes if m != ExactMode())]
     results: list[ModeAnswers] = []
     # Services read the old frontier, and a restart must not destroy an hour's measurement.
