@@ -27,7 +27,7 @@ needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="no prometheus: apt-get install prometheus"
 )
 # Fewer pages than four long answers need, so that some are sent back.
-PAGES = 14
+PAGES = 24
 # Of the page of metrics of one replica, in two modes.
 PAGE_BYTES = 60_000
 # Nobody lowers the threshold of this service, and Ray exports a counter from its first count on.
