@@ -9,6 +9,9 @@ batches of 16 are the floor. Each first difference is listed with the margin bet
 likeliest tokens there, as plain vLLM has it.
 """
 
+# vLLM lives in an environment of its own.
+# pyright: reportMissingImports=false
+
 import argparse
 import json
 import os
