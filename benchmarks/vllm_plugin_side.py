@@ -110,6 +110,30 @@ def greedy(sides: Sides) -> dict[str, Any]:
     }
 
 
+def beside_itself(sides: Sides) -> dict[str, Any]:
+    """Plain vLLM's answers, with the margins between the two likeliest tokens at each place, those
+    of the plug-in, and plain vLLM's in batches of another size."""
+    everything = list(range(len(sides.task["prompts"])))
+    plain = sides.answers(sides.plain, everything, logprobs=2)
+    mars = sides.answers(sides.mars, everything)
+    forwards = sides.forwards(mars)
+    size = sides.task["other_batch"]
+    parts = [everything[at : at + size] for at in range(0, len(everything), size)]
+    again = [output for part in parts for output in sides.answers(sides.plain, part)]
+    return {
+        "plain": [list(output.outputs[0].token_ids) for output in plain],
+        "margins": [[_margin(entries) for entries in out.outputs[0].logprobs] for out in plain],
+        "mars": [list(output.outputs[0].token_ids) for output in mars],
+        "forwards": forwards,
+        "again": [list(output.outputs[0].token_ids) for output in again],
+    }
+
+
+def _margin(entries: dict[int, Any]) -> float:
+    first, second, *_ = sorted((entry.logprob for entry in entries.values()), reverse=True)
+    return first - second
+
+
 def speed(sides: Sides, batch: int, indices: list[int]) -> dict[str, Any]:
     """Seconds of both sides for the same prompts in batches of one size, each batch in turn."""
     groups = [indices[at : at + batch] for at in range(0, len(indices), batch)]
@@ -149,6 +173,10 @@ def main() -> None:
     import vllm
 
     sides = Sides(task)
+    if "other_batch" in task:
+        found = beside_itself(sides) | {"vllm": vllm.__version__}
+        Path(sys.argv[2]).write_text(json.dumps(found))
+        return
     # T/F is of steps with all masks, as our engine's; speed of steps with as many as pay.
     sides.mars.collective_rpc("mars_set_masks", args=([[1, task["masks"]]],))
     found = greedy(sides) | {"vllm": vllm.__version__}
