@@ -154,7 +154,7 @@ for path in sorted(root.rglob("*.py")):
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             # vLLM lives in an environment of its own, and so does what is made for it.
-            assert error.name.partition(".")[0] == "vllm" and "vllm" in name, name
+            assert error.name.partition(".")[0] in ("vllm", "vllm_peer") and "vllm" in name, name
 assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
 sys.argv = ["mars-ray", "simulate", "jobs/simulate-demo.toml"]
 cli.main()

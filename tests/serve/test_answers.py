@@ -121,13 +121,13 @@ def test_tokens_and_text_of_a_prompt(client, checkpoint):
 
 def test_long_prompts_are_encoded_beside_the_loop(text_engine, monkeypatch):
     """Guards streams that stand still meanwhile; short ones are not worth a thread."""
-    encode, threads = text_engine._encode, []
+    encode, threads = text_engine._chat.encode, []
 
     def seen(*given):
         threads.append(threading.current_thread())
         return encode(*given)
 
-    monkeypatch.setattr(text_engine, "_encode", seen)
+    monkeypatch.setattr(text_engine._chat, "encode", seen)
 
     async def first(prompt: str | tuple[Turn, ...]) -> Message:
         await text_engine.tokenize(prompt)
