@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from mars_ray import cli
 from mars_ray.cli import app
+from mars_ray.cluster.environment import ask_for_token
 from mars_ray.errors import ConfigError
 from mars_ray.evaluate import bench_decode
 
@@ -114,13 +115,21 @@ def test_a_clusters_token_is_for_its_owner(home: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "init", write_token)
     token = home / ".ray" / "auth_token"
     cli._Cluster().__enter__()
-    assert os.environ["RAY_AUTH_MODE"] == "token", "not every release of Ray has it by default"
+    assert "RAY_AUTH_MODE" not in os.environ, "Ray, imported here, has read it already"
     assert token.read_text() == "secret"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     token.chmod(0o644)
     cli._Cluster().__enter__()
     assert token.read_text() == "secret"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_a_token_is_asked_for_before_ray_is_imported(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not every release of Ray has one by default. Later it would be too late: a command that set
+    it then had a cluster whose first client was refused."""
+    monkeypatch.delitem(sys.modules, "ray")
+    ask_for_token()
+    assert os.environ.pop("RAY_AUTH_MODE") == "token"
 
 
 def test_who_joins_a_cluster_makes_no_token(home: Path, monkeypatch: pytest.MonkeyPatch):

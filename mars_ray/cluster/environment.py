@@ -2,6 +2,7 @@
 which this user's clusters accept code."""
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,8 +46,10 @@ def ask_for_token() -> None:
     Creates the token's file, readable for its owner only, before Ray writes into it: Ray itself
     would make it readable for everybody. It treats an empty file as no token.
     """
-    # Not every release of Ray does so by itself.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # Not every release of Ray does so by itself. Its library reads the variable once, when it is
+    # imported; setting it later would have processes of one cluster disagree.
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     path = Path.home() / ".ray" / "auth_token"
     # If the file cannot be written or is mounted, the token comes from elsewhere.
     with suppress(OSError):
