@@ -66,6 +66,10 @@ class _Load:
     steps: int = 0
     to_try: deque[int] = field(default_factory=deque[int])
 
+    def is_timed(self, masks: int) -> bool:
+        """Whether enough steps with so many masks are timed."""
+        return len(self.seconds[masks]) >= TRIED
+
     def of_step(self, masks: int) -> float:
         """Seconds of a step with so many masks. They come in two kinds, with drafts and without, so
         this is a mean: of the middle half, which a pause of the machine does not reach."""
@@ -102,29 +106,26 @@ class Window:
         own.steps += 1
         if own.steps % AGAIN == 0:
             self._forget(own)
-        while own.to_try and (self._is_timed(own, own.to_try[0]) or self._is_beaten(own)):
+        while own.to_try and (own.is_timed(own.to_try[0]) or self._is_beaten(own)):
             own.to_try.popleft()
         masks = own.to_try[0] if own.to_try else self._best(own)
         if self._current != (load, masks):
             self._current, self._since = (load, masks), 0
         return masks
 
-    def _is_timed(self, own: _Load, masks: int) -> bool:
-        return len(own.seconds[masks]) >= TRIED
-
     def _value(self, own: _Load, masks: int, timed: int) -> float:
         """Tokens per second with so many masks, if steps took as long as with `timed` masks."""
         return self.acceptance.tokens_per_forward(masks) / own.of_step(timed)
 
     def _best(self, own: _Load) -> int:
-        timed = [masks for masks in range(self._most + 1) if self._is_timed(own, masks)]
+        timed = [masks for masks in range(self._most + 1) if own.is_timed(masks)]
         return max(timed, key=lambda masks: self._value(own, masks, masks))
 
     def _is_beaten(self, own: _Load) -> bool:
         """Whether what is to be tried next cannot be the best: not with the seconds of fewer
         masks."""
         masks = own.to_try[0]
-        fewer = [less for less in range(masks) if self._is_timed(own, less)]
+        fewer = [less for less in range(masks) if own.is_timed(less)]
         if not fewer:
             return False
         best = self._best(own)

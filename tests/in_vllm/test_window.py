@@ -52,9 +52,6 @@ def test_trying_takes_few_steps():
     made = chosen(Window(4), 1, free, share=0.6)
     assert set(made) == {0, 4}
     assert set(made[2 * (TRIED + 3) :]) == {4}
-    window = Window(4)
-    chosen(window, 1, dear, share=0.6)
-    assert set(chosen(window, 16, dear, share=0.6)) == {0, 1}
 
 
 def test_loads_are_apart():
