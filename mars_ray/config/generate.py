@@ -62,7 +62,10 @@ class GenerateJob(Config):
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="time for all of it, half for own prompts; prompts left then get no answer",
+        description=(
+            "time for all of it, half for own prompts; prompts left then get no answer, but at "
+            "least ten do"
+        ),
     )
     workers: int | None = Field(
         default=None, ge=1, description="engines; default: as many as the cluster has room for"

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, MarsError
-from mars_ray.generate.worker import Worker
+from mars_ray.generate.worker import LEAST, Worker
 from mars_ray.model.directory import weight_files
 
 # Time that the other engines get once the first is ready; it would otherwise take work that they
@@ -61,8 +61,8 @@ class RayEngines:
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
-        """Yields all requests as they finish; their ids must differ. None is handed out after
-        `until` except the first ones, because the start time of engines cannot be controlled.
+        """Yields all requests as they finish; their ids must differ. After `until` none is handed
+        out but the first `LEAST`, because the start time of engines cannot be controlled.
 
         Raises EngineError if engines do not start or die repeatedly, and any MarsError that one of
         them raises.
@@ -72,8 +72,9 @@ class RayEngines:
         self._deaths.clear()
         self._start(len(waiting))
         while waiting or any(actor.held for actor in self._actors):
-            if time.monotonic() > until and len(waiting) < count:
-                waiting.clear()
+            while waiting and count > LEAST and time.monotonic() > until:
+                waiting.pop()
+                count -= 1
             self._hand_out(waiting)
             done, _ = ray.wait(list(self._pending), timeout=_LOOK_S)
             for ref in done:

@@ -35,7 +35,7 @@ from mars_ray.generate.left_out import LeftOut, has_room
 from mars_ray.generate.own_prompts import Choice, requests_of, tried
 from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
 from mars_ray.generate.prompts import Asked, Prompt, encoded, excluded_keys, read_sources
-from mars_ray.generate.worker import Engines
+from mars_ray.generate.worker import LEAST, Engines
 from mars_ray.model.card import read_card
 from mars_ray.model.directory import check_complete
 from mars_ray.model.load import load_tokenizer
@@ -209,7 +209,7 @@ class _Generation:
             clock.note()
             part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
             bars.advance(task, len(completions))
-            if time.monotonic() > until:
+            if time.monotonic() > until and len(part.answers) >= LEAST:
                 # Requests in progress are dropped with the engines.
                 break
 

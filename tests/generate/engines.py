@@ -14,7 +14,7 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.generate.run import run_generation
-from mars_ray.generate.worker import Worker
+from mars_ray.generate.worker import LEAST, Worker
 
 QUIET = Console(quiet=True)
 
@@ -38,6 +38,7 @@ class InProcess:
     ) -> Iterator[list[Completion]]:
         """Two at a time, the later half first: who asks must not count on an order."""
         waiting = list(requests)[::-1]
+        count = len(waiting)
         InProcess.asked += len(waiting)
         worker = Worker(self._job.checkpoint, self._job.engine)
         if waiting:
@@ -45,8 +46,10 @@ class InProcess:
         left = len(waiting)
         while left:
             if time.monotonic() > until:
-                left -= len(waiting)
-                waiting = []
+                kept = waiting[: max(0, LEAST - (count - len(waiting)))]
+                count -= len(waiting) - len(kept)
+                left -= len(waiting) - len(kept)
+                waiting = kept
                 if not left:
                     return
             taken, waiting = waiting[:2], waiting[2:]

@@ -410,6 +410,12 @@ def test_minutes_end_a_generation_and_what_has_no_answer_is_left_out(model: Path
     assert run(job, QUIET) == result
 
 
+def test_ten_answers_are_made_however_late_it_is(model: Path, tmp_path: Path):
+    """Guards a slow machine whose answers, after a job's minutes, are too few to train on."""
+    job = make_job(model, tmp_path / "a.jsonl", prompts=CorpusSource(count=40), minutes=1e-6)
+    assert 10 <= run(job, QUIET).conversations < 20
+
+
 def test_minutes_count_over_all_runs(model: Path, tmp_path: Path):
     """Killed near its end, a job has little time left."""
     part = Part(tmp_path / "b.part", {"job": {}, "content": {}})
