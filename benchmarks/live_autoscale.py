@@ -12,6 +12,9 @@ live_smollm2.json is SmolLM2 with its adapter:
     --checkpoint models/smollm2 --draft-adapter adapters/smollm2
     --model jobs/models/smollm2-cpu.json
     --rates 0.2 0.7 0.2 --stage-s 120 180 120 --ttft-s 5 --time-per-token-s 0.1 --max-batch 4
+
+live_vllm.json is the same over vLLM's engine, with `--vllm PYTHON --time-per-token-s 0.2`, where
+PYTHON is one of an environment that tools/vllm_cpu_env.sh has made.
 """
 
 import argparse
@@ -40,6 +43,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.evaluate.tasks import gsm8k_problems
 from mars_ray.model.load import load_tokenizer
@@ -53,6 +57,12 @@ from mars_ray.simulator.traces.load import load_trace
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")
 _PINNED_EVERY = 10  # one request in this many pins threshold 1
+# No core is reserved by one replica, which would starve the others.
+_VLLM_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(Path(__file__).parents[1]),
+}
 _SETTLED_S = 15.0  # a replica that was listed this long ago is serving
 
 
@@ -131,6 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stage-s", type=float, nargs="+", help="seconds of each rate")
     parser.add_argument("--kill-at", type=float, help="seconds: one replica dies")
     parser.add_argument("--max-batch", type=int, default=2)
+    parser.add_argument("--vllm", help="Python of an environment with vLLM: its engine decodes")
     parser.add_argument("--replicas", type=int, default=2, help="at most")
     parser.add_argument("--ttft-s", type=float, default=60.0)
     parser.add_argument("--time-per-token-s", type=float, default=0.05)
@@ -143,14 +154,21 @@ def _arguments() -> argparse.Namespace:
     return asked
 
 
-def _job(asked: argparse.Namespace) -> ServeJob:
-    engine = EngineConfig(
-        max_batch=asked.max_batch,
-        max_context=512,
-        device="cpu",
-        threads=1,
-        draft_adapter=asked.draft_adapter,
+def _engine(asked: argparse.Namespace) -> EngineConfig | VllmConfig:
+    sizes = {"max_batch": asked.max_batch, "max_context": 512, "draft_adapter": asked.draft_adapter}
+    if not asked.vllm:
+        return EngineConfig(device="cpu", threads=1, **sizes)
+    return VllmConfig(
+        dtype="float32",
+        cache_bytes=2**28,
+        max_step_tokens=256,
+        py_executable=asked.vllm,
+        args={"enforce_eager": True},
+        **sizes,
     )
+
+
+def _job(asked: argparse.Namespace) -> ServeJob:
     return ServeJob(
         checkpoint=asked.checkpoint,
         model_name=NAME,
@@ -159,7 +177,8 @@ def _job(asked: argparse.Namespace) -> ServeJob:
         default_quality="fast",
         replicas="auto",
         service_model=asked.model,
-        engine=engine,
+        engine=_engine(asked),
+        environment=_VLLM_ENVIRONMENT if asked.vllm else {},
         limits=Limits(waiting_requests=256),
         scaling=ScalingConfig(
             slo=Slo(ttft_s=asked.ttft_s, time_per_token_s=asked.time_per_token_s, attainment=0.95),

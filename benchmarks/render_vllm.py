@@ -5,6 +5,13 @@ from typing import Any
 from render_sweeps import machine
 
 
+def _in_processes(timed: dict[str, Any]) -> str:
+    count = len(timed.get("processes", [None]))
+    if count == 1:
+        return ""
+    return f" of {count} processes, every second of which makes the plug-in's engine first"
+
+
 def plugin(result: dict[str, Any]) -> list[str]:
     """Text and T/F of all prompts, then tokens per second by batch size (vllm_plugin.py)."""
     counted, sampled = result["tokens_per_forward"], result["sampled"]
@@ -33,6 +40,6 @@ def plugin(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"vLLM {result['vllm']}, float32, greedy, {timed['prompts']} prompts and "
-        f"{timed['tokens']:,} tokens in each of {len(timed['ratios'])} interleaved rounds, as many "
-        f"masks as pay; {machine(result['provenance'])}.",
+        f"{timed['tokens']:,} tokens in each of {len(timed['ratios'])} interleaved rounds"
+        f"{_in_processes(timed)}, as many masks as pay; {machine(result['provenance'])}.",
     ]

@@ -1,19 +1,22 @@
 """vLLM with the plug-in beside plain vLLM and our own engine: text, T/F, tokens per second.
 
     python benchmarks/vllm_plugin.py jobs/evaluate-smollm2.toml OUTPUT.json --vllm VENV/bin/python \
-        [--prompts 200] [--batches 1,4,8,16] [--timed N] [--repeats 5] [KEY=VALUE ...]
+        [--prompts 200] [--batches 1,4,8,16] [--timed N] [--repeats 5] [--processes 1]
+        [KEY=VALUE ...]
 
 The prompts are the job's, its kinds in turn. Our engine decodes them in `verified` with one group
 of masks, every step with all of them, which is what the plug-in does. Both vLLMs live in one
 process of VENV (`vllm_plugin_side.py`) and answer all prompts in batches of 16. Then those whose
 answers neither loop nor end at once, or --timed of them, are answered again in batches of each
 size, each batch by plain vLLM and by the plug-in in turn. A result holds medians of the seconds,
-and ratios of those that stood side by side.
+and ratios of those that stood side by side. Of several --processes every second one makes the
+plug-in's engine first: two engines of one process need not be equally fast, whatever they decode.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 from pathlib import Path
@@ -82,6 +85,37 @@ def _openmp(python: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library)} if library.exists() else {}
 
 
+def _together(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """The speed at one batch size over all processes, and what each of them found."""
+    ratios = [ratio for row in rows for ratio in row["ratios"]]
+    seconds = {
+        name: [second for row in rows for second in row["seconds"][name]]
+        for name in ("plain", "mars")
+    }
+    steps = {
+        name: sum(row["steps"][name] for row in rows)
+        for name in ("tokens", "forwards", "forwards_with_drafts", "forwards_with_masks")
+    }
+    tokens = rows[0]["tokens"]
+    return {
+        **{name: rows[0][name] for name in ("batch", "prompts", "tokens")},
+        "plain_tokens_per_s": tokens / statistics.median(seconds["plain"]),
+        "mars_tokens_per_s": tokens / statistics.median(seconds["mars"]),
+        "over_plain": statistics.median(ratios),
+        "ratios": ratios,
+        "seconds": seconds,
+        "steps": {
+            **steps,
+            "tokens_per_forward": steps["tokens"] / max(1, steps["forwards"]),
+            "share_with_drafts": steps["forwards_with_drafts"] / max(1, steps["forwards"]),
+        },
+        "processes": [
+            {"plug_in_first": number % 2 == 1, "over_plain": row["over_plain"]}
+            for number, row in enumerate(rows)
+        ],
+    }
+
+
 def result(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:
     """All measurements of one run."""
     problems = kinds_in_turn(problems_of(job.task))[: arguments.prompts]
@@ -104,6 +138,11 @@ def result(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:
         "threads": arguments.threads,
     }
     found = beside(arguments, task)
+    task["timed_prompts"] = found.pop("timed_prompts")
+    speeds = [found.pop("speed")]
+    for number in range(1, arguments.processes):
+        task["plug_in_first"] = number % 2 == 1
+        speeds.append(beside(arguments, task)["speed"])
     plain, mars = found.pop("plain"), found.pop("mars")
     pairs = list(zip(plain, mars["answers"], strict=True))
     inside = tokens_per_forward(mars["answers"], mars["forwards"])
@@ -118,6 +157,7 @@ def result(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_forward": {"vllm": inside, "ours": reference},
         "tf_over_ours": inside["without_loops"] / reference["without_loops"],
         **found,
+        "speed": [_together(rows) for rows in zip(*speeds, strict=True)],
         "provenance": provenance(),
     }
 
@@ -132,6 +172,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,8,16")
     parser.add_argument("--timed", type=int, help="how many of the prompts are timed; all of them")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=1, help="that time both, one by one")
     parser.add_argument("--masks", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2, help="of vLLM")
     parser.add_argument("--mars", default="{}", help="more of additional_config's mars, as JSON")
