@@ -1,11 +1,12 @@
 """In bfloat16, how many answers of the plug-in equal plain vLLM's, and by how little others differ?
 
     python benchmarks/vllm_bfloat16.py jobs/evaluate-smollm2.toml OUTPUT.json \
-        --vllm VENV/bin/python [--prompts 40] [--masks 4] [--threads 2] [KEY=VALUE ...]
+        --vllm VENV/bin/python [--prompts 80] [--masks 4] [--threads 2] [KEY=VALUE ...]
 
 VENV is as of `vllm_plugin.py`. Products of other shapes are rounded otherwise, so plain vLLM
-differs from itself as well: batches of 7 beside batches of 16 are the floor. Each first difference
-is listed with the margin between the two likeliest tokens there, as plain vLLM has it.
+differs from itself as well: batches of 7, and of 80, which have as many rows as 16 answers with
+their masks, beside batches of 16 are the floor. Each first difference is listed with the margin
+between the two likeliest tokens there, as plain vLLM has it.
 """
 
 # vLLM lives in an environment of its own.
@@ -28,7 +29,7 @@ from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids_of
 from mars_ray.provenance import provenance
 
-OTHER = BATCH // 2 - 1
+OTHERS = (BATCH // 2 - 1, 5 * BATCH)
 
 
 def task_of(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -46,29 +47,33 @@ def task_of(job: EvaluateJob, arguments: argparse.Namespace) -> dict[str, Any]:
         "masks": arguments.masks,
         "mars": {"masks_by_running": [[1, arguments.masks]]},
         "threads": arguments.threads,
-        "other_batch": OTHER,
+        "other_batches": OTHERS,
     }
 
 
 def compare(found: dict[str, Any]) -> dict[str, Any]:
     """The plug-in and the floor, both against plain vLLM in batches of 16."""
 
-    def row(name: str, answers: str) -> dict[str, Any]:
-        both = [[{"tokens": tokens} for tokens in found[key]] for key in ("plain", answers)]
+    def row(name: str, answers: list[list[int]]) -> dict[str, Any]:
+        both = [[{"tokens": tokens} for tokens in side] for side in (found["plain"], answers)]
         made = compared(name, *both)
         for difference in made["differences"]:
             difference["margin"] = found["margins"][difference["prompt"]][difference["at"]]
         return made
 
-    own, floor = row(f"plug-in, batch {BATCH}", "mars"), row(f"plain, batch {OTHER}", "again")
+    own = row(f"plug-in, batch {BATCH}", found["mars"])
+    floors = [
+        row(f"plain, batch {size}", answers)
+        for size, answers in zip(OTHERS, found["again"], strict=True)
+    ]
     own["tokens_per_forward"] = tokens_per_forward(found["mars"], found["forwards"])
     return {
         "against": f"plain vLLM, bfloat16, batch {BATCH}",
         "prompts": len(found["plain"]),
         "identical_share": own["identical"],
-        "floor_share": floor["identical"],
-        "rows": [own],
-        "floor": floor,
+        "floor_shares": [floor["identical"] for floor in floors],
+        "rows": [own, *floors[:-1]],
+        "floor": floors[-1],
         "vllm": found["vllm"],
     }
 
@@ -79,7 +84,7 @@ def main() -> None:
     parser.add_argument("job")
     parser.add_argument("output", type=Path)
     parser.add_argument("--vllm", required=True, help="the Python of vLLM's environment")
-    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--masks", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2, help="of vLLM")
     arguments, overrides = parser.parse_known_args()
@@ -88,7 +93,7 @@ def main() -> None:
     found = compare(beside(arguments, task_of(job, arguments)))
     result = {"job": job.model_dump(mode="json")} | found | {"provenance": provenance()}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("prompts", "identical_share", "floor_share")}))
+    print(json.dumps({key: result[key] for key in ("prompts", "identical_share", "floor_shares")}))
 
 
 if __name__ == "__main__":

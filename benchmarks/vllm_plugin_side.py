@@ -40,6 +40,8 @@ class Sides:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
+        # Plain vLLM may be asked for larger batches than the plug-in.
+        larger = {"max_num_seqs": max([BATCH, *task.get("other_batches", [])])}
         adapter = {"adapter": task["adapter"]} if task["adapter"] else {}
         drafting: dict[str, Any] = {
             "speculative_config": {
@@ -51,9 +53,9 @@ class Sides:
         }
         # Which of two equal engines is the faster depends on which is made first.
         if task.get("plug_in_first"):
-            self.mars, self.plain = LLM(**common, **drafting), LLM(**common)
+            self.mars, self.plain = LLM(**common, **drafting), LLM(**common | larger)
         else:
-            self.plain, self.mars = LLM(**common), LLM(**common, **drafting)
+            self.plain, self.mars = LLM(**common | larger), LLM(**common, **drafting)
 
     def answers(self, llm: Any, indices: list[int], **sampling: Any) -> list[Any]:
         """vLLM's outputs for some prompts, all given at once."""
@@ -104,9 +106,9 @@ def greedy(sides: Sides) -> dict[str, Any]:
     mars = sides.answers(sides.mars, everything)
     total = sides.total_since(before)
     return {
-        "plain": [list(output.outputs[0].token_ids) for output in plain],
+        "plain": _tokens(plain),
         "mars": {
-            "answers": [list(output.outputs[0].token_ids) for output in mars],
+            "answers": _tokens(mars),
             "forwards": sides.forwards(mars),
         },
         "greedy": total,
@@ -115,21 +117,26 @@ def greedy(sides: Sides) -> dict[str, Any]:
 
 def beside_itself(sides: Sides) -> dict[str, Any]:
     """Plain vLLM's answers, with the margins between the two likeliest tokens at each place, those
-    of the plug-in, and plain vLLM's in batches of another size."""
+    of the plug-in, and plain vLLM's in batches of other sizes."""
+
+    def in_batches(size: int, **sampling: Any) -> list[Any]:
+        parts = [everything[at : at + size] for at in range(0, len(everything), size)]
+        return [answer for part in parts for answer in sides.answers(sides.plain, part, **sampling)]
+
     everything = list(range(len(sides.task["prompts"])))
-    plain = sides.answers(sides.plain, everything, logprobs=2)
+    plain = in_batches(BATCH, logprobs=2)
     mars = sides.answers(sides.mars, everything)
-    forwards = sides.forwards(mars)
-    size = sides.task["other_batch"]
-    parts = [everything[at : at + size] for at in range(0, len(everything), size)]
-    again = [output for part in parts for output in sides.answers(sides.plain, part)]
     return {
-        "plain": [list(output.outputs[0].token_ids) for output in plain],
+        "plain": _tokens(plain),
         "margins": [[_margin(entries) for entries in out.outputs[0].logprobs] for out in plain],
-        "mars": [list(output.outputs[0].token_ids) for output in mars],
-        "forwards": forwards,
-        "again": [list(output.outputs[0].token_ids) for output in again],
+        "mars": _tokens(mars),
+        "forwards": sides.forwards(mars),
+        "again": [_tokens(in_batches(size)) for size in sides.task["other_batches"]],
     }
+
+
+def _tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def _margin(entries: dict[int, Any]) -> float:
@@ -176,7 +183,7 @@ def main() -> None:
     import vllm
 
     sides = Sides(task)
-    if "other_batch" in task:
+    if "other_batches" in task:
         found = beside_itself(sides) | {"vllm": vllm.__version__}
         Path(sys.argv[2]).write_text(json.dumps(found))
         return
