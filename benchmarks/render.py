@@ -377,6 +377,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "live": live,
     "live_lossless": live,
     "live_kill": live,
+    "live_smollm2": live,
+    "live_vllm": live,
     "simulator_speed": simulator_speed,
     "traces": traces,
     "step_replay": step_replay,
@@ -387,6 +389,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "schedules_demo": schedules,
     "load_tools": load_tools,
     "vllm_plugin": plugin,
+    "vllm_plugin_tiny": plugin,
     "vllm_bfloat16": in_bfloat16,
 }
 

@@ -39,6 +39,7 @@ class Sides:
             "max_num_seqs": BATCH,
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
+            "enforce_eager": task.get("eager", False),
         }
         # Plain vLLM may be asked for larger batches than the plug-in.
         larger = {"max_num_seqs": max([BATCH, *task.get("other_batches", [])])}
