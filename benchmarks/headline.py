@@ -125,6 +125,8 @@ HEADLINES = {
     "smollm2.exact_vs_vllm_min": Headline("smollm2_decode", _times(_EXACT, _VLLM)),
     "smollm2.verified_over_exact_min": Headline("smollm2_decode", _times(_VERIFIED, _EXACT)),
     "vllm.identical_share": Headline("vllm_plugin", _at("identical_share")),
+    "vllm.bf16_identical_share": Headline("vllm_bfloat16", _at("identical_share")),
+    "vllm.bf16_compiled_identical_share": Headline("vllm_bfloat16", _at("compiled_share")),
     "vllm.prompts": Headline("vllm_plugin", _at("prompts")),
     "vllm.tf_over_ours": Headline("vllm_plugin", _at("tf_over_ours")),
     "vllm.speed_over_plain_b1": Headline("vllm_plugin", _over_plain(1)),

@@ -48,6 +48,18 @@ def test_greedy_text_is_the_models(plain: Any, drafting: Any):
     assert tokens_per_forward(before, counts(drafting)) > 1.25
 
 
+def test_greedy_text_is_the_models_in_bfloat16(base: Path, good: Path):
+    """Guards rows whose rounding depends on the masks beside them; both sides are eager."""
+    plain, own = (
+        engine(base, dtype="bfloat16"),
+        mars_engine(base, mars={"adapter": str(good)}, dtype="bfloat16"),
+    )
+    expected = answers(plain, PROMPTS, max_tokens=60)
+    before = counts(own)
+    assert answers(own, PROMPTS, max_tokens=60) == expected
+    assert tokens_per_forward(before, counts(own)) > 1.25
+
+
 def test_an_adapter_touches_masks_alone(plain: Any, base: Path, wild: Path):
     """Random weights in every layer change what masks say, and no token."""
     own = mars_engine(base, mars={"adapter": str(wild)})
