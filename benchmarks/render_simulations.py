@@ -37,7 +37,7 @@ def comparison(result: dict[str, Any]) -> list[str]:
 
 def cells(result: dict[str, Any]) -> list[str]:
     """Cell by cell: the best fixed fleet, the bound, and a few policies beside it."""
-    columns = (
+    wanted_columns = (
         ("mars", "default"),
         ("ray", "default"),
         ("ray", "tuned"),
@@ -45,6 +45,11 @@ def cells(result: dict[str, Any]) -> list[str]:
         ("keda-verified", "default"),
         ("fixed-verified", "default"),
     )
+    columns = [
+        (policy, group)
+        for policy, group in wanted_columns
+        if any(group in cell["policies"].get(policy, {}) for cell in result["cells"])
+    ]
     heads = " | ".join(f"`{policy}`, {group}" for policy, group in columns)
     lines = [
         f"| trace | regime | cold start | bound | best fixed | {heads} |",

@@ -3,11 +3,13 @@
     quantile  the smallest number of replicas such that of the last hour's demand only a share of
               1 - attainment came in windows that needed more (weighted by demand, since the
               objective counts requests, not windows)
-    unseen    what no window has shown yet: usual + e^(-age / 20 min) min(2 usual, 2.5 sqrt(usual))
+    unseen    what no window has shown yet:
+              usual + e^(-age / 20 min) min(2.5 usual, 3.5 sqrt(usual))
     season    the quantile of this hour, a week or else a day ago
 
-The largest counts. A new service is therefore given room for three times its demand, a large one
-for less, since what comes from many multiplies less, and an old one what its own record asks for.
+The largest counts. A new service is therefore given room for three and a half times its demand, a
+large one for less, since what comes from many multiplies less, and an old one what its own record
+asks for.
 """
 
 import math
@@ -18,7 +20,7 @@ from mars_ray.autoscale.demand import WINDOW_S, Demand
 
 # How many times more than usual a service may get that nobody has watched yet, for a large one how
 # many times the root of its replicas, and how fast watching it makes that unlikely.
-_UNSEEN, _LARGE, _WATCHED_S = 2.0, 2.5, 1200.0
+_UNSEEN, _LARGE, _WATCHED_S = 2.5, 3.5, 1200.0
 _HOUR_S, _DAY, _WEEK = 3600.0, 24, 168
 # An hour's part that must be seen before the hour counts as known.
 _SEEN_WINDOWS = 90
