@@ -130,8 +130,6 @@ HEADLINES = {
     "vllm.prompts": Headline("vllm_plugin", _at("prompts")),
     "vllm.tf_over_ours": Headline("vllm_plugin", _at("tf_over_ours")),
     "vllm.speed_over_plain_b1": Headline("vllm_plugin", _over_plain(1)),
-    # Another process, with the former choice of masks: the two engines' own difference.
-    "vllm.speed_over_plain_b1_earlier": Headline("vllm_plugin_earlier", _over_plain(1)),
     # The plug-in has one group of masks, and no other.
     "vllm.tf_one_group": Headline(
         "vllm_plugin", _at("tokens_per_forward", "vllm", "without_loops")

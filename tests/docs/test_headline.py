@@ -64,7 +64,6 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "service_fuzz.json",
         "vllm_plugin.json",
         "vllm_bfloat16.json",
-        "vllm_plugin_earlier.json",
     }
 
 
