@@ -40,7 +40,7 @@ class _Actor:
 
 
 class RayEngines:
-    """Workers, each in an actor of its own, from the first request until the end of the context."""
+    """Workers, each in an actor of its own, from the first `start` to the end of the context."""
 
     def __init__(self, job: GenerateJob, say: Callable[[str], None]) -> None:
         self._job = job
@@ -58,19 +58,27 @@ class RayEngines:
         for actor in self._actors:
             ray.kill(actor.handle)
 
+    def start(self, requests: int) -> None:
+        """Starts as many engines as are useful, besides those that exist, and waits until one is
+        ready. Raises EngineError if engines do not start."""
+        self._add(requests)
+        none: deque[Request] = deque()
+        while self._actors and self._ready_since is None:
+            done, _ = ray.wait(list(self._pending), timeout=_LOOK_S)
+            for ref in done:
+                self._result(ref, none)
+
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
         """Yields all requests as they finish; their ids must differ. After `until` none is handed
-        out but the first `LEAST`, because the start time of engines cannot be controlled.
+        out but the first `LEAST`.
 
-        Raises EngineError if engines do not start or die repeatedly, and any MarsError that one of
-        them raises.
+        Raises EngineError if engines die repeatedly, and any MarsError that one of them raises.
         """
         waiting = deque(requests)
         count = len(waiting)
         self._deaths.clear()
-        self._start(len(waiting))
         while waiting or any(actor.held for actor in self._actors):
             while waiting and count > LEAST and time.monotonic() > until:
                 waiting.pop()
@@ -81,8 +89,7 @@ class RayEngines:
                 if completions := self._result(ref, waiting):
                     yield completions
 
-    def _start(self, requests: int) -> None:
-        """Starts as many engines as are useful, besides those that exist."""
+    def _add(self, requests: int) -> None:
         job, nodes = self._job, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._gpus = _gpus(job, nodes)
         needed = {"CPU": job.cpus_per_worker, "GPU": self._gpus}

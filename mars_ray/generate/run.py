@@ -71,7 +71,8 @@ _OWN_SHARE = 0.5
 
 
 class _Clock:
-    """Measures when a job's minutes are over, counted over all its runs."""
+    """Measures when a job's minutes are over, counted over all its runs. The time in which engines
+    start is left out: beside other work it may be longer than all the minutes."""
 
     def __init__(self, minutes: float | None, part: Part) -> None:
         self._limit_s = math.inf if minutes is None else 60 * minutes
@@ -90,6 +91,10 @@ class _Clock:
             self._part.add_seconds(passed_s)
         else:
             self._part.seconds += passed_s
+
+    def skip(self) -> None:
+        """Leaves out the time that has passed since the last note."""
+        self._noted = time.monotonic()
 
 
 class _Generation:
@@ -169,13 +174,11 @@ class _Generation:
         seen = {beginning_key(prompt.messages[-1].content) for prompt in prompts}
         choice = Choice(source, self._excluded, seen)
         task = bars.add_task("prompts of its own", total=source.count)
-        until = clock.until(_OWN_SHARE)
-        while (more := choice.more) and time.monotonic() < until:
+        while (more := choice.more) and time.monotonic() < clock.until(_OWN_SHARE):
             numbers = range(choice.tries, choice.tries + more)
             known = part.tries.setdefault(place, {})
             requests = requests_of(source, self._job, turn, (n for n in numbers if n not in known))
-            for completions in engines.decode(requests, until):
-                clock.note()
+            for completions in _decode(list(requests), _OWN_SHARE, clock, engines):
                 tries = {int(c.request_id): tried(c, turn, self._encoder) for c in completions}
                 part.add_tries(place, tries)
                 # An estimate: which of them are new is decided in order, once all are done.
@@ -184,7 +187,7 @@ class _Generation:
             bars.update(task, completed=len(choice.records))
         bars.update(task, total=len(choice.records), completed=len(choice.records))
         # Once time has run out, the prompts so far suffice.
-        if not (choice.records or prompts) or time.monotonic() < until:
+        if not (choice.records or prompts) or time.monotonic() < clock.until(_OWN_SHARE):
             choice.check()
         if len(choice.records) < source.count:
             bars.say(f"{choice.tries} tries gave {len(choice.records)} of {source.count} prompts")
@@ -201,15 +204,13 @@ class _Generation:
         task = bars.add_task("answers", total=len(prompts))
         requests = list(self._requests(prompts, part))
         bars.update(task, completed=len(prompts) - len(requests))
-        until = clock.until(1.0)
-        if until < math.inf:
+        if self._job.minutes is not None:
             # In random order, so that all sources get equal shares however far it gets.
             requests.sort(key=lambda request: hashlib.sha256(request.id.encode()).digest())
-        for completions in engines.decode(requests, until):
-            clock.note()
+        for completions in _decode(requests, 1.0, clock, engines):
             part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
             bars.advance(task, len(completions))
-            if time.monotonic() > until and len(part.answers) >= LEAST:
+            if time.monotonic() > clock.until(1.0) and len(part.answers) >= LEAST:
                 # Requests in progress are dropped with the engines.
                 break
 
@@ -224,6 +225,18 @@ class _Generation:
             sampling = job.sampling.model_copy(update={"seed": seed})
             ids = tuple(prompt.ids.tolist())
             yield Request(str(number), ids, job.mode, sampling, job.max_new_tokens, frozenset())
+
+
+def _decode(
+    requests: Sequence[Request], share: float, clock: _Clock, engines: Engines
+) -> Iterator[list[Completion]]:
+    """Yields the requests as they finish, until this share of the minutes is over."""
+    clock.note()
+    engines.start(len(requests))
+    clock.skip()
+    for completions in engines.decode(requests, clock.until(share)):
+        clock.note()
+        yield completions
 
 
 def _answer_of(completion: Completion) -> Answer:

@@ -15,8 +15,8 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError
 from mars_ray.model.stop import stop_ids
 
-# So many requests are decoded however late it is: engines may take longer to start than a job has,
-# and fewer answers cannot be divided into a part that trains and one that is held out.
+# So many requests are decoded however late it is: fewer answers cannot be divided into a part that
+# trains and one that is held out.
 LEAST = 10
 # Finished answers are returned this often, so that the driver records them.
 _RETURN_EVERY_S = 5.0
@@ -25,11 +25,17 @@ _RETURN_EVERY_S = 5.0
 class Engines(Protocol):
     """Decodes requests with any number of engines, local or remote."""
 
+    def start(self, requests: int) -> None:
+        """Starts as many engines as so many requests need, and waits until one is ready. Raises
+        MarsError."""
+        ...
+
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
     ) -> Iterator[list[Completion]]:
-        """Yields all requests as they finish, in any order; after `until` (on the clock of
-        `time.monotonic`) none is started but the first `LEAST`. Raises MarsError."""
+        """Yields all requests, for which engines were started, as they finish, in any order; after
+        `until` (on the clock of `time.monotonic`) none is begun but the first `LEAST`. Raises
+        MarsError."""
         ...
 
 

@@ -26,12 +26,20 @@ class InProcess:
 
     def __init__(self, job: GenerateJob, say: Callable[[str], None]) -> None:
         self._job = job
+        self._worker = Worker(job.checkpoint, job.engine)
+        self._loaded = False
 
     def __enter__(self) -> "InProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def start(self, requests: int) -> None:
+        """Loads, if there is something to do."""
+        if requests and not self._loaded:
+            self._worker.load()
+            self._loaded = True
 
     def decode(
         self, requests: Iterable[Request], until: float = math.inf
@@ -40,9 +48,6 @@ class InProcess:
         waiting = list(requests)[::-1]
         count = len(waiting)
         InProcess.asked += len(waiting)
-        worker = Worker(self._job.checkpoint, self._job.engine)
-        if waiting:
-            worker.load()
         left = len(waiting)
         while left:
             if time.monotonic() > until:
@@ -53,7 +58,7 @@ class InProcess:
                 if not left:
                     return
             taken, waiting = waiting[:2], waiting[2:]
-            completions = worker.advance(taken, leave=1 if waiting else 0)
+            completions = self._worker.advance(taken, leave=1 if waiting else 0)
             left -= len(completions)
             yield completions
 

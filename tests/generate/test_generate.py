@@ -6,7 +6,9 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from mars_ray.data.rows import tokenize
 from mars_ray.data.sources import BadRows, read, read_prompts
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
-from mars_ray.decode.request import Request
+from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.generate import run as generation
 from mars_ray.generate.part import Part
@@ -426,3 +428,30 @@ def test_minutes_count_over_all_runs(model: Path, tmp_path: Path):
     clock = generation._Clock(1.0, again)
     assert 0 < clock.until(1.0) - time.monotonic() <= 0.5
     assert clock.until(0.5) < time.monotonic()
+
+
+def test_the_start_of_engines_does_not_count(tmp_path: Path, monkeypatch):
+    """Guards a demo beside other work, whose minutes were over before its engines were ready. By
+    hand: of 60 s, 5 pass before the first start of 300 s, and 20 with the engines."""
+    now = 1000.0
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: now))
+    part = Part(tmp_path / "c.part", {"job": {}, "content": {}})
+    clock = generation._Clock(1.0, part)
+    untils: list[float] = []
+
+    class Late:
+        def start(self, requests: int) -> None:
+            nonlocal now
+            now += 300
+
+        def decode(self, requests: Iterable[Request], until: float) -> Iterator[list[Completion]]:
+            nonlocal now
+            untils.append(until - now)
+            now += 20
+            yield []
+
+    now += 5
+    for _ in range(2):
+        assert list(generation._decode([], 1.0, clock, Late())) == [[]]
+    assert untils == [55, 35]
+    assert part.seconds == 45
