@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -15,12 +16,37 @@ from mars_ray.page import BLUE, GREY, html, plain, svg
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second at one batch size, both modes measured in turn."""
+    """Tokens per second of `exact` and `verified` at one batch size, in turn, round by round."""
 
     batch: int
-    exact: float
-    drafts: float  # in mode `verified`
-    ratio: float  # drafts over exact, median of the rounds
+    exact: Sequence[float]
+    drafts: Sequence[float]  # in `verified`
+    tokens_per_forward: float  # of `verified`
+    same: float  # share of the answers that are those of `exact`, token for token
+    fault: str | None  # why the rounds tell no ratio
+
+    @property
+    def ratios(self) -> list[float]:
+        """`verified` over `exact` in each round."""
+        return [own / plain for own, plain in zip(self.drafts, self.exact, strict=True)]
+
+    @property
+    def line(self) -> str:
+        """All of it in a line; no speeds if the rounds tell no ratio."""
+        name = "one at a time" if self.batch == 1 else f"{self.batch} at once"
+        if self.fault:
+            return f"{name}: not measured: {self.fault}"
+        text = "" if self.same == 1 else f", {self.same:.1%} of the answers the same"
+        return (
+            f"{name}: exact {spread(self.exact, '.0f')} tokens/s, verified "
+            f"{spread(self.drafts, '.0f')}: {spread(self.ratios, '.2f')} times exact in "
+            f"{len(self.ratios)} rounds, {self.tokens_per_forward:.2f} tokens per forward{text}"
+        )
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median of the rounds, and the least and the most of them."""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +104,9 @@ def _numbers(result: Adaptation) -> str:
     if best:
         shown.append((f"{best.tokens_per_forward:.2f}", "tokens per forward, text unchanged"))
     shown += [
-        (f"{speed.ratio:.2f}x", f"tokens a second of exact, batch {speed.batch}")
+        (f"{median(speed.ratios):.2f}x", f"tokens a second of exact, batch {speed.batch}")
         for speed in result.speeds[:1]
+        if not speed.fault
     ]
     if best:
         shown.append((f"{best.identical:.0%}", f"of {result.prompts} answers identical"))
@@ -114,11 +141,21 @@ def _number(value: float | None) -> str:
 
 
 def _speeds(speeds: Sequence[Speed]) -> str:
-    rows = "".join(
-        f"<tr><td>{speed.batch}<td>{speed.exact:.0f}<td>{speed.drafts:.0f}<td>{speed.ratio:.2f}"
-        for speed in speeds
+    rows = "".join(f"<tr><td>{speed.batch}{_speed(speed)}" for speed in speeds)
+    return (
+        "<p>Median of the rounds, least and most of them.</p><div class=wide><table><tr><th>batch"
+        "<th>exact<th>with drafts<th>ratio<th>tokens per forward"
+        f"{rows}</table></div>"
     )
-    return f"<table><tr><th>batch<th>exact<th>with drafts<th>ratio{rows}</table>"
+
+
+def _speed(speed: Speed) -> str:
+    if speed.fault:
+        return f"<td colspan=4>not measured: {escape(speed.fault)}"
+    return (
+        f"<td>{spread(speed.exact, '.0f')}<td>{spread(speed.drafts, '.0f')}"
+        f"<td>{spread(speed.ratios, '.2f')}<td>{speed.tokens_per_forward:.2f}"
+    )
 
 
 def _curve(curve: Sequence[tuple[float, float]]) -> str:

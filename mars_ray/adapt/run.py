@@ -100,7 +100,10 @@ def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
             }
             for point in frontier.points
         },
-        "speed_over_exact": {speed.batch: round(speed.ratio, 3) for speed in speeds},
+        "speed_over_exact": {
+            speed.batch: None if speed.fault else [round(ratio, 3) for ratio in speed.ratios]
+            for speed in speeds
+        },
         "training": metrics,
     }
 
@@ -148,11 +151,12 @@ def _speeds(
 ) -> list[Speed]:
     if not places.measured.exists():
         problems = problems_of(evaluate_job(job, base, places, parts).task)
-        speeds = measure_speeds(
-            base, places.adapter, problems, job.measure, lambda text: console.print(text)
-        )
+        speeds = measure_speeds(base, places.adapter, problems, job.measure, console)
         write_whole(places.measured, json.dumps([asdict(speed) for speed in speeds]))
-    return [Speed(**row) for row in json.loads(places.measured.read_text("utf-8"))]
+    speeds = [Speed(**row) for row in json.loads(places.measured.read_text("utf-8"))]
+    for speed in speeds:
+        console.print(speed.line, highlight=False, soft_wrap=True)
+    return speeds
 
 
 def adaptation(

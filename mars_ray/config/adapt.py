@@ -70,10 +70,21 @@ class MeasureConfig(Config):
         default=(VerifiedMode(groups=1), VerifiedMode(), VerifiedMode(threshold=0.3)), min_length=1
     )
     max_new_tokens: int = Field(default=128, ge=1)
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1, 4, 16), description="of the speeds; none: no speeds"
+    )
     speed_prompts: int = Field(default=16, ge=1, description="prompts per round of speeds")
-    rounds: int = Field(default=3, ge=1)
+    rounds: int = Field(default=3, ge=1, description="of the speeds; one tells no ratio")
     engine: EngineConfig = EngineConfig(max_batch=16, max_context=1024)
+
+    @model_validator(mode="after")
+    def _speeds_as_served(self) -> Self:
+        if self.batch_sizes and not self.engine.window_control:
+            raise ValueError(
+                "engine.window_control = false forces masks that do not pay, so no speeds are "
+                "measured: add batch_sizes = []"
+            )
+        return self
 
 
 class ServiceConfig(Config):

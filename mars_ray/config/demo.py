@@ -16,7 +16,7 @@ SUMMED_UP = (VerifiedMode(), ConfidenceMode(threshold=0.95))
 
 
 class DemoJob(Config):
-    """An adaptation of some minutes, and an adapter of hours of the same job beside it.
+    """An adaptation of some minutes, and an adapter of longer training beside it.
 
     Run again, it goes on where it was.
     """

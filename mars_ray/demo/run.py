@@ -1,7 +1,7 @@
-"""The demo: makes any model faster with unchanged answers, from a package to a reply over HTTP.
+"""The demo: from a package to a model with drafts that answers over HTTP, and how fast it does.
 
-An adapter is trained for some minutes, then one that was trained for hours takes its place. Besides
-the files of the adaptation (`adapt.run`) it writes:
+An adapter is trained for some minutes, then one that was trained for longer takes its place.
+Besides the files of the adaptation (`adapt.run`) it writes:
 
     output_dir/untrained/    the untrained adapter, with frontier.json
     output_dir/shipped/      measurements with the adapter that comes with the package, its serve
@@ -23,20 +23,22 @@ from rich.console import Console
 from mars_ray.adapt.jobs import Places, service_table
 from mars_ray.adapt.report import Speed, write_report
 from mars_ray.adapt.run import adaptation, base_model, run_adaptation
+from mars_ray.adapt.speed import measure_speeds
 from mars_ray.cluster.port import check_port
-from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.adapt import AdaptJob, MeasureConfig
 from mars_ray.config.data import FilesSource
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
-from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.config.modes import Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.shipped import found
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.demo.asking import ask
 from mars_ray.errors import CheckpointError
-from mars_ray.evaluate.beside import TRANSFORMERS, Decoded, decode_beside
+from mars_ray.evaluate.beside import TRANSFORMERS, decode_beside, identical
 from mars_ray.evaluate.report import print_table
 from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
+from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import Kept, write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
@@ -44,8 +46,9 @@ from mars_ray.serve.deploy import start
 from mars_ray.train.draft_adapter import untrained_adapter
 from mars_ray.train.plan import absolute_path
 
-_EXACT, _VERIFIED = ExactMode(), VerifiedMode()
-_EXACT_LABEL, _VERIFIED_LABEL = (mode_label(mode.model_dump()) for mode in (_EXACT, _VERIFIED))
+_VERIFIED = VerifiedMode()
+_VERIFIED_LABEL = mode_label(_VERIFIED.model_dump())
+_UNTRAINED_PROMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class _Demo:
 
     job: DemoJob
     adapt: AdaptJob
+    speeds: MeasureConfig  # how they are measured
     places: Places
     shipped: Path | None
     console: Console
@@ -62,22 +66,32 @@ class _Demo:
     def of(cls, job: DemoJob, console: Console) -> "_Demo":
         prompts = FilesSource(paths=(absolute_path(str(found(job.prompts))),))
         measure = job.adapt.measure.model_copy(update={"kinds": {"everyday": prompts}})
-        adapt = job.adapt.model_copy(update={"measure": measure})
+        # Speeds are measured of the adapter that is served, and of no other.
+        untimed = measure.model_copy(update={"batch_sizes": ()})
+        adapt = job.adapt.model_copy(update={"measure": untimed})
         shipped = None
         if job.shipped:
             shipped = Path(absolute_path(str(found(job.shipped))))
             if not shipped.exists():
-                console.print(f"no {job.shipped} here: without an adapter of hours of training")
+                console.print(f"no {job.shipped} here: without an adapter of longer training")
                 shipped = None
-        return cls(job, adapt, Places(Path(absolute_path(adapt.directory))), shipped, console)
+        return cls(
+            job, adapt, measure, Places(Path(absolute_path(adapt.directory))), shipped, console
+        )
 
-    def evaluate_job(self, adapter: Path, modes: tuple[Mode, ...], directory: Path) -> EvaluateJob:
-        """The job that measures an adapter on the demo's prompts."""
+    def evaluate_job(
+        self, adapter: Path, modes: tuple[Mode, ...], directory: Path, limit: int | None = None
+    ) -> EvaluateJob:
+        """The job that measures an adapter on the demo's prompts, or on the first of them."""
         measure = self.adapt.measure
+        kinds = {
+            kind: prompts.model_copy(update={"limit": limit})
+            for kind, prompts in measure.kinds.items()
+        }
         return EvaluateJob(
             checkpoint=str(self.base),
             output_dir=str(directory),
-            task=PromptsTask(kinds=measure.kinds),
+            task=PromptsTask(kinds=kinds),
             modes=modes,
             max_new_tokens=measure.max_new_tokens,
             engine=measure.engine.model_copy(update={"draft_adapter": str(adapter)}),
@@ -103,34 +117,40 @@ def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
     adapted = run_adaptation(demo.adapt, console)
     console.rule("before training")
     untrained = _untrained(demo)
-    console.rule("after hours of training" if demo.shipped else "all modes")
+    console.rule("after longer training" if demo.shipped else "all modes")
     adapter = demo.shipped or demo.places.adapter
     directory = _directory(demo, adapter)
     evaluate = demo.evaluate_job(adapter, job.modes, directory)
     frontier = _frontier(evaluate, console)
     print_table(Evaluation(frontier, directory), console)
-    beside = _beside(evaluate, adapter, console)
-    _print_beside(demo, beside)
-    serve = _write_service(demo, adapter, frontier, beside, directory)
+    work = [each.model_dump(mode="json") for each in (evaluate, demo.speeds)]
+    work.append(asdict(read_draft_card(adapter)))
+    kept = Kept(directory / "beside.jsonl", json.dumps(work))
+    answers = decode_beside(evaluate, (_VERIFIED,), kept, console)
+    share = identical(answers[_VERIFIED_LABEL], answers[TRANSFORMERS])
+    prompts = len(answers[TRANSFORMERS])
+    console.print(
+        f"{_VERIFIED_LABEL}: {share:.1%} of {prompts} answers are transformers', token for token, "
+        f"in {evaluate.engine.dtype}"
+    )
+    speeds = _speeds(demo, adapter, kept)
+    serve = _write_service(demo, adapter, frontier, speeds, directory)
     console.rule("serving and asking")
     url = start(ServeJob.model_validate(serve))
     answer = ask(url, job.question, job.answer_tokens, console)
     _print_next(directory, url, console)
+    _print_speeds(demo, speeds)
     trained_here = read_frontier(demo.places.adapter)
     return {
-        "identical": beside[_VERIFIED_LABEL].identical(beside[TRANSFORMERS]),
-        "prompts": len(beside[TRANSFORMERS].tokens),
+        "identical": share,
+        "prompts": prompts,
         "dtype": demo.adapt.measure.engine.dtype,
         "tokens_per_forward": {
             "untrained": _tokens_per_forward(untrained),
             "trained_here": _tokens_per_forward(trained_here),
             "shipped": _tokens_per_forward(frontier) if demo.shipped else None,
         },
-        "tokens_per_s": {
-            "transformers": round(beside[TRANSFORMERS].tokens_per_s, 1),
-            "exact": round(beside[_EXACT_LABEL].tokens_per_s, 1),
-            "verified": round(beside[_VERIFIED_LABEL].tokens_per_s, 1),
-        },
+        "speed": {speed.batch: _summary(speed) for speed in speeds},
         "http_ok": bool(answer),
         "train_s": round(adapted["training"]["seconds"], 1),
         "total_s": round(time.perf_counter() - started, 1),
@@ -141,13 +161,24 @@ def _tokens_per_forward(frontier: Frontier) -> float:
     return round(frontier.point(_VERIFIED_LABEL).tokens_per_forward, 3)
 
 
+def _summary(speed: Speed) -> dict[str, Any]:
+    if speed.fault:
+        return {"not_measured": speed.fault}
+    return {
+        "exact_tokens_per_s": [round(rate, 1) for rate in speed.exact],
+        "verified_tokens_per_s": [round(rate, 1) for rate in speed.drafts],
+        "verified_over_exact": [round(ratio, 3) for ratio in speed.ratios],
+        "tokens_per_forward": round(speed.tokens_per_forward, 3),
+    }
+
+
 def _untrained(demo: _Demo) -> Frontier:
-    """The frontier of an untrained adapter, measured like those of the trained ones."""
+    """The frontier of an untrained adapter, on some of the prompts: it drafts next to nothing."""
     recipe, directory = demo.adapt.recipe, demo.places.root / "untrained"
     if not directory.exists():
         depths = recipe.objective.max_block_size
         write_draft_adapter(directory, untrained_adapter(demo.base, recipe.adapter, depths))
-    evaluate = demo.evaluate_job(directory, (_VERIFIED,), directory)
+    evaluate = demo.evaluate_job(directory, (_VERIFIED,), directory, _UNTRAINED_PROMPTS)
     frontier = _frontier(evaluate, demo.console)
     print_table(Evaluation(frontier, directory), demo.console)
     return frontier
@@ -177,30 +208,29 @@ def _frontier(job: EvaluateJob, console: Console) -> Frontier:
     return run_evaluation(job, console).frontier
 
 
-def _beside(evaluate: EvaluateJob, adapter: Path, console: Console) -> dict[str, Decoded]:
-    """Answers of our modes and of transformers. Our modes run under window control, as in a
-    service, while the frontier's T/F is measured with all masks."""
-    assert evaluate.output_dir is not None
-    work = json.dumps([evaluate.model_dump(mode="json"), asdict(read_draft_card(adapter))])
-    kept = Kept(Path(evaluate.output_dir) / "beside.jsonl", work)
-    return decode_beside(evaluate, (_EXACT, _VERIFIED), kept, console)
+def _speeds(demo: _Demo, adapter: Path, kept: Kept) -> list[Speed]:
+    """The speeds of an adapter, measured unless they are kept. Those with a fault are not kept, so
+    that the next run measures again."""
+    if "speeds" in kept:
+        return [Speed(**row) for row in kept["speeds"]]
+    problems = problems_of(PromptsTask(kinds=demo.adapt.measure.kinds))
+    speeds = measure_speeds(demo.base, adapter, problems, demo.speeds, demo.console, one_text=True)
+    if all(speed.fault is None for speed in speeds):
+        kept["speeds"] = [asdict(speed) for speed in speeds]
+    return speeds
 
 
-def _print_beside(demo: _Demo, beside: dict[str, Decoded]) -> None:
-    engine, peer = demo.adapt.measure.engine, beside[TRANSFORMERS]
-    for label, decoded in beside.items():
-        demo.console.print(
-            f"{label}: {decoded.tokens_per_s:.0f} tokens/s at batch {engine.max_batch}, "
-            f"{engine.dtype}; {decoded.identical(peer):.1%} of {len(peer.tokens)} answers are "
-            "transformers'"
-        )
+def _print_speeds(demo: _Demo, speeds: list[Speed]) -> None:
+    demo.console.rule("how fast: the same answers by exact and verified, in turn")
+    for speed in speeds:
+        demo.console.print(speed.line, highlight=False, soft_wrap=True)
 
 
 def _write_service(
     demo: _Demo,
     adapter: Path,
     frontier: Frontier,
-    beside: dict[str, Decoded],
+    speeds: list[Speed],
     directory: Path,
 ) -> dict[str, Any]:
     """Write the serve job of an adapter and its report; returns the job."""
@@ -208,10 +238,8 @@ def _write_service(
     table["engine"]["draft_adapter"] = str(adapter)
     service = directory / "serve.toml"
     service.write_bytes(tomli_w.dumps(table).encode())
-    exact, verified = (beside[label].tokens_per_s for label in (_EXACT_LABEL, _VERIFIED_LABEL))
-    speed = Speed(demo.adapt.measure.engine.max_batch, exact, verified, verified / exact)
     commands = [f"mars-ray serve {short(service)}", "mars-ray chat"]
-    page = adaptation(demo.adapt, adapter, frontier, [speed], [], commands)
+    page = adaptation(demo.adapt, adapter, frontier, speeds, [], commands)
     write_report(page, directory / "report.html")
     return table
 

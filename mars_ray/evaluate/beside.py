@@ -1,10 +1,9 @@
-"""Our modes and transformers' `generate` on the same prompts: batch by batch, in turn.
+"""Answers of our modes and of transformers' `generate` to the same prompts, to be compared.
 
-A drift of the machine therefore affects all, and every answer of ours has a counterpart.
+No speeds: each answers every prompt once, and one round tells no ratio (`adapt/speed.py` does).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,31 +21,18 @@ from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 
 TRANSFORMERS = "transformers"
-# The first use of anything takes longer.
-_WARM_UP_TOKENS = 4
+Answers = list[list[int]]  # token ids
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """One decoder's answers to all prompts."""
-
-    tokens: list[list[int]]
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Speed over all batches, each of which takes as long as its longest answer."""
-        return sum(map(len, self.tokens)) / self.seconds
-
-    def identical(self, other: "Decoded") -> float:
-        """The share of answers whose tokens equal the other's."""
-        same = [a == b for a, b in zip(self.tokens, other.tokens, strict=True)]
-        return sum(same) / len(same)
+def identical(own: Answers, other: Answers) -> float:
+    """The share of answers whose tokens equal the other's."""
+    same = [a == b for a, b in zip(own, other, strict=True)]
+    return sum(same) / len(same)
 
 
 def decode_beside(
     job: EvaluateJob, modes: Sequence[Mode], kept: Kept, console: Console
-) -> dict[str, Decoded]:
+) -> dict[str, Answers]:
     """Greedy answers of transformers and of each mode, under the keys `transformers` and the modes'
     labels. Batches are as large as the engine's. The engine's dtype must be set, because
     transformers uses the same.
@@ -64,7 +50,7 @@ def decode_beside(
     if any(name not in kept for name in names.values()):
         _decode(job, labels, names, kept, console)
     return {
-        label: _joined([kept[name] for (own, _), name in names.items() if own == label])
+        label: [ids for (own, _), name in names.items() if own == label for ids in kept[name]]
         for label in (TRANSFORMERS, *labels)
     }
 
@@ -86,22 +72,14 @@ def _decode(
     answers = {TRANSFORMERS: partial(transformers_peer.answer, peer)}
     for label, mode in labels.items():
         answers[label] = partial(_answer, engine, mode)
-    warm_up = task | {"batches": [prompts[:size]], "max_new_tokens": _WARM_UP_TOKENS}
-    for answer in answers.values():
-        answer(warm_up)
     with Bars(console) as bars:
         bar = bars.add_task("beside transformers", total=len(names))
         for (label, first), name in names.items():
             if name not in kept:
                 batch = prompts[first : first + size]
-                kept[name] = answers[label](task | {"batches": [batch]})
+                kept[name] = answers[label](task | {"batches": [batch]})["tokens"]
             bars.advance(bar)
 
 
 def _answer(engine: Any, mode: Mode, task: dict[str, Any]) -> dict[str, Any]:
     return mars_peer.answer(engine, task | {"mode": mode.model_dump()})
-
-
-def _joined(parts: list[dict[str, Any]]) -> Decoded:
-    tokens = [ids for part in parts for ids in part["tokens"]]
-    return Decoded(tokens, sum(part["seconds"] for part in parts))

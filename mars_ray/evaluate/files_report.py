@@ -25,28 +25,32 @@ def files_table(frontier: Frontier) -> Table:
     """One line for each mode."""
     exact = frontier.points[0]
     table = Table(title=f"{frontier.checkpoint}: {exact.problems} prompts")
-    columns = ["mode", "T/F", "identical", "differs at", "own tokens", "nll", "tokens/s", "x exact"]
+    columns = ["mode", "T/F", "identical", "differs at", "own tokens", "nll"]
+    # Where masks are forced, speeds say nothing. One pass tells no ratio either.
+    has_speeds = frontier.provenance["job"]["engine"]["window_control"]
+    if has_speeds:
+        columns.append("tokens/s")
     if exact.has_references:
         label = grade_label(_GRADE.validate_python(frontier.task["grade"]))
         columns += [f"{label} ({exact.graded})", "95%", "p"]
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for point in frontier.points:
-        table.add_row(*_cells(point, exact))
+        table.add_row(*_cells(point, has_speeds))
     if frontier.reference_nll is not None:
         table.caption = f"nll of the references: {frontier.reference_nll:.3f} per token"
     return table
 
 
-def _cells(point: FrontierPoint, exact: FrontierPoint) -> Iterator[str]:
+def _cells(point: FrontierPoint, has_speeds: bool) -> Iterator[str]:
     yield point.label
     yield f"{point.tokens_per_forward:.2f}"
     yield f"{point.identical:.1%}"
     yield "-" if point.first_difference is None else f"{point.first_difference:,.0f}"
     yield f"{point.agreement:.2%}"
     yield "-" if point.nll is None else f"{point.nll:.3f}"
-    yield f"{point.tokens_per_s:,.1f}"
-    yield f"{point.tokens_per_s / exact.tokens_per_s:.2f}"
+    if has_speeds:
+        yield f"{point.tokens_per_s:,.1f}"
     if point.has_references:
         yield f"{point.accuracy:.1%}"
         yield f"{point.accuracy_low:.1%} .. {point.accuracy_high:.1%}"

@@ -9,9 +9,10 @@ from mars_ray.core.frontier import FrontierPoint
 from mars_ray.evaluate.files_report import REPORT_FILE, files_table
 from mars_ray.evaluate.run import Evaluation
 
-_COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F", "tokens/s")
+# No tokens/s: masks are forced here, also those that do not pay.
+_COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F")
 # Columns for prompts without reference answers; "without loops" omits answers that end in a loop.
-_OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops", "tokens/s")
+_OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops")
 
 
 def print_table(evaluation: Evaluation, console: Console) -> None:
@@ -40,7 +41,6 @@ def _cells(point: FrontierPoint) -> tuple[str, ...]:
         f"{point.p_value:.2f}",
         f"{point.identical:.1%}",
         f"{point.tokens_per_forward:.2f}",
-        f"{point.tokens_per_s:,.0f}",
     )
 
 
@@ -52,7 +52,6 @@ def _own_cells(point: FrontierPoint) -> tuple[str, ...]:
         "-" if point.nll is None else f"{point.nll:.3f}",
         f"{point.tokens_per_forward:.2f}",
         "-" if point.without_loops is None else f"{point.without_loops:.2f}",
-        f"{point.tokens_per_s:,.0f}",
     )
 
 
@@ -63,10 +62,10 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
     if frontier.task["type"] == "files":
         told |= {"report": str(evaluation.directory / REPORT_FILE)}
         told |= {"reference_nll": frontier.reference_nll}
-    return told | {"points": {p.label: _told(p, frontier.points[0]) for p in frontier.points}}
+    return told | {"points": {point.label: _told(point) for point in frontier.points}}
 
 
-def _told(point: FrontierPoint, exact: FrontierPoint) -> dict[str, Any]:
+def _told(point: FrontierPoint) -> dict[str, Any]:
     told: dict[str, Any] = {
         "accuracy": point.accuracy,
         "tokens_per_forward": point.tokens_per_forward,
@@ -76,4 +75,4 @@ def _told(point: FrontierPoint, exact: FrontierPoint) -> dict[str, Any]:
         told["accuracy"] = point.accuracy if point.has_references else None
         told |= {"graded": point.graded, "nll": point.nll, "own_tokens": point.agreement}
         told |= {"first_difference": point.first_difference}
-    return told | {"tokens_per_s_over_exact": point.tokens_per_s / exact.tokens_per_s}
+    return told

@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
         "max_new_tokens": 16,
         "batch_sizes": [1, 2],
         "speed_prompts": 2,
-        "rounds": 1,
+        "rounds": 2,
         "engine": {"max_batch": 4, "max_context": 128, "threads": 1},
     },
     "service": {"engine": {"max_batch": 4, "max_context": 128, "threads": 1}},

@@ -1,5 +1,6 @@
 """Prompts of a user's own: what rows may look like, grading, the report, refusals."""
 
+import io
 import json
 import re
 import sys
@@ -121,8 +122,19 @@ def test_own_data_without_references(checkpoint, tmp_path):
     told = json.loads(json.dumps(summary(evaluation)))
     assert told["reference_nll"] is None
     assert told["points"]["exact"]["accuracy"] is None
-    assert told["points"]["exact"]["tokens_per_s_over_exact"] == 1
-    print_table(evaluation, QUIET)
+    shown = Console(file=io.StringIO(), width=160)
+    print_table(evaluation, shown)
+    assert isinstance(shown.file, io.StringIO)
+    assert "tokens/s" in shown.file.getvalue()
+
+
+def test_no_speeds_are_told_where_masks_are_forced(checkpoint, tmp_path):
+    """Guards a reader who compares `verified` with masks that do not pay to `exact`."""
+    path = written(tmp_path / "p.jsonl", [{"prompt": text} for text in ASKED])
+    job = make_job(checkpoint, path, tmp_path / "out")
+    engine = job.engine.model_copy(update={"window_control": False})
+    run_evaluation(job.model_copy(update={"engine": engine}), QUIET)
+    assert "tokens/s" not in (tmp_path / "out" / "report.txt").read_text()
 
 
 def test_references_are_graded_and_scored(checkpoint, said, tmp_path):
