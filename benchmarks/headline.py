@@ -22,11 +22,16 @@ Result = dict[str, Any]
 _MISSING = (FileNotFoundError, KeyError, TypeError)
 
 
-def speed_ratio(own: Result, other: Result) -> float:
-    """The tokens/s of one decoder over those of another: the median over interleaved rounds. Both
-    are `cases` of one `mars-ray bench decode`."""
+def speed_ratios(own: Result, other: Result) -> list[float]:
+    """The tokens/s of one decoder over those of another in each interleaved round. Both are `cases`
+    of one `mars-ray bench decode`."""
     rounds = zip(own["seconds"], other["seconds"], strict=True)
-    return statistics.median((own["tokens"] / a) / (other["tokens"] / b) for a, b in rounds)
+    return [(own["tokens"] / a) / (other["tokens"] / b) for a, b in rounds]
+
+
+def speed_ratio(own: Result, other: Result) -> float:
+    """The median of `speed_ratios`."""
+    return statistics.median(speed_ratios(own, other))
 
 
 def _at(*keys: str) -> Callable[[Result], float]:
@@ -41,13 +46,29 @@ def _at(*keys: str) -> Callable[[Result], float]:
     return value
 
 
-def _times(label: str, base: str, batch: int | None = None) -> Callable[[Result], float]:
-    """Speed-up of a decoder over another at one batch size, by default the least over all sizes."""
+Choice = Callable[[list[float]], float]
+
+
+def _times(
+    label: str, base: str, batch: int | None = None, of_rounds: Choice = statistics.median
+) -> Callable[[Result], float]:
+    """Speed-up of a decoder over another at one batch size, by default the least over all sizes.
+    `of_rounds` is `min` or `max` for a single round in place of the median."""
 
     def value(result: Result) -> float:
         cases = {(case["label"], case["batch"]): case for case in result["cases"]}
         sizes = result["job"]["batch_sizes"] if batch is None else [batch]
-        return min(speed_ratio(cases[label, size], cases[base, size]) for size in sizes)
+        ratios = [speed_ratios(cases[label, size], cases[base, size]) for size in sizes]
+        return min(map(of_rounds, ratios))
+
+    return value
+
+
+def _plugin_round(batch: int, of_rounds: Choice) -> Callable[[Result], float]:
+    """The least or the most of the rounds of the plug-in's speed over plain vLLM."""
+
+    def value(result: Result) -> float:
+        return of_rounds({row["batch"]: row["ratios"] for row in result["speed"]}[batch])
 
     return value
 
@@ -120,16 +141,33 @@ HEADLINES = {
     "smollm2.tf_groups": Headline("smollm2_identity", _at("tokens_per_forward", "groups")),
     "smollm2.tf_one_group": Headline("smollm2_identity", _at("tokens_per_forward", "one_group")),
     "smollm2.speed_over_exact_b1": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 1)),
+    "smollm2.speed_over_exact_b1_least": Headline(
+        "smollm2_decode", _times(_VERIFIED, _EXACT, 1, min)
+    ),
+    "smollm2.speed_over_exact_b1_most": Headline(
+        "smollm2_decode", _times(_VERIFIED, _EXACT, 1, max)
+    ),
     "smollm2.speed_vs_vllm_b1": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 1)),
+    "smollm2.speed_vs_vllm_b1_least": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 1, min)),
+    "smollm2.speed_vs_vllm_b1_most": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 1, max)),
     "smollm2.speed_vs_vllm_b4": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 4)),
+    "smollm2.exact_vs_vllm_b1": Headline("smollm2_decode", _times(_EXACT, _VLLM, 1)),
+    "smollm2.exact_vs_vllm_b1_least": Headline("smollm2_decode", _times(_EXACT, _VLLM, 1, min)),
+    "smollm2.exact_vs_vllm_b1_most": Headline("smollm2_decode", _times(_EXACT, _VLLM, 1, max)),
     "smollm2.exact_vs_vllm_min": Headline("smollm2_decode", _times(_EXACT, _VLLM)),
     "smollm2.verified_over_exact_min": Headline("smollm2_decode", _times(_VERIFIED, _EXACT)),
+    # The slowest round at any batch size.
+    "smollm2.verified_over_exact_least": Headline(
+        "smollm2_decode", _times(_VERIFIED, _EXACT, None, min)
+    ),
     "vllm.identical_share": Headline("vllm_plugin", _at("identical_share")),
     "vllm.bf16_identical_share": Headline("vllm_bfloat16", _at("identical_share")),
     "vllm.bf16_compiled_identical_share": Headline("vllm_bfloat16", _at("compiled_share")),
     "vllm.prompts": Headline("vllm_plugin", _at("prompts")),
     "vllm.tf_over_ours": Headline("vllm_plugin", _at("tf_over_ours")),
     "vllm.speed_over_plain_b1": Headline("vllm_plugin", _over_plain(1)),
+    "vllm.speed_over_plain_b1_least": Headline("vllm_plugin", _plugin_round(1, min)),
+    "vllm.speed_over_plain_b1_most": Headline("vllm_plugin", _plugin_round(1, max)),
     # The plug-in has one group of masks, and no other.
     "vllm.tf_one_group": Headline(
         "vllm_plugin", _at("tokens_per_forward", "vllm", "without_loops")

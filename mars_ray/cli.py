@@ -184,7 +184,8 @@ def import_(
     directory: Annotated[Path | None, typer.Argument(help="Otherwise models/NAME.")] = None,
     revision: Annotated[str | None, typer.Option(help="Of a hub name.")] = None,
 ) -> None:
-    """Make a checked Hugging Face directory of any model; done already, it does nothing."""
+    """Make a checked Hugging Face directory of a Qwen2, Qwen3, Llama or Mistral; run again, it does
+    nothing."""
     from mars_ray.importing import facts, import_model
 
     with _saying("importing"):

@@ -23,6 +23,7 @@ from mars_ray.cli import app
 PLACES = {
     "CHECKPOINT": "runs/demo/models/mars",
     "JOB.toml": "jobs/train-gsm8k.toml",
+    "runs/demo-smollm2/shipped/serve.toml": "jobs/serve-demo.toml",
     "NAME": "mars",
     "FILE": "clusters/aws.yaml",
     "ID": "raysubmit_1",

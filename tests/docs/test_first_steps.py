@@ -60,7 +60,7 @@ def demo(checkout: Checkout) -> Checkout:
 
 @pytest.fixture(scope="module")
 def service(demo: Checkout) -> Iterator[Checkout]:
-    """The checkout while the demo's model is served."""
+    """The checkout while the tiny demo's model is served."""
     (command,) = runs("service")
     with serving(demo, small(command)):
         yield demo
@@ -100,6 +100,14 @@ def test_the_demo_goes_on_where_it_was(adapted: Checkout):
     assert adapter.stat().st_mtime_ns == before
 
 
+def test_what_the_demo_measured_is_served(adapted: Checkout):
+    """Guards a first command after the demo that fails. Here no adapter comes with the package."""
+    (command,) = runs("test_what_the_demo_measured_is_served")
+    here = replace(adapted, places=adapted.places | {"/shipped/": "/trained_here/"})
+    with serving(here, f"{command} port={free_port()}"):
+        pass
+
+
 def test_the_tiny_demo_goes_on_where_it_was(demo: Checkout):
     """The same of models that were trained whole."""
     model = demo.directory / "runs" / "demo" / "models" / "mars" / "model.safetensors"
@@ -118,11 +126,12 @@ def test_a_chat(service: Checkout, command: str):
 
 
 def test_any_client(service: Checkout):
-    """curl, and the snippet of the README."""
+    """curl, and the snippet of the README, of the model that is served here."""
     snippet, curl = runs("test_any_client")
-    assert json.loads(service.run(curl).stdout)["usage"]["mars"]["forwards"] > 0
-    shown = service.run(f"python - <<'END'\n{snippet}END\n")
-    assert "'mode': 'confidence', 'threshold': 0.9" in shown.stdout
+    here = replace(service, places=service.places | {'"smollm2"': '"mars-demo"'})
+    assert json.loads(here.run(curl).stdout)["usage"]["mars"]["forwards"] > 0
+    shown = here.run(f"python - <<'END'\n{snippet}END\n")
+    assert "'mode': 'verified', 'threshold': 0.3" in shown.stdout
 
 
 def test_lm_eval(demo: Checkout):

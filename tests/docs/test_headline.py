@@ -40,10 +40,18 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     found, lacking = headline.headlines(tmp_path)
     assert {name: entry["value"] for name, entry in found.items()} == {
         "smollm2.speed_over_exact_b1": 2.0,
+        "smollm2.speed_over_exact_b1_least": 2.0,
+        "smollm2.speed_over_exact_b1_most": 9.0,
         "smollm2.speed_vs_vllm_b1": 3.0,
+        "smollm2.speed_vs_vllm_b1_least": 2.0,
+        "smollm2.speed_vs_vllm_b1_most": 9.0,
         "smollm2.speed_vs_vllm_b4": pytest.approx(0.8),
+        "smollm2.exact_vs_vllm_b1": 1.0,
+        "smollm2.exact_vs_vllm_b1_least": 1.0,
+        "smollm2.exact_vs_vllm_b1_most": 1.5,
         "smollm2.exact_vs_vllm_min": 1.0,
         "smollm2.verified_over_exact_min": pytest.approx(0.8),
+        "smollm2.verified_over_exact_least": pytest.approx(0.8),
         "adapter.step_time_over_sft": 0.9,
         "adapter.step_memory_over_sft": 0.6,
     }
@@ -107,7 +115,8 @@ def test_figures_of_the_service(tmp_path):
 
 
 def test_figures_of_the_plugin_for_vllm(tmp_path):
-    """By hand: the speed at batch 1, and the least of all sizes; T/F without answers that loop."""
+    """By hand: the speed at batch 1 with its rounds, and the least of all sizes; T/F without the
+    answers that loop."""
     result = {
         "prompts": 200,
         "identical_share": 0.995,
@@ -117,9 +126,9 @@ def test_figures_of_the_plugin_for_vllm(tmp_path):
             "ours": {"all": 2.0, "without_loops": 1.5},
         },
         "speed": [
-            {"batch": 1, "over_plain": 1.3},
-            {"batch": 4, "over_plain": 0.99},
-            {"batch": 16, "over_plain": 1.01},
+            {"batch": 1, "over_plain": 1.3, "ratios": [1.3, 1.2, 1.4]},
+            {"batch": 4, "over_plain": 0.99, "ratios": [0.99]},
+            {"batch": 16, "over_plain": 1.01, "ratios": [1.01]},
         ],
     }
     (tmp_path / "vllm_plugin.json").write_text(json.dumps(result))
@@ -129,6 +138,8 @@ def test_figures_of_the_plugin_for_vllm(tmp_path):
         "vllm.prompts": 200,
         "vllm.tf_over_ours": 0.98,
         "vllm.speed_over_plain_b1": 1.3,
+        "vllm.speed_over_plain_b1_least": 1.2,
+        "vllm.speed_over_plain_b1_most": 1.4,
         "vllm.tf_one_group": 1.4,
         "vllm.speed_over_plain_min": 0.99,
     }

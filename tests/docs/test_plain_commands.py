@@ -13,11 +13,14 @@ from docs.small import small
 from model.small_gguf import tiny_gguf, wheel
 
 from mars_ray.config.load import load_job
+from mars_ray.config.train import DraftAdapterConfig
 from mars_ray.evaluate.bench_decode import random_checkpoint
+from mars_ray.model.draft_adapter import write_draft_adapter
 from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.simulator.traces.load import load_trace
+from mars_ray.train.draft_adapter import untrained_adapter
 
-MODELS = ("runs/demo/models/ar", "runs/gsm8k/models/mars")
+MODELS = ("runs/demo/models/ar", "runs/gsm8k/models/mars", "runs/demo-smollm2/base")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,9 @@ def models(data: Checkout) -> Checkout:
     with random_checkpoint("tiny") as made:
         for name in MODELS:
             shutil.copytree(made, data.directory / name)
+    adapted = data.directory / "runs" / "demo-smollm2"
+    adapter = untrained_adapter(adapted / "base", DraftAdapterConfig(rank=4), 4)
+    write_draft_adapter(adapted / "adapter", adapter)
     return data
 
 
