@@ -156,6 +156,8 @@ HEADLINES = {
     "smollm2.exact_vs_vllm_b1_most": Headline("smollm2_decode", _times(_EXACT, _VLLM, 1, max)),
     "smollm2.exact_vs_vllm_min": Headline("smollm2_decode", _times(_EXACT, _VLLM)),
     "smollm2.verified_over_exact_min": Headline("smollm2_decode", _times(_VERIFIED, _EXACT)),
+    # The least median on another processor.
+    "smollm2.epyc_over_exact_min": Headline("smollm2_decode_epyc", _times(_VERIFIED, _EXACT)),
     # The slowest round at any batch size.
     "smollm2.verified_over_exact_least": Headline(
         "smollm2_decode", _times(_VERIFIED, _EXACT, None, min)

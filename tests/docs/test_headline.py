@@ -59,6 +59,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     assert found.keys() | lacking.keys() == headline.HEADLINES.keys()
     assert {why.partition(":")[0] for why in lacking.values()} == {
         "smollm2_identity.json",
+        "smollm2_decode_epyc.json",
         "code_size.json",
         "house_walks.json",
         "simulate.json",
@@ -214,3 +215,13 @@ def test_the_pages_say_what_the_results_say():
     for path in render.PAGES:
         text = path.read_text()
         assert render.render(text) == text, f"{path.name}: run python benchmarks/render.py"
+
+
+def test_the_training_of_the_adapter_is_that_of_its_card():
+    """Guards hours where there were minutes."""
+    card = json.loads((ROOT / "adapters" / "smollm2" / "draft.json").read_text())["training"]
+    minutes = f"{card['seconds'] / 60:.1f}"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"trained for {minutes} minutes" in readme
+    assert f"{card['mask_tokens']:,} masks" in readme
+    assert f"{minutes} minutes" in (ROOT / "docs" / "quickstart.md").read_text()
