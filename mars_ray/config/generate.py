@@ -63,8 +63,8 @@ class GenerateJob(Config):
         default=None,
         gt=0,
         description=(
-            "time for all of it, half for own prompts; prompts left then get no answer, but at "
-            "least ten do"
+            "time for all of it once an engine is ready, half for own prompts; prompts left then "
+            "get no answer, but at least ten do"
         ),
     )
     workers: int | None = Field(

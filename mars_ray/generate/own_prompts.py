@@ -82,6 +82,11 @@ class Choice:
         rate = max(len(self.records) / self.tries, _LEAST_RATE)
         return min(int(missing / rate) + _MARGIN, left)
 
+    @property
+    def is_promising(self) -> bool:
+        """Whether about one try in ten was usable so far."""
+        return self.tries * _LEAST_RATE < len(self.records) + 1
+
     def take(self, attempts: Iterable[Try]) -> None:
         """Takes the next tries; those beyond the wanted number are not counted."""
         for attempt in attempts:

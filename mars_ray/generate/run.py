@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,12 @@ class _Generation:
         seen = {beginning_key(prompt.messages[-1].content) for prompt in prompts}
         choice = Choice(source, self._excluded, seen)
         task = bars.add_task("prompts of its own", total=source.count)
-        while (more := choice.more) and time.monotonic() < clock.until(_OWN_SHARE):
+        while more := choice.more:
+            if time.monotonic() >= clock.until(_OWN_SHARE):
+                # Late, but prompts that are too few would be answers that are too few.
+                if len(prompts) + len(choice.records) >= LEAST or not choice.is_promising:
+                    break
+                more = min(more, LEAST)
             numbers = range(choice.tries, choice.tries + more)
             known = part.tries.setdefault(place, {})
             requests = requests_of(source, self._job, turn, (n for n in numbers if n not in known))
@@ -183,7 +189,8 @@ class _Generation:
                 part.add_tries(place, tries)
                 # An estimate: which of them are new is decided in order, once all are done.
                 bars.advance(task, sum(not each.fault for each in tries.values()))
-            choice.take(known[number] for number in numbers if number in known)
+            # Without gaps, because the next tries are numbered from the last one taken.
+            choice.take(map(known.__getitem__, takewhile(known.__contains__, numbers)))
             bars.update(task, completed=len(choice.records))
         bars.update(task, total=len(choice.records), completed=len(choice.records))
         # Once time has run out, the prompts so far suffice.

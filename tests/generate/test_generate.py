@@ -418,6 +418,26 @@ def test_ten_answers_are_made_however_late_it_is(model: Path, tmp_path: Path):
     assert 10 <= run(job, QUIET).conversations < 20
 
 
+def test_ten_prompts_are_written_however_late_it_is(talker: Path, tmp_path: Path):
+    """Guards a slow machine on which a model asks itself four questions, and is trained on four
+    answers. Here half of what it asks is excluded, so ten tries do not do."""
+    excluded = tmp_path / "excluded.jsonl"
+    asked = [f"How many are {a} and {b}?" for a in range(0, 10, 2) for b in range(10)]
+    excluded.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    own = OwnPrompts(count=60, max_new_tokens=24)
+    changes = {"prompts": own, "exclude": (str(excluded),), "minutes": 1e-6}
+    result = run(make_job(talker, tmp_path / "a.jsonl", **changes), QUIET)
+    assert result.own_tries > 10
+    assert 10 <= result.own_prompts < 30
+
+
+def test_a_model_that_does_not_ask_is_not_tried_for_long(model: Path, tmp_path: Path):
+    """Guards a job whose minutes are over, and which goes on with what brings nothing."""
+    job = make_job(model, tmp_path / "a.jsonl", prompts=OwnPrompts(count=2000), minutes=1e-6)
+    with pytest.raises(DataError, match=r"writes too few prompts: 0 of 10 tries"):
+        run(job, QUIET)
+
+
 def test_minutes_count_over_all_runs(model: Path, tmp_path: Path):
     """Killed near its end, a job has little time left."""
     part = Part(tmp_path / "b.part", {"job": {}, "content": {}})
