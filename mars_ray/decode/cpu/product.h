@@ -1,0 +1,273 @@
+// Products of rows with a weight matrix, in one arithmetic for any number of rows.
+//
+// The sum over the inputs runs in one order for each row and output, whatever other rows, outputs and
+// threads there are. So a row's result is the same in a prompt, in a step of one row, and beside
+// drafts: `verified` says what `exact` says, bit for bit.
+//
+// Weights lie in panels of 32 outputs: [outputs / 32][inputs / 2][2][16][2] of bfloat16, so that one
+// 64-byte load has two inputs of 16 outputs, as dot products of pairs and AMX tiles want them; of
+// float32 [outputs / 32][inputs][32]. A panel is read once, from its beginning to its end.
+#pragma once
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "simd.h"
+
+constexpr int PANEL = 32;
+// Inputs are padded with zeros to a multiple of this: a tile of AMX has 32 of bfloat16.
+constexpr int INPUTS = 32;
+// Rows of a product at once: what the caller's scratch has room for.
+constexpr int ROWS = 48;
+
+static inline int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What rows are stored as between products.
+template <class W>
+struct Input {
+    typedef float type;
+};
+#ifdef __AVX512BF16__
+template <>
+struct Input<bf16> {
+    typedef bf16 type;
+};
+#endif
+
+// Memory for weights in large pages: a step reads all of it, and small pages would each cost a walk of
+// the page table.
+class Arena {
+public:
+    ~Arena() {
+        for (auto& chunk : chunks_) munmap(chunk.first, chunk.second);
+    }
+    void* get(int64_t bytes) {
+        bytes = rounded(bytes, 64);
+        if (!chunks_.size() || used_ + bytes > chunks_.back().second) {
+            int64_t size = rounded(bytes > CHUNK ? bytes : CHUNK, LARGE_PAGE);
+            void* memory = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (memory == MAP_FAILED) throw std::bad_alloc();
+            madvise(memory, size, MADV_HUGEPAGE);
+            chunks_.push_back({memory, size});
+            used_ = 0;
+        }
+        used_ += bytes;
+        return (char*)chunks_.back().first + used_ - bytes;
+    }
+
+private:
+    static constexpr int64_t LARGE_PAGE = 2 << 20, CHUNK = 16 << 20;
+    std::vector<std::pair<void*, int64_t>> chunks_;
+    int64_t used_ = 0;
+};
+
+template <class W>
+struct Matrix {
+    int outputs = 0, inputs = 0;  // inputs with their padding
+    const W* weights = nullptr;
+    const float* bias = nullptr;  // with the outputs' padding, or none
+    // The inputs that are not zero for all outputs of a panel, for matrices of several blocks.
+    std::vector<std::pair<int, int>> spans;
+
+    int panels() const { return (outputs + PANEL - 1) / PANEL; }
+    int64_t place(int64_t output, int64_t input) const {
+        int64_t panel = output / PANEL * PANEL * inputs, lane = output % PANEL;
+        if (sizeof(W) == 4) return panel + input * PANEL + lane;
+        return panel + input / 2 * 2 * PANEL + lane / 16 * 32 + lane % 16 * 2 + input % 2;
+    }
+
+    // Makes room for rows (outputs, inputs) that follow each other; `fill` packs a panel of them.
+    void shape(Arena& arena, int outputs_, int inputs_) {
+        outputs = outputs_, inputs = (int)rounded(inputs_, INPUTS);
+        weights = (W*)arena.get(rounded(outputs, PANEL) * inputs * sizeof(W));
+    }
+    void fill(int panel, const W* rows, int inputs_) {
+        constexpr int together = sizeof(W) == 4 ? 1 : 2;  // inputs of an output that lie side by side
+        int count = outputs - panel * PANEL < PANEL ? outputs - panel * PANEL : PANEL;
+        for (int i = 0; i < inputs_; i += together)
+            for (int o = 0; o < count; o++)
+                for (int j = 0; j < together && i + j < inputs_; j++)
+                    ((W*)weights)[place(panel * PANEL + o, i + j)] =
+                        rows[(int64_t)(panel * PANEL + o) * inputs_ + i + j];
+    }
+
+    // One output's weights, as when the head is the embedding too.
+    void row(int64_t output, float* to) const {
+        for (int i = 0; i < inputs; i++) to[i] = widened(weights[place(output, i)]);
+    }
+
+    void find_spans() {
+        for (int p = 0; p < panels(); p++) {
+            int first = inputs, last = 0;
+            for (int i = 0; i < inputs; i++)
+                for (int o = p * PANEL; o < (p + 1) * PANEL; o++)
+                    if (widened(weights[place(o, i)]) != 0) {
+                        if (i < first) first = i;
+                        last = i + 1;
+                    }
+            first = first / INPUTS * INPUTS;
+            spans.push_back({first, last > first ? (int)rounded(last, INPUTS) : first});
+        }
+    }
+};
+
+// M rows times 32 outputs, by the processor's vectors.
+template <int M>
+static inline void block(const float* w, const float* x, int64_t ldx, int inputs, float* y) {
+    F a[M][2];
+    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
+    for (int k = 0; k < inputs; k++) {
+        F w0 = load(w + (int64_t)k * PANEL), w1 = load(w + (int64_t)k * PANEL + 16);
+        _mm_prefetch((const char*)(w + (int64_t)k * PANEL) + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char*)(w + (int64_t)k * PANEL) + 2112, _MM_HINT_T0);
+        for (int m = 0; m < M; m++) {
+            F b = all(x[m * ldx + k]);
+            a[m][0] = fma(w0, b, a[m][0]), a[m][1] = fma(w1, b, a[m][1]);
+        }
+    }
+    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+}
+
+#ifdef __AVX512BF16__
+template <int M>
+static inline void block(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
+    __m512 a[M][2];
+    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
+    for (int k = 0; k < inputs; k += 2) {
+        const bf16* p = w + (int64_t)k * PANEL;
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(p), w1 = (__m512bh)_mm512_loadu_si512(p + 32);
+        _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
+        for (int m = 0; m < M; m++) {
+            int pair;
+            memcpy(&pair, x + m * ldx + k, 4);
+            __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
+            a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b), a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
+        }
+    }
+    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+}
+#else
+// A pair's first input lies in the low half of each 32 bits, its second in the high half.
+#ifdef __AVX512F__
+static inline F first_of(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+}
+static inline F second_of(const bf16* p) {
+    __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high));
+}
+#else
+static inline __m256 half(const bf16* p) { return _mm256_loadu_ps((const float*)p); }
+static inline __m256 shifted(__m256 a) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 16));
+}
+static inline __m256 masked(__m256 a) {
+    return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000)));
+}
+static inline F first_of(const bf16* p) { return {shifted(half(p)), shifted(half(p + 16))}; }
+static inline F second_of(const bf16* p) { return {masked(half(p)), masked(half(p + 16))}; }
+#endif
+template <int M>
+static inline void block(const bf16* w, const float* x, int64_t ldx, int inputs, float* y) {
+    F a[M][2];
+    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
+    for (int k = 0; k < inputs; k += 2) {
+        const bf16* p = w + (int64_t)k * PANEL;
+        _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
+        for (int j = 0; j < 2; j++) {
+            F w0 = j ? second_of(p) : first_of(p), w1 = j ? second_of(p + 32) : first_of(p + 32);
+            for (int m = 0; m < M; m++) {
+                F b = all(x[m * ldx + k + j]);
+                a[m][0] = fma(w0, b, a[m][0]), a[m][1] = fma(w1, b, a[m][1]);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+}
+#endif
+
+// Rows of a block: as many as the registers hold sums of.
+#ifdef __AVX512F__
+constexpr int BLOCK = 12;
+#else
+constexpr int BLOCK = 3;
+#endif
+
+template <int M, class W, class X>
+static inline void blocks(const W* w, const X* x, int64_t ldx, int inputs, int rows, float* y) {
+    for (; rows >= M; rows -= M, x += M * ldx, y += M * PANEL) block<M>(w, x, ldx, inputs, y);
+    if constexpr (M > 1)
+        if (rows) blocks<M - 1>(w, x, ldx, inputs, rows, y);
+}
+
+#ifdef __AMX_BF16__
+// A tile has 16 rows of 64 bytes: sums of 16 rows and 16 outputs, 32 inputs of 16 rows, or 16 pairs of
+// inputs of 16 outputs. Two tiles of rows and two of outputs make four of sums.
+static inline void begin_tiles() {
+    struct alignas(64) Config {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    };
+    static const Config config = {
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&config);
+}
+static inline void end_tiles() { _tile_release(); }
+
+// Rows up to the next multiple of 16 are read and written too: there is room for them.
+static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs, int rows, float* y) {
+    // The compiler does not know that tiles are loaded from memory.
+    asm volatile("" ::: "memory");
+    for (; rows > 16; rows -= 32, x += 32 * ldx, y += 32 * PANEL) {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        for (int k = 0; k < inputs; k += 32) {
+            const bf16* p = w + (int64_t)k * PANEL;
+            _tile_loadd(6, p, 128); _tile_loadd(4, x + k, ldx * 2); _tile_loadd(7, p + 32, 128);
+            _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x + 16 * ldx + k, ldx * 2);
+            _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, y, 128); _tile_stored(1, y + 16, 128);
+        _tile_stored(2, y + 16 * PANEL, 128); _tile_stored(3, y + 16 * PANEL + 16, 128);
+    }
+    if (rows <= 0) return;
+    _tile_zero(0); _tile_zero(1);
+    for (int k = 0; k < inputs; k += 32) {
+        const bf16* p = w + (int64_t)k * PANEL;
+        for (int line = 0; line < 32; line++)
+            _mm_prefetch((const char*)p + 4096 + 64 * line, _MM_HINT_T0);
+        _tile_loadd(6, p, 128); _tile_loadd(4, x + k, ldx * 2); _tile_loadd(7, p + 32, 128);
+        _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+    }
+    _tile_stored(0, y, 128); _tile_stored(1, y + 16, 128);
+}
+#else
+static inline void begin_tiles() {}
+static inline void end_tiles() {}
+static inline void product(const bf16* w, const Input<bf16>::type* x, int64_t ldx, int inputs, int rows,
+                           float* y) {
+    blocks<BLOCK>(w, x, ldx, inputs, rows, y);
+}
+#endif
+static inline void product(const float* w, const float* x, int64_t ldx, int inputs, int rows, float* y) {
+    blocks<BLOCK>(w, x, ldx, inputs, rows, y);
+}
+
+// Some rows, at most ROWS, times the outputs of a panel: y has PANEL columns.
+template <class W, class X>
+static inline void product(const Matrix<W>& matrix, int panel, const X* x, int64_t ldx, int rows, float* y) {
+    int first = 0, last = matrix.inputs;
+    if (matrix.spans.size()) first = matrix.spans[panel].first, last = matrix.spans[panel].second;
+    const W* w = matrix.weights + (int64_t)panel * PANEL * matrix.inputs + (int64_t)first * PANEL;
+    product(w, x + first, ldx, last - first, rows, y);
+    if (matrix.bias) {
+        F low = load(matrix.bias + panel * PANEL), high = load(matrix.bias + panel * PANEL + 16);
+        for (int m = 0; m < rows; m++, y += PANEL)
+            store(y, add(load(y), low)), store(y + 16, add(load(y + 16), high));
+    }
+}
