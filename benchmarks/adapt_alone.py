@@ -36,13 +36,19 @@ class EngineHere:
     def __init__(self, job: GenerateJob, say: Callable[[str], None]) -> None:
         self._worker = Worker(job.checkpoint, job.engine)
         self._most = 2 * job.engine.max_batch
-        say(f"computes in {self._worker.load()}")
+        self._say: Callable[[str], None] | None = say
 
     def __enter__(self) -> "EngineHere":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def start(self, requests: int) -> None:
+        """Load the engine at the first call: one is enough for any number."""
+        if self._say:
+            self._say(f"computes in {self._worker.load()}")
+            self._say = None
 
     def decode(
         self, requests: Iterable[Request], until: float = math.inf

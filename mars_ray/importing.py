@@ -247,7 +247,7 @@ def _by_engine(model: PreTrainedModel, prompt: list[int]) -> dict[int, float]:
         max_step_tokens=max(8, len(prompt)),
         device="cpu",
     )
-    engine = Engine(model, PLAIN, size)
+    engine = Engine(model, PLAIN, size, release=True)
     likeliest = min(_LIKELIEST, model.config.vocab_size)
     engine.submit(
         Request("check", tuple(prompt), ExactMode(), Sampling(), 1, frozenset(), logprobs=likeliest)

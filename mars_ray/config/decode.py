@@ -86,8 +86,14 @@ class EngineConfig(Config):
         description="auto: the checkpoint's own; of 16 bits on a CPU bfloat16, or float32 where it "
         "does not multiply that",
     )
-    attention_backend: Literal["auto", "dense", "triton"] = Field(
-        default="auto", description="auto: on a GPU triton with CUDA graphs, else dense"
+    attention_backend: Literal["auto", "compiled", "dense", "triton"] = Field(
+        default="auto",
+        description="auto: on a GPU triton with CUDA graphs, on a CPU a compiled step, else dense",
+    )
+    cpu_instructions: Literal["auto", "amx", "avx512_bf16", "avx512f", "avx2"] = Field(
+        default="auto",
+        description="instruction set of the compiled step, by default the best that the processor "
+        "has; replicas on different processors give the same answers if all have the same one",
     )
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads; default: torch's choice"

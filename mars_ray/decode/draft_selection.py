@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from mars_ray.core.acceptance import Measure, confidence
-from mars_ray.core.draft_head import DraftHead, candidate_logits, likeliest
+from mars_ray.core.draft_head import DraftHead, likeliest
 from mars_ray.core.penalties import adjust
 from mars_ray.core.tree import fan
 from mars_ray.decode.adapter import FusedAdapter
-from mars_ray.decode.fused_model import FusedModel
+from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.logits import NOT_A_NUMBER, Block, best, sample, score, upload
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals
@@ -60,16 +60,18 @@ class Masks:
 
 
 def choose_drafts(
-    runner: FusedModel,
-    hidden_MH: Tensor,
+    backend: Backend,
+    rows: Several[int],
     logits_MV: Tensor,
     position_M: Tensor,
     masks: Several[Masks],
 ) -> list[Proposals]:
-    """Proposals of each sequence's masks; `position_M` holds the predicted tokens' positions."""
-    adapter = runner.adapter
+    """Proposals of each sequence's masks, which are these rows of the forward; `position_M` holds
+    the predicted tokens' positions."""
+    adapter = backend.adapter
     if adapter and adapter.head:
-        drafts = _Drafts(runner, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
+        hidden_MH = backend.hidden(rows)
+        drafts = _Drafts(backend, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
         return drafts.by_head()
     return _by_themselves(logits_MV, position_M, masks)
 
@@ -148,7 +150,7 @@ class _Drafts:
 
     def __init__(
         self,
-        runner: FusedModel,
+        backend: Backend,
         adapter: FusedAdapter,
         head: DraftHead,
         hidden_MH: Tensor,
@@ -156,8 +158,7 @@ class _Drafts:
         position_M: Tensor,
         masks: Several[Masks],
     ) -> None:
-        assert runner.vocabulary_VH is not None
-        self._runner, self._head, self._vocabulary_VH = runner, head, runner.vocabulary_VH
+        self._backend, self._head = backend, head
         self._hidden_MH, self._logits_MV, self._position_M = hidden_MH, logits_MV, position_M
         self._masks = masks
         self._candidate_MC = likeliest(logits_MV, adapter.candidates)
@@ -208,11 +209,11 @@ class _Drafts:
         row_X = upload(row_X, self._hidden_MH.device)
         corrected_XH = self._head.correct(
             self._hidden_MH[row_X],
-            self._runner.embed(before_XD[:, -1]),
+            self._backend.embed(before_XD[:, -1]),
             torch.full_like(row_X, depth + 1),
         )
         candidate_XC = self._candidate_MC[row_X]
-        logits_XC = candidate_logits(corrected_XH, self._vocabulary_VH, candidate_XC)
+        logits_XC = self._backend.candidate_logits(corrected_XH, candidate_XC)
         logits_XC += self._banned_MC[row_X]
         numbers: dict[Measure | None, Tensor] = {}
         measures: list[Measure | None] = [self._masks[index].plan.measure for index in members]

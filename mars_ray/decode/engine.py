@@ -15,10 +15,9 @@ from mars_ray.config.modes import VerifiedMode, widest_rows
 from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
-from mars_ray.decode.attention.backend import backend_of
+from mars_ray.decode.attention.backend import backend_of, runner_of
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_model import Drafter
-from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
 from mars_ray.decode.model_runner import forward, nothing
@@ -67,8 +66,10 @@ class Engine:
         draft_engine: "Engine | None" = None,
         adapter: DraftAdapter | None = None,
         adapter_name: str | None = None,
+        release: bool = False,
     ) -> None:
-        """Take over the model's matrices (`FusedModel`); large ones have no other use afterwards.
+        """With `release` the model's matrices are the engine's alone: it empties those that it
+        copies, so that none is held twice, and the model cannot be used any more.
 
         `adapter` is as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
         sequence or attention slides within the context, and ModelError.
@@ -82,7 +83,7 @@ class Engine:
         rows = config.step_tokens
         self._spare = rows if draft_engine else min(rows, widest_rows(depth))
         positions = config.max_context + self._spare
-        runner = FusedModel(model, positions)
+        runner = runner_of(model, config, positions, release)
         pages = page_count(model, positions, config)  # from the memory that the runner has left
         self.pool = PagePool(pages)
         cache = PagedCache(model.config, pages, config.page_size, model.device, model.dtype)
@@ -144,6 +145,7 @@ class Engine:
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             attention=self._backend.name,
+            instructions=self._backend.instructions,
             threads=torch.get_num_threads(),
             cache_bytes=self._backend.cache.bytes,
             cache_tokens=self.pool.count * self.config.page_size,
@@ -174,7 +176,7 @@ class Engine:
     @property
     def model_seconds(self) -> float:
         """Time spent in the model's forward so far; the rest of a step is the engine's own work."""
-        return self._backend.runner.seconds
+        return self._backend.seconds
 
     @property
     def drafts_itself(self) -> bool:

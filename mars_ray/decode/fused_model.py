@@ -1,4 +1,5 @@
-"""The model's forward for the rows of a step, over the checkpoint's own weights.
+"""The model's forward for the rows of a step in torch, over the checkpoint's own weights: on a GPU,
+and where there is no compiled step (`cpu/`).
 
 A decoding step has few rows, so the call of a Hugging Face model costs more than its arithmetic.
 Here a layer is a dozen operations. The results are those of transformers, as tests check for each
@@ -9,7 +10,7 @@ embeddings and products; all other rows are computed as without an adapter.
 
 Shape suffixes: N rows of a forward, P rows that are read, M mask rows, H hidden size (key-value
 heads where D follows), T heads of queries, keys and values together, D head size, I size of the
-feed-forward layer, V vocabulary.
+feed-forward layer, V vocabulary, O outputs.
 """
 
 import time
@@ -22,16 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
-from mars_ray.core.draft_head import likeliest
 from mars_ray.decode.adapter import FusedAdapter, LayerLora, MaskRows
-from mars_ray.decode.linear import Linear, ReorderedLinear, linear_of
 from mars_ray.errors import ModelError
 from mars_ray.model.forward import output_head
 
 # Rotary embeddings whose angles depend only on the position.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# The number of a row's largest logits that are computed again: rounding may have made them equal.
-_READ_AGAIN = 8
 
 
 # Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, the same for all
@@ -48,36 +45,26 @@ class Attention(Protocol):
 
 
 class FusedModel:
-    """A model of `load.ARCHITECTURES`, whose matrices it takes over. If they are reordered
-    (`linear.py`), the original model cannot be used any more; only a tied head is held twice.
+    """A model of `load.ARCHITECTURES`, whose matrices it joins and shares.
 
     Rows see everything before them, so a sliding window has to cover the context."""
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
         """For sequences of at most `positions`. Raises ModelError for what is unsupported."""
+        check_supported(model)
         base: Any = model.base_model
-        rope = base.rotary_emb.rope_type
-        if rope not in _ROPE_TYPES:
-            raise ModelError(
-                f"rope_type {rope!r} is not supported by the decoding engine; supported are "
-                f"{', '.join(_ROPE_TYPES)}"
-            )
-        if model.config.hidden_act != "silu":
-            raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
         self.device, self.dtype = model.device, model.dtype
         # Time spent in the model so far; on a GPU, in launching it and waiting for its results.
         self.seconds = 0.0
         self.adapter: FusedAdapter | None = None
         self._embedding: Tensor = base.embed_tokens.weight
-        self._layers = [_Layer.of(layer, self._embedding) for layer in base.layers]
+        self._layers = [_Layer.of(layer) for layer in base.layers]
         self._norm = _Norm.of(base.norm)
         head = cast(nn.Linear, output_head(model))
-        self._is_tied = head.weight is self._embedding
-        self._head = linear_of([head], self._embedding)
-        is_dense = self._is_tied or isinstance(self._head, Linear)
-        self._dense_vocabulary: Tensor | None = head.weight if is_dense else None
-        self.vocabulary_VH: Tensor | None = None
+        # Of the usual order, as the sequential head multiplies with the rows of candidates.
+        self.vocabulary_VH = head.weight
+        self._head = linear_of([head])
         index_1N = torch.arange(positions, device=model.device)[None]
         cos_1ND, sin_1ND = base.rotary_emb(self._embedding[:1], index_1N)
         half = cos_1ND.shape[-1] // 2
@@ -117,10 +104,6 @@ class FusedModel:
     def set_adapter(self, adapter: FusedAdapter | None) -> None:
         """Set the adapter for masks from the next forward on."""
         self.adapter = adapter
-        # The sequential head multiplies with the rows of candidates, so it needs the usual order.
-        self.vocabulary_VH = None
-        if adapter and adapter.head:
-            self.vocabulary_VH = self._embedding if self._is_tied else self._head.dense()
 
     def logits(self, hidden_PH: Tensor) -> Tensor:
         """Logits of rows in float32, (P, V)."""
@@ -129,23 +112,54 @@ class FusedModel:
         self.seconds += time.perf_counter() - started
         return logits_PV
 
-    def read_again(self, hidden_PH: Tensor, logits_PV: Tensor) -> None:
-        """Compute the largest logits of each row once more, as float32 products, in place.
 
-        In bfloat16 a logit of 20 is rounded to a multiple of 0.125, so several tokens are often
-        equally likely. Nothing is done where the vocabulary's matrix is reordered.
-        """
-        vocabulary_VH = self._dense_vocabulary
-        if self.dtype == torch.float32 or vocabulary_VH is None:
-            return
-        started = time.perf_counter()
-        token_PC = likeliest(logits_PV, _READ_AGAIN)
-        weight_PCH = embedding(token_PC, vocabulary_VH).float()
-        exact_PC = (weight_PCH @ hidden_PH.float()[:, :, None]).squeeze(-1)
-        # Logits of tokens that are never emitted stay at -inf.
-        known_PC = logits_PV.gather(-1, token_PC)
-        logits_PV.scatter_(-1, token_PC, torch.where(known_PC.isinf(), known_PC, exact_PC))
-        self.seconds += time.perf_counter() - started
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise ModelError for what no decoding step computes."""
+    base: Any = model.base_model
+    rope = base.rotary_emb.rope_type
+    if rope not in _ROPE_TYPES:
+        raise ModelError(
+            f"rope_type {rope!r} is not supported by the decoding engine; supported are "
+            f"{', '.join(_ROPE_TYPES)}"
+        )
+    if model.config.hidden_act != "silu":
+        raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product with the weight transposed, which suits matrix products."""
+
+    weight_IO: Tensor
+    bias_O: Tensor | None
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        if self.bias_O is None:
+            return torch.mm(x_NI, self.weight_IO)
+        return torch.addmm(self.bias_O, x_NI, self.weight_IO)
+
+    def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """The product and the residual connection in one operation."""
+        sum_NO = torch.addmm(residual_NO, x_NI, self.weight_IO)
+        return sum_NO if self.bias_O is None else sum_NO.add_(self.bias_O)
+
+
+def linear_of(modules: list[nn.Linear]) -> Linear:
+    """Linear layers with the same input, joined into one; all have biases or none has. Their
+    weights become views of the joined one."""
+    weight_OI = _joined([module.weight for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    return Linear(weight_OI.t(), _joined(biases) if biases else None)
+
+
+def _joined(parts: list[Any]) -> Tensor:
+    """One tensor of all rows; the parts become views of it."""
+    if len(parts) == 1:
+        return parts[0].detach()
+    whole = torch.cat(parts)
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,35 +199,35 @@ class _Layer:
     """A decoder layer."""
 
     input_norm: _Norm
-    qkv: Linear | ReorderedLinear
+    qkv: Linear
     head_norm: _HeadNorm | None
     query_heads: int
     key_heads: int
     head_size: int
     scale: float
-    attention_out: Linear | ReorderedLinear
+    attention_out: Linear
     mlp_norm: _Norm
-    gate_up: Linear | ReorderedLinear
-    down: Linear | ReorderedLinear
+    gate_up: Linear
+    down: Linear
 
     @classmethod
-    def of(cls, layer: Any, keep: Tensor) -> "_Layer":
+    def of(cls, layer: Any) -> "_Layer":
         attention, mlp = layer.self_attn, layer.mlp
         size = attention.head_dim
         query_heads = attention.q_proj.out_features // size
         key_heads = attention.k_proj.out_features // size
         return cls(
             _Norm.of(layer.input_layernorm),
-            linear_of([attention.q_proj, attention.k_proj, attention.v_proj], keep),
+            linear_of([attention.q_proj, attention.k_proj, attention.v_proj]),
             _HeadNorm.of(attention, query_heads, key_heads),
             query_heads,
             key_heads,
             size,
             attention.scaling,
-            linear_of([attention.o_proj], keep),
+            linear_of([attention.o_proj]),
             _Norm.of(layer.post_attention_layernorm),
-            linear_of([mlp.gate_proj, mlp.up_proj], keep),
-            linear_of([mlp.down_proj], keep),
+            linear_of([mlp.gate_proj, mlp.up_proj]),
+            linear_of([mlp.down_proj]),
         )
 
     def forward(

@@ -11,13 +11,18 @@ class EngineInfo:
     dtype: str
     device: str
     attention: str  # name of the backend, as in `attention_backend`
+    # Of the compiled step: results are the same bit for bit where this is the same.
+    instructions: str | None
     threads: int  # CPU threads
     cache_bytes: int  # size of keys and values
     cache_tokens: int
 
     def __str__(self) -> str:
+        step = f"{self.attention} attention"
+        if self.instructions:
+            step = f"compiled step ({self.instructions})"
         return (
-            f"{self.engine} engine, {self.dtype} on {self.device}, {self.attention} attention, "
+            f"{self.engine} engine, {self.dtype} on {self.device}, {step}, "
             f"{self.threads} CPU threads, KV cache of {self.cache_tokens} tokens in "
             f"{self.cache_bytes / 1e6:.1f} MB"
         )

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.config.decode import EngineConfig
+from mars_ray.decode.cpu.library import is_available
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ModelError
@@ -83,7 +84,7 @@ def _load(
     if config.draft_adapter:
         adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)
         name = Path(config.draft_adapter).name
-    return Engine(model, card, config, draft_engine, adapter, name)
+    return Engine(model, card, config, draft_engine, adapter, name, release=True)
 
 
 def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
@@ -104,4 +105,8 @@ def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dt
         return torch.float32
     if device != "cpu":
         return stored
+    # The compiled step multiplies in float32 where the processor has no other way: half the bytes
+    # of the weights are half the time all the same.
+    if config.attention_backend != "dense" and is_available(config.cpu_instructions):
+        return torch.bfloat16
     return torch.bfloat16 if multiplies_bfloat16() else torch.float32

@@ -7,7 +7,6 @@ Shape suffixes: N rows of a forward or of a sequence, P rows of real tokens that
 masks that are read, H hidden size, V vocabulary.
 """
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from mars_ray.core.acceptance import confidence
+from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.draft_selection import Masks, choose_drafts
-from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.logits import NOT_A_NUMBER, Block, best, score, upload
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Wanted
@@ -36,15 +35,13 @@ class Sampler:
 
     def __init__(
         self,
-        runner: FusedModel,
-        hidden_NH: Tensor,
+        backend: Backend,
         work: Several[Work],
         tables: Tables,
         position_N: Tensor,
         mask_token_id: int | None,
     ) -> None:
-        self._runner = runner
-        self._hidden_NH = hidden_NH
+        self._backend = backend
         self._position_N = position_N
         self._mask_token_id = mask_token_id
         real = zip(work, tables.first_S.tolist(), tables.first_mask_S.tolist(), strict=True)
@@ -54,7 +51,7 @@ class Sampler:
             if item.plan
         ]
         # Logits of all masks, in their order, if they were computed along with the others.
-        self._first_mask = len(hidden_NH) - tables.masks
+        self._first_mask = len(position_N) - tables.masks
         self._mask_logits_MV: Tensor | None = None
 
     @torch.inference_mode()
@@ -89,11 +86,10 @@ class Sampler:
             end = owns[-1].stop
         if not wanted:
             return [Proposals() for _ in owns]
-        index_M = upload(torch.tensor(wanted), self._runner.device)
-        hidden_MH = self._hidden_NH.index_select(0, index_M)
         if self._mask_logits_MV is None:
-            logits_MV = self._banned(self._runner.logits(hidden_MH))
+            logits_MV = self._banned(self._backend.logits(wanted))
         else:
+            index_M = upload(torch.tensor(wanted), self._backend.device)
             logits_MV = self._mask_logits_MV.index_select(0, index_M - self._first_mask)
         masks = [
             Masks(planned.item.sequence, planned.plan, outcome, token, own)
@@ -102,20 +98,17 @@ class Sampler:
             )
         ]
         position_M = self._position_N[torch.tensor(wanted)] + 1
-        return choose_drafts(self._runner, hidden_MH, logits_MV, position_M, masks)
+        return choose_drafts(self._backend, wanted, logits_MV, position_M, masks)
 
     def _logits(self, index: list[int]) -> Tensor:
         """Logits of these rows, and if there are few rows, of all masks too."""
-        masks = len(self._hidden_NH) - self._first_mask
+        end = len(self._position_N)
+        masks = end - self._first_mask
         is_at_once = 0 < masks <= _AT_ONCE - len(index)
-        wanted = [*index, *range(self._first_mask, len(self._hidden_NH))] if is_at_once else index
-        hidden_PH = self._hidden_NH
-        if len(wanted) < len(hidden_PH):
-            hidden_PH = hidden_PH.index_select(0, upload(torch.tensor(wanted), self._runner.device))
-        logits_PV = self._banned(self._runner.logits(hidden_PH))
+        wanted = [*index, *range(self._first_mask, end)] if is_at_once else index
+        logits_PV = self._banned(self._backend.logits(wanted))
         if is_at_once:
             logits_PV, self._mask_logits_MV = logits_PV.split([len(index), masks])
-        self._runner.read_again(hidden_PH[: len(index)], logits_PV)
         return logits_PV
 
     def _banned(self, logits_PV: Tensor) -> Tensor:
@@ -145,7 +138,7 @@ class Sampler:
         score(logits_PV, blocks, position_P)
         best_P, measured["ratio"] = best(logits_PV, *_drafts(plans, len(logits_PV)))
         meanwhile()
-        tokens, *values = _lists(self._runner, [best_P, *(measured[name] for name in wanted)])
+        tokens, *values = _lists([best_P, *(measured[name] for name in wanted)])
         tokens = [int(token) for token in tokens]
         if NOT_A_NUMBER in tokens:
             raise EngineError("the model gives numbers that are none")
@@ -183,14 +176,11 @@ class _Planned:
         return Block(request, own, answers, allowed_RV)
 
 
-def _lists(runner: FusedModel, columns: Several[Tensor]) -> list[list[float]]:
+def _lists(columns: Several[Tensor]) -> list[list[float]]:
     """Columns on the host, in one copy from a GPU. Token ids are exact in float32 up to 2^24."""
-    if runner.device.type == "cpu":
+    if columns[0].device.type == "cpu":
         return [column.tolist() for column in columns]
-    started = time.perf_counter()
-    lists = torch.stack([column.float() for column in columns]).tolist()
-    runner.seconds += time.perf_counter() - started
-    return lists
+    return torch.stack([column.float() for column in columns]).tolist()
 
 
 def _rows(

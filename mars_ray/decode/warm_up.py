@@ -53,7 +53,7 @@ class StepTimer:
 
     def seconds(self, work: list[Work]) -> float:
         """Seconds of one step."""
-        if self.backend.runner.device.type == "cuda":
+        if self.backend.device.type == "cuda":
             torch.cuda.synchronize()
         started = self.clock()
         reader = forward(self.backend, work, self.card.mask_token_id)

@@ -15,6 +15,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.decode import reference
 from mars_ray.decode.async_engine import AsyncEngine, complete
+from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.errors import EngineError, PoisonError, RequestError
@@ -40,7 +41,7 @@ class Brittle(Engine):
         super().__init__(model, CARD, EngineConfig(max_batch=4, max_context=200, **config))
         self.part = part
         if part == "forward":
-            self._backend.runner = BrittleRunner(model, 220)
+            self._backend = DenseBackend(BrittleRunner(model, 220), self._backend.cache)
 
     def _prepare(self, meanwhile) -> None:
         running = self._scheduler.running_sequences()
@@ -202,7 +203,7 @@ class LonelyRunner(FusedModel):
 def test_an_engine_that_fails_on_nobody_alone_ends(model, thread_of):
     """Guards a replica that computes every prompt again for two tokens, and is never replaced."""
     engine = Engine(model, CARD, EngineConfig(max_batch=4, max_context=200))
-    engine._backend.runner = LonelyRunner(model, 220)
+    engine._backend = DenseBackend(LonelyRunner(model, 220), engine._backend.cache)
     thread = thread_of(engine)
     asked = [request(str(j), [1, 2], ExactMode(), stop=-1, max_new_tokens=60) for j in range(2)]
     done = asyncio.run(at_once(thread, asked))

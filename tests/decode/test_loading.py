@@ -13,6 +13,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import loading
+from mars_ray.decode.cpu.library import is_available, supported
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import drafting_card, load_engine
 from mars_ray.errors import ModelError
@@ -57,10 +58,11 @@ def test_the_dtype_is_the_checkpoints(
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: multiplies)
     model, tokenizer = load_model(checkpoint, dtype=stored), load_tokenizer(checkpoint)
     save_model(tmp_path / "model", model, tokenizer, read_card(checkpoint))
-    engine, _ = load_engine(tmp_path / "model", SIZE)
+    dense = SIZE.model_copy(update={"attention_backend": "dense"})
+    engine, _ = load_engine(tmp_path / "model", dense)
     assert engine.model.dtype == expected
     assert engine.info.dtype == str(expected).removeprefix("torch.")
-    named = SIZE.model_copy(update={"dtype": str(expected).removeprefix("torch.")})
+    named = dense.model_copy(update={"dtype": str(expected).removeprefix("torch.")})
     other, _ = load_engine(checkpoint, named)
     turned, wanted = (each._backend.runner._cos_sin for each in (engine, other))
     assert torch.equal(turned, wanted)
@@ -84,16 +86,15 @@ def test_what_an_engine_is_can_be_said(checkpoint):
     """The first line of a replica's log."""
     engine, _ = load_engine(checkpoint, SIZE.model_copy(update={"threads": 1}))
     info = engine.info
-    assert (info.engine, info.device, info.attention, info.threads) == (
-        "mars-ray",
-        "cpu",
-        "dense",
-        1,
-    )
+    assert (info.engine, info.device, info.threads) == ("mars-ray", "cpu", 1)
+    compiled = is_available()
+    assert info.attention == ("compiled" if compiled else "dense")
+    assert info.instructions == (supported()[0] if compiled else None)
     assert info.cache_tokens >= 2 * 600
     # Four layers have keys and values of 2 heads of 32 numbers, 4 bytes each.
     assert info.cache_bytes == info.cache_tokens * 4 * 2 * 2 * 32 * 4
-    assert str(info).startswith("mars-ray engine, float32 on cpu, dense attention, 1 CPU threads, ")
+    step = f"compiled step ({info.instructions})" if compiled else "dense attention"
+    assert str(info).startswith(f"mars-ray engine, float32 on cpu, {step}, 1 CPU threads, ")
 
 
 def test_an_engine_is_loaded_with_its_adapter(tmp_path):

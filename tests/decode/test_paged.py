@@ -80,6 +80,12 @@ def work_of(plans: list[Plan], starts: list[int], page_size: int) -> list[Work]:
     return work
 
 
+def states(backend, tables: Tables, ids: np.ndarray):
+    """Hidden states of all rows of a forward."""
+    backend.forward(tables, ids, tables.positions())
+    return backend.hidden(range(len(ids)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", [1, 4], ids=["one share", "four shares"])
 @pytest.mark.parametrize("heads", [(2, 2, 16), (4, 2, 16), (7, 1, 32)], ids=str)
@@ -98,8 +104,7 @@ def test_the_kernels_compute_what_torch_computes(heads, shares, monkeypatch):
         tables = Tables.of(work_of(plans, starts, page_size), page_size)
         ids = np.arange(len(tables.owner_N)) % 20
         with torch.inference_mode():
-            want = dense.hidden_states(tables, ids, tables.positions())
-            got = own.hidden_states(tables, ids, tables.positions())
+            want, got = (states(each, tables, ids) for each in (dense, own))
         torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
         for mine, other in zip(own.cache.layers, dense.cache.layers, strict=True):
             torch.testing.assert_close(mine, other, atol=TOLERANCE, rtol=TOLERANCE)

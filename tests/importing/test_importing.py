@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from mars_ray import importing
-from mars_ray.decode.fused_model import FusedModel
+from mars_ray.decode import model_runner
 from mars_ray.errors import ModelError
 from mars_ray.importing import import_model
 from mars_ray.model.card import PLAIN, ModelCard, read_card, write_card
@@ -224,12 +224,8 @@ def test_a_model_that_computes_something_else_is_refused(who, tmp_path, monkeypa
 
         monkeypatch.setattr(importing, "write_model", faulty)
     else:
-        runner = FusedModel.hidden_states
-
-        def mixed_up(self, ids_N, *others):
-            return runner(self, ids_N.flip(0), *others)
-
-        monkeypatch.setattr(FusedModel, "hidden_states", mixed_up)
+        whole = model_runner._tokens
+        monkeypatch.setattr(model_runner, "_tokens", lambda item: whole(item)[::-1])
     with pytest.raises(ModelError, match=f"computes something else by {who}"):
         import_model(str(source))
 

@@ -5,6 +5,7 @@ group's rows with padding, M pages of the longest table, C its places, H key-val
 heads of each, T all query heads, R rows of a key head (Q * G), D head size, Z hidden size.
 """
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,24 +14,61 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mars_ray.config.modes import MOST_DRAFTS
+from mars_ray.core.draft_head import candidate_logits
 from mars_ray.decode.adapter import FusedAdapter, Last
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.logits import upload
 
 # Sequences with at most this many rows attend together. Longer ones attend with those of up to
 # twice as many rows, since they would pad the others too much.
 _NARROW = 32
 
 
-class DenseBackend:
+class TorchBackend:
+    """What the backends over torch's products share: the results of the last forward."""
+
+    instructions: str | None = None
+
+    def __init__(self, runner: FusedModel, cache: PagedCache) -> None:
+        self.runner, self.cache = runner, cache
+        self.device, self.dtype = runner.device, runner.dtype
+        self._hidden_NZ = torch.empty(0)
+
+    @property
+    def adapter(self) -> FusedAdapter | None:
+        """The adapter for masks, if there is one."""
+        return self.runner.adapter
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the model so far; on a GPU, in launching it and waiting for its results."""
+        return self.runner.seconds
+
+    def hidden(self, rows: Several[int]) -> Tensor:
+        """Last hidden states of some rows of the last forward, (P, Z)."""
+        if len(rows) == len(self._hidden_NZ):
+            return self._hidden_NZ  # all of them, in their order
+        return self._hidden_NZ.index_select(0, upload(torch.tensor(rows), self.device))
+
+    def logits(self, rows: Several[int]) -> Tensor:
+        """Logits of some rows of the last forward, float32 (P, V)."""
+        return self.runner.logits(self.hidden(rows))
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """Embeddings of tokens, (X, Z)."""
+        return self.runner.embed(ids_X)
+
+    def candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
+        """Logits of each row's candidates only, float32 (X, C)."""
+        return candidate_logits(hidden_XH, self.runner.vocabulary_VH, candidate_XC)
+
+
+class DenseBackend(TorchBackend):
     """Pads each group of sequences to a rectangle, with a bias for which row sees which place."""
 
     name = "dense"
-
-    def __init__(self, runner: FusedModel, cache: PagedCache) -> None:
-        self.runner = runner
-        self.cache = cache
 
     def warm_up(self) -> None:
         """Do nothing: the first step is not slow here."""
@@ -39,12 +77,12 @@ class DenseBackend:
         """Set the adapter for masks from the next forward on."""
         self.runner.set_adapter(adapter)
 
-    def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
-        """Last hidden states, (N, Z)."""
+    def forward(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> None:
+        """Run the rows through the model."""
         ids, position = _tensor(ids_N, self.runner), _tensor(position_N, self.runner)
         step = _step(tables, self.cache, self.runner)
         masks = Last(len(ids) - tables.masks) if tables.masks else None
-        return self.runner.hidden_states(ids, position, step, masks)
+        self._hidden_NZ = self.runner.hidden_states(ids, position, step, masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +118,8 @@ class DenseAttention:
         _turn(qkv_NTD[:, :-heads], turn)
         queries = qkv_NTD.shape[1] - 2 * heads
         kv_N2HD = qkv_NTD[:, queries:].view(-1, 2, heads, size)
-        if cache.device.type != "cpu":
-            # Hidden places are multiplied by 0, and 0 * NaN is NaN. On a CPU the forward fails.
-            kv_N2HD = kv_N2HD.nan_to_num(0.0, 0.0, 0.0)
-        cache.index_copy_(0, self.place_N, kv_N2HD)
+        # Hidden places are multiplied by 0, and 0 * NaN is NaN.
+        cache.index_copy_(0, self.place_N, kv_N2HD.nan_to_num(0.0, 0.0, 0.0))
         query_NTD = qkv_NTD[:, :queries]
         parts = [_attend_group(pages, heads, group, query_NTD, scale) for group in self.groups]
         out_XV = parts[0] if len(parts) == 1 else torch.cat(parts)

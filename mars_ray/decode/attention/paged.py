@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mars_ray.decode.adapter import FusedAdapter, Gated
-from mars_ray.decode.attention.dense import DenseBackend
+from mars_ray.decode.attention.dense import DenseBackend, TorchBackend
 from mars_ray.decode.attention.inputs import Inputs
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
@@ -37,7 +37,7 @@ _LARGE = 8192  # size of a program's result above which it gets more warps
 _MOST_ROWS = 1024
 
 
-class PagedBackend:
+class PagedBackend(TorchBackend):
     """Runs forwards as CUDA graphs. Not thread-safe. A graph needs the memory of a forward of its
     number of rows; all graphs share the memory of the largest."""
 
@@ -56,9 +56,8 @@ class PagedBackend:
         # Imported here, because Triton is not installed everywhere.
         from mars_ray.decode.attention import kernels
 
+        super().__init__(runner, cache)
         self._kernels = kernels
-        self.runner = runner
-        self.cache = cache
         self._dense = DenseBackend(runner, cache)
         self._sequences = sequences
         self._tile_rows = _block_rows(cache) // cache.shared_heads
@@ -85,14 +84,16 @@ class PagedBackend:
         self.runner.set_adapter(adapter)
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
 
-    def hidden_states(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> Tensor:
-        """Last hidden states, (N, Z), without the padding."""
+    def forward(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> None:
+        """Run the rows through the model."""
         rows = len(ids_N)
         if rows > self._rows[-1]:
-            return self._dense.hidden_states(tables, ids_N, position_N)
+            self._dense.forward(tables, ids_N, position_N)
+            self._hidden_NZ = self._dense.hidden(range(rows))
+            return
         padded = next(count for count in self._rows if count >= rows)
         self._inputs.fill(tables, ids_N, position_N, padded, self.cache.page_size, self._tile_rows)
-        return self._run(padded, bool(tables.masks and self.runner.adapter))[:rows]
+        self._hidden_NZ = self._run(padded, bool(tables.masks and self.runner.adapter))[:rows]
 
     def _run(self, rows: int, has_masks: bool) -> Tensor:
         if self.runner.device.type != "cuda":

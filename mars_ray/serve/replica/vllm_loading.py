@@ -85,6 +85,7 @@ def _info(config: EngineArguments) -> EngineInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=device,
         attention=backend.name.lower() if backend else "auto",
+        instructions=None,
         threads=torch.get_num_threads(),
         cache_bytes=tokens * token_bytes,
         cache_tokens=tokens,

@@ -1,0 +1,316 @@
+"""The compiled step as an attention backend and model in one.
+
+Shape suffixes: N rows of a forward, S sequences, M mask rows, P rows that are read, X rows of the
+draft head, C candidates, H hidden size, O outputs, I inputs, V vocabulary.
+"""
+
+import ctypes
+import time
+from collections.abc import Sequence as Several
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mars_ray.decode.adapter import FusedAdapter
+from mars_ray.decode.attention.tables import Tables
+from mars_ray.decode.cpu.library import NoLibraryError, default_threads, library
+from mars_ray.decode.fused_model import check_supported
+from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.errors import EngineError
+from mars_ray.model.forward import output_head
+
+# The matrices and vectors of a layer by number, as in step.cpp.
+_QKV, _OUT, _GATE, _UP, _DOWN = range(5)
+_INPUT_NORM, _MLP_NORM, _QUERY_NORM, _KEY_NORM = range(4)
+_NO_LAYER = -1  # the head and the last norm
+_MOST_HEAD_SIZE, _MOST_SHARED = 256, 64
+
+
+class _Shape(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "hidden", "inner", "vocabulary")),
+        *((name, c_int64) for name in ("query_heads", "key_heads", "head_size", "is_float32")),
+        *((name, c_float) for name in ("epsilon", "head_epsilon", "scale")),
+        *((name, c_int64) for name in ("threads", "positions")),
+        *((name, c_void_p) for name in ("cosine", "sine", "embedding")),
+    )
+
+
+class _Step(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "masks", "sequences")),
+        *((name, c_void_p) for name in ("id", "position", "slot", "place")),
+        *((name, c_void_p) for name in ("clean", "begin", "bits", "order", "width", "page")),
+        *((name, c_int64) for name in ("pages", "page_size", "slots")),
+        ("cache", c_void_p),
+    )
+
+
+class CompiledModel:
+    """A model's weights in the order of the compiled step, in memory of its own."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        positions: int,
+        instructions: str,
+        threads: int | None,
+        release: bool,
+    ) -> None:
+        """For sequences of at most `positions`. With `release` each matrix of `model` is emptied
+        when it has been copied, so that no weight is held twice.
+
+        Raises NoLibraryError if there is no compiled step for this machine or this model, and
+        ModelError."""
+        check_supported(model)
+        self.instructions, loaded = library(instructions)
+        self._library = _declared(loaded)
+        self.threads = threads or default_threads()
+        self.device, self.dtype = model.device, model.dtype
+        base: Any = model.base_model
+        attention = base.layers[0].self_attn
+        self.hidden_size, self.vocabulary = model.config.hidden_size, model.config.vocab_size
+        head, embedding = output_head(model), base.embed_tokens.weight
+        is_tied = head.weight is embedding
+        index_1N = torch.arange(positions)[None]
+        # In float32, like all arithmetic of the step beside its products.
+        angles = base.rotary_emb(torch.zeros(1, dtype=torch.float32), index_1N)
+        half = attention.head_dim // 2
+        self._kept: list[Tensor] = [each[0, :, :half].contiguous() for each in angles]
+        if not is_tied:
+            self._kept.append(embedding)
+        size, key_size = attention.head_dim, attention.k_proj.out_features
+        if self.device.type != "cpu" or self.dtype not in (torch.float32, torch.bfloat16):
+            raise NoLibraryError(f"{self.dtype} on {self.device.type} has no compiled step")
+        shared = attention.q_proj.out_features // key_size
+        if size > _MOST_HEAD_SIZE or size % 2 or shared > _MOST_SHARED:
+            raise NoLibraryError(f"heads of size {size}, {shared} for each key head, are too large")
+        norms = base.norm.variance_epsilon, getattr(attention, "q_norm", base.norm).variance_epsilon
+        shape = _Shape(
+            len(base.layers),
+            self.hidden_size,
+            base.layers[0].mlp.down_proj.in_features,
+            self.vocabulary,
+            attention.q_proj.out_features // size,
+            key_size // size,
+            size,
+            int(self.dtype == torch.float32),
+            *norms,
+            attention.scaling,
+            self.threads,
+            positions,
+            *(each.data_ptr() for each in self._kept),
+        )
+        self._handle = c_void_p(self._library.mars_model(byref(shape)))
+        for index, layer in enumerate(base.layers):
+            self._set_layer(index, layer, release)
+        self._set_matrix(_NO_LAYER, 0, [head], release)
+        self._set_vector(_NO_LAYER, 0, base.norm.weight)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._library.mars_free(handle)
+
+    def _set_layer(self, index: int, layer: Any, release: bool) -> None:
+        own, mlp = layer.self_attn, layer.mlp
+        self._set_matrix(index, _QKV, [own.q_proj, own.k_proj, own.v_proj], release)
+        self._set_matrix(index, _OUT, [own.o_proj], release)
+        self._set_matrix(index, _GATE, [mlp.gate_proj], release)
+        self._set_matrix(index, _UP, [mlp.up_proj], release)
+        self._set_matrix(index, _DOWN, [mlp.down_proj], release)
+        self._set_vector(index, _INPUT_NORM, layer.input_layernorm.weight)
+        self._set_vector(index, _MLP_NORM, layer.post_attention_layernorm.weight)
+        if hasattr(own, "q_norm"):
+            self._set_vector(index, _QUERY_NORM, own.q_norm.weight)
+            self._set_vector(index, _KEY_NORM, own.k_norm.weight)
+
+    def _set_matrix(self, layer: int, which: int, modules: list[Any], release: bool) -> None:
+        weights = [module.weight.detach() for module in modules]
+        weight_OI = (weights[0] if len(weights) == 1 else torch.cat(weights)).contiguous()
+        biases = [module.bias.detach().float() for module in modules if module.bias is not None]
+        bias_O = torch.cat(biases) if biases else None
+        self._library.mars_set_matrix(
+            self._handle,
+            layer,
+            which,
+            weight_OI.data_ptr(),
+            *weight_OI.shape,
+            None if bias_O is None else bias_O.data_ptr(),
+        )
+        for module in modules if release else ():
+            module.weight.data = weight_OI.new_empty(0)
+
+    def _set_vector(self, layer: int, which: int, weight: Tensor) -> None:
+        values = weight.detach().float().contiguous()
+        self._library.mars_set_vector(self._handle, layer, which, values.data_ptr(), len(values))
+
+    def set_adapter(self, adapter: FusedAdapter | None) -> None:
+        """Set the adapter for masks from the next step on; the model's weights stay as they are."""
+        self._adapter = adapter  # its embeddings are read where they are
+        if adapter is None:
+            self._library.mars_set_adapter(self._handle, None)
+            return
+        self._library.mars_set_adapter(self._handle, adapter.mask_embedding_DH.data_ptr())
+        for index, lora in enumerate(adapter.layers or ()):
+            sites = ((_QKV, lora.qkv), (_OUT, lora.attention_out), (_DOWN, lora.down))
+            for which, product in sites:
+                if product:
+                    self._set_lora(index, which, product.down_IK, product.up_KO)
+            if both := lora.gate_up:
+                gate_KO, up_KO = both.up_KO.chunk(2, dim=1)
+                self._set_lora(index, _GATE, both.down_IK, gate_KO)
+                self._set_lora(index, _UP, None, up_KO)
+
+    def _set_lora(self, layer: int, which: int, down_IK: Tensor | None, up_KO: Tensor) -> None:
+        down_KI = None if down_IK is None else down_IK.t().contiguous()
+        up_OK = up_KO.t().contiguous()
+        self._library.mars_set_lora(
+            self._handle,
+            layer,
+            which,
+            None if down_KI is None else down_KI.data_ptr(),
+            up_OK.data_ptr(),
+            up_OK.shape[1],
+        )
+
+    def step(
+        self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray, cache: PagedCache
+    ) -> int:
+        """Forward some rows; the number of those whose hidden states are not finite."""
+        page_SM = np.ascontiguousarray(tables.page_SM)
+        columns = [
+            ids_N,
+            position_N,
+            tables.places(cache.page_size),
+            tables.index_N,
+            *tables.sight(),
+            tables.order_N,
+            tables.width_S,
+        ]
+        columns = [np.ascontiguousarray(each, np.int64) for each in columns]
+        step = _Step(
+            len(ids_N),
+            tables.masks,
+            len(page_SM),
+            *(each.ctypes.data for each in columns),
+            page_SM.ctypes.data,
+            page_SM.shape[1],
+            cache.page_size,
+            len(cache.layers[0]),
+            cache.layers[0].data_ptr(),
+        )
+        return self._library.mars_step(self._handle, byref(step))
+
+    def hidden(self, rows: Several[int]) -> Tensor:
+        """Last hidden states of some rows of the last step, float32 (P, H)."""
+        index = np.array(rows, np.int64)
+        hidden_PH = torch.empty(len(index), self.hidden_size)
+        self._library.mars_hidden(self._handle, _at(index), len(index), hidden_PH.data_ptr())
+        return hidden_PH
+
+    def logits(self, rows: Several[int], to_PV: Tensor) -> None:
+        """Logits of some rows of the last step, into float32 (P, V)."""
+        index = np.array(rows, np.int64)
+        self._library.mars_logits(
+            self._handle, _at(index), len(index), to_PV.data_ptr(), to_PV.stride(0)
+        )
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """Embeddings of tokens, float32 (X, H)."""
+        embedded_XH = torch.empty(len(ids_X), self.hidden_size)
+        ids_X = ids_X.contiguous()
+        self._library.mars_embed(self._handle, ids_X.data_ptr(), len(ids_X), embedded_XH.data_ptr())
+        return embedded_XH
+
+    def candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
+        """Logits of each row's candidates only, float32 (X, C)."""
+        hidden_XH, candidate_XC = hidden_XH.float().contiguous(), candidate_XC.contiguous()
+        logits_XC = torch.empty(candidate_XC.shape)
+        self._library.mars_candidates(
+            self._handle,
+            hidden_XH.data_ptr(),
+            len(hidden_XH),
+            candidate_XC.data_ptr(),
+            candidate_XC.shape[1],
+            logits_XC.data_ptr(),
+        )
+        return logits_XC
+
+
+class CompiledBackend:
+    """A step in one call of the compiled library, and another for its logits."""
+
+    name = "compiled"
+
+    def __init__(self, model: CompiledModel, cache: PagedCache) -> None:
+        self.model, self.cache = model, cache
+        self.instructions: str | None = model.instructions
+        self.device, self.dtype = model.device, model.dtype
+        self.adapter: FusedAdapter | None = None
+        self.seconds = 0.0
+
+    def warm_up(self) -> None:
+        """Do nothing: the first step is not slow here."""
+
+    def set_adapter(self, adapter: FusedAdapter | None) -> None:
+        """Set the adapter for masks from the next forward on."""
+        self.model.set_adapter(adapter)
+        self.adapter = adapter
+
+    def forward(self, tables: Tables, ids_N: np.ndarray, position_N: np.ndarray) -> None:
+        """Run the rows through the model. Raises EngineError if results are not finite."""
+        started = time.perf_counter()
+        bad = self.model.step(tables, ids_N, position_N, self.cache)
+        self.seconds += time.perf_counter() - started
+        if bad:
+            raise EngineError("the model gives numbers that are none")
+
+    def hidden(self, rows: Several[int]) -> Tensor:
+        """Last hidden states of some rows of the last forward, (P, H)."""
+        return self.model.hidden(rows).to(self.dtype)
+
+    def logits(self, rows: Several[int]) -> Tensor:
+        """Logits of some rows of the last forward, float32 (P, V)."""
+        started = time.perf_counter()
+        logits_PV = torch.empty(len(rows), self.model.vocabulary)
+        self.model.logits(rows, logits_PV)
+        self.seconds += time.perf_counter() - started
+        return logits_PV
+
+    def embed(self, ids_X: Tensor) -> Tensor:
+        """Embeddings of tokens, (X, H)."""
+        return self.model.embed(ids_X).to(self.dtype)
+
+    def candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
+        """Logits of each row's candidates only, float32 (X, C)."""
+        return self.model.candidate_logits(hidden_XH, candidate_XC)
+
+
+def _at(array: np.ndarray) -> c_void_p:
+    return array.ctypes.data_as(c_void_p)
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions."""
+    model, number, array, whole = c_void_p, c_int64, c_void_p, ctypes.c_int
+    library.mars_model.restype, library.mars_model.argtypes = model, [POINTER(_Shape)]
+    library.mars_step.restype, library.mars_step.argtypes = number, [model, POINTER(_Step)]
+    for name, types in {
+        "mars_free": [model],
+        "mars_set_matrix": [model, whole, whole, array, whole, whole, array],
+        "mars_set_vector": [model, whole, whole, array, whole],
+        "mars_set_adapter": [model, array],
+        "mars_set_lora": [model, whole, whole, array, array, whole],
+        "mars_hidden": [model, array, number, array],
+        "mars_logits": [model, array, number, array, number],
+        "mars_candidates": [model, array, number, array, number, array],
+        "mars_embed": [model, array, number, array],
+    }.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, types
+    return library
