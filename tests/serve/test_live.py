@@ -14,7 +14,7 @@ from mars_ray.serve.replica.stats import Live
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")
-INFO = EngineInfo("mars-ray", "float32", "cpu", "dense", 1, 4096, 64)
+INFO = EngineInfo("mars-ray", "float32", "cpu", "dense", None, 1, 4096, 64)
 
 
 def seen(set_point: float = 1.0) -> Snapshot:

@@ -19,6 +19,7 @@ from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import ServeJob
+from mars_ray.decode.cpu.library import supported
 from mars_ray.serve.deploy import _checked, start
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.status import MarsStatusReply
@@ -96,7 +97,8 @@ def test_a_plain_model_answers_as_transformers_does(architecture, tmp_path):
         "engine": "mars-ray",
         "dtype": "float32",
         "device": "cpu",
-        "attention": "dense",
+        "attention": "compiled" if supported() else "dense",
+        "instructions": next(iter(supported()), None),
         "threads": 1,
         "cache_bytes": status["engine"]["cache_bytes"],
         "cache_tokens": status["engine"]["cache_tokens"],
