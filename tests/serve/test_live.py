@@ -130,6 +130,7 @@ def test_replicas_add_up():
             "dtype": "float32",
             "device": "cpu",
             "attention": "dense",
+            "instructions": None,
             "threads": 1,
             "cache_bytes": 4096,
             "cache_tokens": 64,

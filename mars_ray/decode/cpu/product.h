@@ -2,7 +2,9 @@
 //
 // The sum over the inputs runs in one order for each row and output, whatever other rows, outputs and
 // threads there are. So a row's result is the same in a prompt, in a step of one row, and beside
-// drafts: `verified` says what `exact` says, bit for bit.
+// drafts: `verified` says what `exact` says, bit for bit. Nor does it depend on the instructions, but
+// for AMX: a dot product of pairs of bfloat16 adds the second product, then the first, each rounded as
+// a fused product and sum, and takes denormal numbers for 0. So do the others, while `Products` lives.
 //
 // Weights lie in panels of 32 outputs: [outputs / 32][inputs / 2][2][16][2] of bfloat16, so that one
 // 64-byte load has two inputs of 16 outputs, as dot products of pairs and AMX tiles want them; of
@@ -24,17 +26,28 @@ constexpr int ROWS = 48;
 
 static inline int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What rows are stored as between products.
+// What rows are stored as between products: rounded to the model's dtype, but in float32 where there
+// are no products of bfloat16.
 template <class W>
 struct Input {
     typedef float type;
+    static void put(float x, float* y) {
+        W rounded;
+        narrow(x, &rounded);
+        *y = widened(rounded);
+    }
 };
 #ifdef __AVX512BF16__
 template <>
 struct Input<bf16> {
     typedef bf16 type;
+    static void put(float x, bf16* y) { narrow(x, y); }
 };
 #endif
+template <class W>
+static inline void put(const float* x, typename Input<W>::type* y, int64_t n) {
+    for (int64_t i = 0; i < n; i++) Input<W>::put(x[i], y + i);
+}
 
 // Memory for weights in large pages: a step reads all of it, and small pages would each cost a walk of
 // the page table.
@@ -130,26 +143,6 @@ static inline void block(const float* w, const float* x, int64_t ldx, int inputs
     for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
 }
 
-#ifdef __AVX512BF16__
-template <int M>
-static inline void block(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
-    __m512 a[M][2];
-    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
-    for (int k = 0; k < inputs; k += 2) {
-        const bf16* p = w + (int64_t)k * PANEL;
-        __m512bh w0 = (__m512bh)_mm512_loadu_si512(p), w1 = (__m512bh)_mm512_loadu_si512(p + 32);
-        _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
-        for (int m = 0; m < M; m++) {
-            int pair;
-            memcpy(&pair, x + m * ldx + k, 4);
-            __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
-            a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b), a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
-        }
-    }
-    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
-}
-#else
 // A pair's first input lies in the low half of each 32 bits, its second in the high half.
 #ifdef __AVX512F__
 static inline F first_of(const bf16* p) {
@@ -170,6 +163,27 @@ static inline __m256 masked(__m256 a) {
 static inline F first_of(const bf16* p) { return {shifted(half(p)), shifted(half(p + 16))}; }
 static inline F second_of(const bf16* p) { return {masked(half(p)), masked(half(p + 16))}; }
 #endif
+
+#ifdef __AVX512BF16__
+template <int M>
+static inline void block(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
+    __m512 a[M][2];
+    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = _mm512_setzero_ps();
+    for (int k = 0; k < inputs; k += 2) {
+        const bf16* p = w + (int64_t)k * PANEL;
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(p), w1 = (__m512bh)_mm512_loadu_si512(p + 32);
+        _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
+        for (int m = 0; m < M; m++) {
+            int pair;
+            memcpy(&pair, x + m * ldx + k, 4);
+            __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
+            a[m][0] = _mm512_dpbf16_ps(a[m][0], w0, b), a[m][1] = _mm512_dpbf16_ps(a[m][1], w1, b);
+        }
+    }
+    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+}
+#else
 template <int M>
 static inline void block(const bf16* w, const float* x, int64_t ldx, int inputs, float* y) {
     F a[M][2];
@@ -178,7 +192,7 @@ static inline void block(const bf16* w, const float* x, int64_t ldx, int inputs,
         const bf16* p = w + (int64_t)k * PANEL;
         _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
         _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
-        for (int j = 0; j < 2; j++) {
+        for (int j = 1; j >= 0; j--) {
             F w0 = j ? second_of(p) : first_of(p), w1 = j ? second_of(p + 32) : first_of(p + 32);
             for (int m = 0; m < M; m++) {
                 F b = all(x[m * ldx + k + j]);
@@ -204,23 +218,64 @@ static inline void blocks(const W* w, const X* x, int64_t ldx, int inputs, int r
         if (rows) blocks<M - 1>(w, x, ldx, inputs, rows, y);
 }
 
+// While it lives, this thread takes denormal numbers for 0, and has the tiles of AMX where there are some.
+class Products {
+public:
+    Products() : before_(_mm_getcsr()) {
+        _mm_setcsr(before_ | 0x8040);
+#ifdef __AMX_BF16__
+        struct alignas(64) Config {
+            uint8_t palette, start, reserved[14];
+            uint16_t bytes[16];
+            uint8_t rows[16];
+        };
+        static const Config config = {
+            1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+        _tile_loadconfig(&config);
+#endif
+    }
+    ~Products() {
+#ifdef __AMX_BF16__
+        _tile_release();
+#endif
+        _mm_setcsr(before_);
+    }
+
+private:
+    const unsigned before_;
+};
+
 #ifdef __AMX_BF16__
 // A tile has 16 rows of 64 bytes: sums of 16 rows and 16 outputs, 32 inputs of 16 rows, or 16 pairs of
-// inputs of 16 outputs. Two tiles of rows and two of outputs make four of sums.
-static inline void begin_tiles() {
-    struct alignas(64) Config {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    };
-    static const Config config = {
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&config);
+// inputs of 16 outputs. Its instruction adds up the first products of the pairs, and the second ones,
+// and adds both sums to the result. A row alone does the same by vectors: they read memory faster.
+template <int M>
+static inline void block_as_tile(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
+    F a[M][2];
+    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
+    for (int first = 0; first < inputs; first += 32) {
+        F sum[M][2][2];
+        for (int m = 0; m < M; m++) sum[m][0][0] = sum[m][0][1] = sum[m][1][0] = sum[m][1][1] = all(0);
+        for (int k = first; k < first + 32; k += 2) {
+            const bf16* p = w + (int64_t)k * PANEL;
+            _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
+            _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
+            F w0[2] = {first_of(p), second_of(p)}, w1[2] = {first_of(p + 32), second_of(p + 32)};
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < 2; j++) {
+                    F b = all(widened(x[m * ldx + k + j]));
+                    sum[m][0][j] = fma(w0[j], b, sum[m][0][j]), sum[m][1][j] = fma(w1[j], b, sum[m][1][j]);
+                }
+        }
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < 2; v++) a[m][v] = add(a[m][v], add(sum[m][v][0], sum[m][v][1]));
+    }
+    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
 }
-static inline void end_tiles() { _tile_release(); }
 
 // Rows up to the next multiple of 16 are read and written too: there is room for them.
 static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs, int rows, float* y) {
+    if (rows == 1) return block_as_tile<1>(w, x, ldx, inputs, y);
     // The compiler does not know that tiles are loaded from memory.
     asm volatile("" ::: "memory");
     for (; rows > 16; rows -= 32, x += 32 * ldx, y += 32 * PANEL) {
@@ -247,8 +302,6 @@ static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs
     _tile_stored(0, y, 128); _tile_stored(1, y + 16, 128);
 }
 #else
-static inline void begin_tiles() {}
-static inline void end_tiles() {}
 static inline void product(const bf16* w, const Input<bf16>::type* x, int64_t ldx, int inputs, int rows,
                            float* y) {
     blocks<BLOCK>(w, x, ldx, inputs, rows, y);

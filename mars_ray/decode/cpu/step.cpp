@@ -151,7 +151,7 @@ public:
         for (int64_t r = 0; r < rows; r++)
             memcpy(in + r * hidden_, h_.get(0) + row[r] * hidden_, hidden_ * sizeof(X));
         process_pool().run((int)s_.threads, [&](Worker& worker) {
-            begin_tiles();
+            Products products;
             worker.phase(head_.panels(), [&](int panel) {
                 int columns = (int)std::min<int64_t>(PANEL, s_.vocabulary - panel * PANEL);
                 multiply(worker, head_, panel, in, hidden_, rows, [&](int64_t first, int count, const float* y) {
@@ -159,7 +159,6 @@ public:
                         memcpy(to + (first + m) * ldt + panel * PANEL, y + m * PANEL, columns * sizeof(float));
                 });
             });
-            end_tiles();
         });
     }
 
@@ -267,7 +266,7 @@ private:
     }
 
     void forward(Worker& worker, const Step& step) {
-        begin_tiles();
+        Products products;
         float* x = x_.get(0);
         const int64_t first_mask = step.rows - step.masks;
         const bool has_lora = step.masks && lora_.size();
@@ -295,9 +294,8 @@ private:
             float* row = x + n * hidden_;
             normalise_row(row, norm_, s_.hidden, s_.epsilon, row);
             finite_.get(0)[n] = std::isfinite(sum_of(row));
-            narrow(row, h_.get(0) + n * hidden_, (int)hidden_);
+            put<W>(row, h_.get(0) + n * hidden_, hidden_);
         });
-        end_tiles();
     }
 
     float sum_of(const float* row) const {
@@ -315,7 +313,7 @@ private:
             for (int64_t i = 0; i < hidden_; i += 4096) {
                 int64_t count = std::min<int64_t>(4096, hidden_ - i);
                 scale(from + i, weight + i, factor, count, row);
-                narrow(row, h_.get(0) + n * hidden_ + i, (int)count);
+                put<W>(row, h_.get(0) + n * hidden_ + i, count);
             }
         });
     }
@@ -356,7 +354,7 @@ private:
         multiply(worker, down, panel, in + first_mask * ldi, ldi, step.masks,
                  [&](int64_t first, int count, const float* y) {
                      for (int m = 0; m < count; m++)
-                         narrow(y + m * PANEL, to + (first + m) * rank_ + panel * PANEL, PANEL);
+                         put<W>(y + m * PANEL, to + (first + m) * rank_ + panel * PANEL, PANEL);
                  });
     }
 
@@ -404,7 +402,7 @@ private:
                 F z = load(g + i);
                 store(y + i, mul(divide(z, add(all(1), exp(sub(all(0), z)))), load(u + i)));
             }
-            narrow(y, inner_X_.get(0) + row * inner_ + panel * PANEL, PANEL);
+            put<W>(y, inner_X_.get(0) + row * inner_ + panel * PANEL, PANEL);
         };
         worker.phase(factors + gate.panels(), [&](int task) {
             if (task < factors) return first_factor(worker, step, lora[GATE].down, task, in, hidden_);
@@ -535,7 +533,7 @@ private:
     void finish(int64_t row, int head, const Part& part) {
         float out[SIZE_MOST];
         for (int64_t d = 0; d < s_.head_size; d++) out[d] = part.out[d] / part.sum;
-        narrow(out, attended_X_.get(0) + row * attended_ + head * s_.head_size, (int)s_.head_size);
+        put<W>(out, attended_X_.get(0) + row * attended_ + head * s_.head_size, s_.head_size);
     }
 
     // Rows of a sequence up to which its blocks are tasks of their own.
