@@ -5,21 +5,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import ray
-from ray import cloudpickle, serve
+from ray import serve
 from ray.util import list_named_actors
+from serve.forwards import run_in, slow_down
 
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.fused_model import FusedModel
 from mars_ray.serve.deploy import start
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -49,8 +49,6 @@ def job(checkpoint) -> ServeJob:
 
 @pytest.fixture(scope="module")
 def url(ray_cluster, job) -> Iterator[str]:
-    # What is sent to the replicas from here is not among their modules.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield start(job)
     serve.shutdown()
 
@@ -59,26 +57,6 @@ def replicas() -> set[str]:
     """Names of the living actors of the model's deployment."""
     actors: Any = list_named_actors(all_namespaces=True)
     return {actor["name"] for actor in actors if "#Replica-mars#" in actor["name"]}
-
-
-def run_in(replica: str, work: Callable[[Any], None]) -> None:
-    """Call a function in a replica's process."""
-    ray.get(ray.get_actor(replica, "serve").__ray_call__.remote(work))
-
-
-def slow_down(pause_s: float) -> Callable[[Any], None]:
-    """A function that makes each forward of its process longer."""
-
-    def patch(_actor: Any) -> None:
-        forward = FusedModel.hidden_states
-
-        def slow_forward(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(pause_s)
-            return forward(*args, **kwargs)
-
-        FusedModel.hidden_states = slow_forward  # type: ignore[method-assign]
-
-    return patch
 
 
 async def events(client: httpx.AsyncClient, tokens: int) -> AsyncIterator[str]:

@@ -16,6 +16,7 @@ import torch
 from ray import cloudpickle, serve
 from ray.exceptions import RayActorError
 from ray.util import list_named_actors
+from serve.forwards import break_down, hold, run_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.cluster.port import free_port
@@ -23,7 +24,6 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.scaling import ScalingConfig, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.fused_model import FusedModel
 from mars_ray.errors import ConfigError
 from mars_ray.serve.deploy import APP_NAME, start, update
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Turn
@@ -127,15 +127,22 @@ def test_a_replica_killed_while_it_writes(url):
             assert text_of(events) == expected
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(url):
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(url, tmp_path):
     """Two replicas with 4 + 40 places; what is accepted is answered, the rest are 429s."""
+    held = tmp_path / "held"
+    held.touch()
+    for actor in replicas():
+        run_in(actor["name"], hold(held))
 
     async def ask(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post("/v1/chat/completions", json=ASKED | {"max_tokens": 4, "n": 8})
 
     async def flood() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            return list(await asyncio.gather(*(ask(client) for _ in range(16))))
+            asked = [asyncio.create_task(ask(client)) for _ in range(16)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            held.unlink()
+            return list(await asyncio.gather(*asked))
 
     replies = asyncio.run(flood())
     refused = [reply for reply in replies if reply.status_code == 429]
@@ -148,10 +155,7 @@ class Breaks:
     """Once it is compared, its process has no device any more."""
 
     def __gt__(self, other: object) -> bool:
-        def gone(*args: object) -> None:
-            raise RuntimeError("the device is gone")
-
-        FusedModel.hidden_states = gone  # type: ignore[method-assign]
+        break_down()
         return False
 
 
