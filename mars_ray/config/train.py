@@ -32,10 +32,10 @@ class DraftObjective(BlockSchedule):
         description="random block grids of a conversation in one forward; as many as the block "
         "size: every token starts a block",
     )
-    loss: Literal["kl", "ce", "tv"] = Field(
+    loss: Literal["kl", "ce", "tv", "tv_kl"] = Field(
         default="kl",
-        description="KL divergence or total variation against the clean row's distribution, or "
-        "cross-entropy on the data's token",
+        description="KL divergence, total variation or both (0.9 of the second) against the clean "
+        "row's distribution, or cross-entropy on the data's token",
     )
     row_loss_weight: float = Field(
         default=0.5,
@@ -73,7 +73,8 @@ class OptimizerConfig(Config):
 
 
 class LoraConfig(Config):
-    """Low-rank adapters on all of the layers' matrices; the rest is frozen, the embedding too.
+    """Low-rank adapters on all of the layers' matrices, and the mask's embedding; the rest is
+    frozen, other embeddings too.
 
     Every checkpoint's model has them merged, so it is an ordinary one.
     """

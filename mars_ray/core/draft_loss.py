@@ -3,9 +3,10 @@
     loss = sum over mask rows of  row coefficient  * D(clean twin || mask row, over the vocabulary)
                                 + head coefficient * D(clean twin || corrected row, over candidates)
 
-D is the KL divergence, the total variation, or cross-entropy on the data's token. Candidates are
-the mask row's likeliest tokens. If the twin's choice (for cross-entropy the data's token) is not
-among them, it takes the last place. Distributions over candidates are renormalised.
+D is the KL divergence, the total variation, 0.9 of the second with 0.1 of the first (`tv_kl`;
+DSpark, arXiv 2607.05147, mixes so), or cross-entropy on the data's token. Candidates are the mask
+row's likeliest tokens. If the twin's choice (for cross-entropy the data's token) is not among them,
+it takes the last place. Distributions over candidates are renormalised.
 
 Rows are multiplied with the vocabulary's matrix in chunks, and a chunk's logits are processed in
 parts that stay in a CPU's cache. Each pass over a part matters: exp and log_softmax of 16 rows of
@@ -24,7 +25,9 @@ from torch.nn.functional import linear
 
 from mars_ray.core.draft_head import candidate_logits, likeliest
 
-LossKind = Literal["kl", "ce", "tv"]
+LossKind = Literal["kl", "ce", "tv", "tv_kl"]
+
+_TV_SHARE = 0.9  # of tv_kl
 
 # Size of a part's float32 logits: fits a CPU's cache, or takes little of a GPU's memory.
 _PART_BYTES = {"cpu": 3 << 20, "cuda": 1 << 28}
@@ -211,12 +214,19 @@ class _Part:
         if self._kind == "ce":
             return _cross_entropy(self.logits_PV, student, self._token_P)
         teacher = _Distributions.of(self._teacher_UV, self._twin_choice_U)
-        if self._kind == "tv":
-            return _total_variation(student.share, teacher.share[self._twin_P])
+        variation = None
+        if self._kind != "kl":
+            variation = _total_variation(student.share, teacher.share[self._twin_P])
+            if self._kind == "tv":
+                return variation
         # KL(p || q) = (log-sum - p z) of q minus that of p.
         own_U = teacher.log_sum - torch.linalg.vecdot(teacher.share, self._teacher_UV)
         cross_P = student.log_sum - _dots(self.logits_PV, teacher.share, self._twin_P)
-        return cross_P - own_U[self._twin_P], _minus(student.share, teacher.share, self._twin_P)
+        divergence = (
+            cross_P - own_U[self._twin_P],
+            _minus(student.share, teacher.share, self._twin_P),
+        )
+        return _mixed(variation, divergence) if variation else divergence
 
     def head(self, corrected_PH: Tensor, weight_VH: Tensor, candidates: int) -> _HeadLoss:
         """Loss of the corrected rows over candidates, and its gradient."""
@@ -233,12 +243,15 @@ class _Part:
         else:
             teacher_PS = self._teacher_UV[self._twin_P[:, None], candidate_PS].log_softmax(dim=-1)
             share_PS = teacher_PS.exp()
-            if self._kind == "tv":
-                loss_P, slope_PS = _total_variation(student.share, share_PS)
-            else:
-                log_student_PS = logits_PS - student.log_sum[:, None]
-                loss_P = torch.linalg.vecdot(share_PS, teacher_PS - log_student_PS)
-                slope_PS = student.share - share_PS
+            log_student_PS = logits_PS - student.log_sum[:, None]
+            found = (
+                torch.linalg.vecdot(share_PS, teacher_PS - log_student_PS),
+                student.share - share_PS,
+            )
+            if self._kind != "kl":
+                variation = _total_variation(student.share, share_PS)
+                found = variation if self._kind == "tv" else _mixed(variation, found)
+            loss_P, slope_PS = found
         grad_PH = torch.einsum("ps,psh->ph", slope_PS.to(weight_VH.dtype), weight_PSH)
         return _HeadLoss(loss_P, grad_PH)
 
@@ -255,6 +268,17 @@ def _total_variation(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     sign = difference.sign_()
     mean = torch.linalg.vecdot(sign, student)[:, None]
     return loss, sign.sub_(mean).mul_(student).mul_(0.5)
+
+
+def _mixed(
+    variation: tuple[Tensor, Tensor], divergence: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of `tv_kl`."""
+    loss, slope = (
+        one.mul_(_TV_SHARE).add_(other, alpha=1 - _TV_SHARE)
+        for one, other in zip(variation, divergence, strict=True)
+    )
+    return loss, slope
 
 
 def _dots(x_PV: Tensor, y_UV: Tensor, index_P: Tensor) -> Tensor:

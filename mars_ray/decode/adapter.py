@@ -53,7 +53,7 @@ class Last:
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
         """See MaskRows."""
         if product:
-            product.add_to(y_NO[self.first :], x_NI[self.first :])
+            y_NO[self.first :].addmm_(product.inner(x_NI[self.first :]), product.up_KO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,10 @@ class Gated:
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
         """See MaskRows."""
         if product:
-            # `where` and not a product with 0, which would turn infinities into NaN.
-            y_NO.copy_(torch.where(self.is_mask_N1, y_NO + product(x_NI), y_NO))
+            # Between the two products, where a row is shortest. `where` and not a product with 0,
+            # which would turn infinities into NaN.
+            inner_NK = torch.where(self.is_mask_N1, product.inner(x_NI), 0)
+            y_NO.addmm_(inner_NK, product.up_KO)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,33 @@
-"""Low-rank adapters (LoRA) on a model, through peft, and their merging into plain weights.
+"""Low-rank adapters (LoRA) on a model, through peft, and their merging into plain weights. The
+mask's embedding is trained with them, since a mask without one of its own predicts little.
 
 peft is imported late, because it imports other packages, which takes seconds.
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _NAME = "default"
 _WITHIN = ".base_layer"
+_MASK = "lora_mask_H"  # a parameter of the embedding
 
 
 def add_adapters(
-    model: PreTrainedModel, *, rank: int, alpha: float, dropout: float, seed: int
+    model: PreTrainedModel,
+    mask_token_id: int | None,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    seed: int,
 ) -> None:
-    """Put adapters on all matrices of the layers, and freeze everything else.
+    """Put adapters on all matrices of the layers, and freeze everything else but the embedding of
+    the mask token, if there is one.
 
     They are initialized from the seed, so that all ranks start with the same weights.
     """
@@ -37,6 +48,30 @@ def add_adapters(
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, _NAME)
+    if mask_token_id is not None:
+        _train_mask(model.get_input_embeddings(), mask_token_id)
+
+
+def _train_mask(embedding: Any, mask_token_id: int) -> None:
+    """Give the embedding a row of its own for the mask, which alone has a gradient."""
+    with _whole(embedding.weight):
+        row_H = embedding.weight[mask_token_id].detach().clone()
+    embedding.register_parameter(_MASK, nn.Parameter(row_H))
+
+    def hook(module: Any, ids: tuple[Tensor], embedded: Tensor) -> Tensor:
+        is_mask = (ids[0] == mask_token_id)[..., None]
+        return torch.where(is_mask, getattr(module, _MASK).to(embedded.dtype), embedded)
+
+    embedding.register_forward_hook(hook)
+
+
+def _whole(weight: Tensor) -> AbstractContextManager[Any]:
+    """Within it, a weight that DeepSpeed has cut into parts is whole."""
+    if not hasattr(weight, "ds_id"):
+        return nullcontext()
+    from deepspeed import zero
+
+    return zero.GatheredParameters([weight])
 
 
 def adapter_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -44,7 +79,9 @@ def adapter_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if ".lora_" in name}
 
 
-def merged(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def merged(
+    model: PreTrainedModel, weights: dict[str, Tensor], mask_token_id: int | None
+) -> dict[str, Tensor]:
     """The plain model's state dict, with the adapters of `model` added in float32."""
     from peft.tuners.lora import LoraLayer
 
@@ -57,4 +94,14 @@ def merged(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tens
             weight = plain[f"{name}.weight"]
             delta = module.scaling[_NAME] * (up @ down)
             plain[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        elif hasattr(module, _MASK):
+            old = plain[f"{name}.weight"]
+            weight = old.clone()
+            weight[mask_token_id] = weights[f"{name}.{_MASK}"].to(weight.dtype)
+            # The head too, if it is tied.
+            plain |= {key: weight for key, value in plain.items() if _is_same(value, old)}
     return plain
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()

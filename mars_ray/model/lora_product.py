@@ -22,13 +22,9 @@ class LoraProduct:
     down_IK: Tensor
     up_KO: Tensor
 
-    def add_to(self, y_MO: Tensor, x_MI: Tensor) -> None:
-        """Add the adapter's part to the layers' results, in place."""
-        y_MO.addmm_(torch.mm(x_MI, self.down_IK), self.up_KO)
-
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        """The adapter's part of the layers' results, (M, O)."""
-        return torch.mm(torch.mm(x_MI, self.down_IK), self.up_KO)
+    def inner(self, x_MI: Tensor) -> Tensor:
+        """The first product, (M, K)."""
+        return torch.mm(x_MI, self.down_IK)
 
     def as_of(self, device: torch.device, dtype: torch.dtype) -> "LoraProduct":
         """The same on a device, in a dtype."""

@@ -63,8 +63,9 @@ class Trainee:
 def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
     """A trainee that is a model: either all of it, or LoRA that is merged. Raises ModelError."""
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
-    model, tokenizer = _load_model(plan, resume_from, ranks), load_tokenizer(model_dir)
     card = read_card(model_dir)
+    model = _load_model(plan, resume_from, ranks, card.mask_token_id)
+    tokenizer = load_tokenizer(model_dir)
     objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id, plan.own_from)
     if objective.depths:
         card = replace(card, block_size=objective.depths)
@@ -74,7 +75,7 @@ def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Tr
     def write(directory: Path, weights: dict[str, Tensor], state: TrainState) -> None:
         if plan.config.lora is not None:
             save_file(adapter_weights(weights), directory.with_name(checkpoint.ADAPTERS))
-            weights = merged(model, weights)
+            weights = merged(model, weights, card.mask_token_id)
         save_model(directory, model, tokenizer, card, weights)
 
     return Trainee(step, objective, ModelFlops.of(model), write)
@@ -90,7 +91,9 @@ def stage_zero_settings(plan: StagePlan, zero: DeepSpeedConfig, ranks: Ranks) ->
     )
 
 
-def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreTrainedModel:
+def _load_model(
+    plan: StagePlan, resume_from: Path | None, ranks: Ranks, mask_token_id: int | None
+) -> PreTrainedModel:
     lora = plan.config.lora
     directory = plan.start_model
     # With LoRA the checkpoint's model has the adapters merged, so the start model is loaded.
@@ -108,7 +111,7 @@ def _load_model(plan: StagePlan, resume_from: Path | None, ranks: Ranks) -> PreT
     model.train()
     if lora is not None:
         settings = lora.model_dump()
-        add_adapters(model, seed=plan.seed, **settings)
+        add_adapters(model, mask_token_id, seed=plan.seed, **settings)
         if resume_from is not None:
             model.load_state_dict(load_file(resume_from / checkpoint.ADAPTERS), strict=False)
     if plan.job.gradient_checkpointing:

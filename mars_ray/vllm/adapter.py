@@ -46,9 +46,14 @@ class _Summed:
 
     product: LoraProduct
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        inner_MK = tensor_model_parallel_all_reduce(torch.mm(x_MI, self.product.down_IK))
-        return torch.mm(inner_MK, self.product.up_KO)
+    @property
+    def up_KO(self) -> Tensor:
+        """See Delta."""
+        return self.product.up_KO
+
+    def inner(self, x_MI: Tensor) -> Tensor:
+        """See Delta."""
+        return tensor_model_parallel_all_reduce(self.product.inner(x_MI))
 
 
 @dataclass(frozen=True, slots=True)

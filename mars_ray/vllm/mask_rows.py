@@ -10,7 +10,7 @@ Shape suffixes: N rows of a forward, M rows of masks, D depths, H hidden size, I
 # vLLM lives in an environment of its own.
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +18,18 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import direct_register_custom_op
 
-# What an adapter adds to the results of a linear layer, given its inputs: (M, I) to (M, O).
-Delta = Callable[[Tensor], Tensor]
+
+class Delta(Protocol):
+    """What an adapter adds to the results of a linear layer: two products, K wide between them."""
+
+    @property
+    def up_KO(self) -> Tensor:
+        """The second factor."""
+        ...
+
+    def inner(self, x_MI: Tensor) -> Tensor:
+        """The first product, (M, K)."""
+        ...
 
 
 class MaskRows(Protocol):
@@ -73,9 +83,9 @@ class IndexedRows:
         if rows is None:
             return
         if isinstance(rows, slice):
-            y_NO[rows] += delta(x_NI[rows])
+            y_NO[rows].addmm_(delta.inner(x_NI[rows]), delta.up_KO)
         else:
-            y_NO.index_add_(0, rows, delta(x_NI[rows]))
+            y_NO.index_add_(0, rows, torch.mm(delta.inner(x_NI[rows]), delta.up_KO))
 
     def embed(self, y_NH: Tensor, mask_DH: Tensor) -> None:
         """See MaskRows."""
@@ -104,9 +114,10 @@ class GatedRows:
 
     def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
         """See MaskRows."""
-        # `where` and not a product with 0, which would turn infinities into NaN.
-        is_mask_N1 = self._is_mask_N1[: len(y_NO)]
-        y_NO.copy_(torch.where(is_mask_N1, y_NO + delta(x_NI), y_NO))
+        # Between the two products, where a row is shortest. `where` and not a product with 0,
+        # which would turn infinities into NaN.
+        inner_NK = torch.where(self._is_mask_N1[: len(y_NO)], delta.inner(x_NI), 0)
+        y_NO.addmm_(inner_NK, delta.up_KO)
 
     def embed(self, y_NH: Tensor, mask_DH: Tensor) -> None:
         """See MaskRows."""

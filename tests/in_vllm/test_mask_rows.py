@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
+from mars_ray.model.lora_product import LoraProduct
 from mars_ray.vllm.mask_rows import GatedRows, IndexedRows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -17,7 +18,9 @@ def test_a_gate_does_what_places_do(places: list[int]):
     generator = torch.Generator().manual_seed(0)
     x_NI = torch.randn(8, 5, generator=generator)
     x_NI[7] = torch.inf
-    weight_IO = torch.randn(5, 4, generator=generator)
+    product = LoraProduct(
+        torch.randn(5, 2, generator=generator), torch.randn(2, 4, generator=generator)
+    )
     mask_DH = torch.randn(3, 4, generator=generator)
     before_NO = torch.randn(8, 4, generator=generator)
     device = torch.device("cpu")
@@ -25,12 +28,12 @@ def test_a_gate_does_what_places_do(places: list[int]):
     for rows in (IndexedRows(device), GatedRows(16, device)):
         rows.begin(places, list(range(len(places))))
         added_NO, embedded_NH = before_NO.clone(), before_NO.clone()
-        rows.add(added_NO, x_NI, lambda x_MI: x_MI @ weight_IO)
+        rows.add(added_NO, x_NI, product)
         rows.embed(embedded_NH, mask_DH)
         found.append((added_NO, embedded_NH))
         rows.end()
         after_NO = before_NO.clone()
-        rows.add(after_NO, x_NI, lambda x_MI: x_MI @ weight_IO)
+        rows.add(after_NO, x_NI, product)
         assert torch.equal(after_NO, before_NO)
     (added_NO, embedded_NH), gated = found
     torch.testing.assert_close(gated, (added_NO, embedded_NH))
@@ -38,5 +41,5 @@ def test_a_gate_does_what_places_do(places: list[int]):
     assert torch.equal(added_NO[others], before_NO[others])
     assert torch.equal(embedded_NH[places], mask_DH[: len(places)])
     if places:
-        expected_MO = before_NO[places] + x_NI[places] @ weight_IO
+        expected_MO = before_NO[places] + x_NI[places] @ product.down_IK @ product.up_KO
         torch.testing.assert_close(added_NO[places], expected_MO)

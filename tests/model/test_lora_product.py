@@ -25,5 +25,5 @@ def test_side_by_side_equals_one_by_one():
         ],
         dim=1,
     )
-    torch.testing.assert_close(product(x_MI), expected_MO)
+    torch.testing.assert_close(product.inner(x_MI) @ product.up_KO, expected_MO)
     assert side_by_side([None, None], [4, 3], scale=0.5) is None

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -164,7 +165,9 @@ def test_a_trace_may_have_a_cluster_and_seeds_of_its_own():
 def test_the_page_needs_nothing_else(folder, result):
     """One file: no script, no image, no address but the SVG's own names."""
     html = (folder / "report.html").read_text()
-    assert html == page(result)
+    # Names of clip paths are hashes of sizes whose last digits vary.
+    names = re.compile(r"\bp[0-9a-f]{10}\b")
+    assert names.sub("", html) == names.sub("", page(result))
     assert html.count("<svg") == 2  # a timeline for each trace
     for outside in ("<script", "<img", "<link", "src=", "@import"):
         assert outside not in html

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from mars_ray.config.train import TrainJob
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
+from mars_ray.model.card import read_card
 from mars_ray.model.load import load_model
 from mars_ray.model.shape import shape_of
 from mars_ray.train.checkpoint import directory_of
@@ -37,14 +38,18 @@ def test_adapters_train_resume_and_end_as_an_ordinary_model(model, tmp_path):
     after = load_file(outcome.checkpoint / "model" / "model.safetensors")
     assert after.keys() == before.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "_proj.weight" in name}
+    embedding = "model.embed_tokens.weight"
+    assert changed == {name for name in before if "_proj.weight" in name} | {embedding}
+    rows = (before[embedding] != after[embedding]).any(dim=1).nonzero().flatten().tolist()
+    assert rows == [read_card(model).mask_token_id]
     AutoModelForCausalLM.from_pretrained(outcome.checkpoint / "model")
 
 
 def test_the_merged_model_computes_what_the_adapters_do(model):
     """Guards scale and transposition of the product that is added."""
     plain, adapted = (load_model(model, dtype=torch.float32) for _ in range(2))
-    add_adapters(adapted, rank=4, alpha=8, dropout=0.0, seed=0)
+    mask_id = read_card(model).mask_token_id
+    add_adapters(adapted, mask_id, rank=4, alpha=8, dropout=0.0, seed=0)
     torch.manual_seed(1)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     for parameter in trained:
@@ -53,10 +58,14 @@ def test_the_merged_model_computes_what_the_adapters_do(model):
     assert sum(p.numel() for p in adapter_weights(weights).values()) == sum(
         p.numel() for p in trained
     )
-    assert shape_of(model).adapter_parameters(4) == sum(p.numel() for p in trained)
-    plain.load_state_dict(merged(adapted, weights))
-    ids = torch.arange(20).unsqueeze(0)
-    torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+    size = adapted.config.hidden_size
+    assert shape_of(model).adapter_parameters(4) + size == sum(p.numel() for p in trained)
+    plain.load_state_dict(merged(adapted, weights, mask_id))
+    ids = torch.tensor([[*range(20), mask_id]])
+    found, expected = plain(ids).logits, adapted(ids).logits
+    # The head shares the mask's row, and nothing predicts the mask.
+    found[..., mask_id] = expected[..., mask_id] = 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_shape_counts_a_models_parameters(model):
