@@ -23,7 +23,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.warm_up import StepTimer
-from mars_ray.model.card import PLAIN, ModelCard
+from mars_ray.model.card import PLAIN
 from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
 from mars_ray.model.presets import SHAPES, preset_config
 from mars_ray.provenance import provenance
@@ -94,12 +94,17 @@ def _measured(name: str, device: torch.device) -> dict[str, Any]:
 def _case(timer: StepTimer, sequences: int, rows: int, context: int) -> dict[str, Any]:
     """Seconds of a step of so many sequences with so many rows each, without and with masks."""
 
-    def seconds(card: ModelCard) -> float:
-        own = replace(timer, card=card)
-        return own.least(lambda: own.decoding(rows * sequences, sequences, context))
+    def seconds(*, masks: bool) -> float:
+        shape = rows * sequences, sequences, context
+        return timer.least(lambda: timer.decoding(*shape, masks=masks))
 
-    found = {"sequences": sequences, "rows": rows, "context": context, "seconds": seconds(PLAIN)}
-    return found | {"with_masks": seconds(timer.card) if rows > 1 else None}
+    return {
+        "sequences": sequences,
+        "rows": rows,
+        "context": context,
+        "seconds": seconds(masks=False),
+        "with_masks": seconds(masks=True) if rows > 1 else None,
+    }
 
 
 def _model(name: str, device: torch.device) -> PreTrainedModel:

@@ -43,21 +43,29 @@ class Prospects:
     masks still pay where there are no drafts, but a doubtful draft before them does not.
     """
 
-    def __init__(self, worth: Sequence[float], price: float, lasting: float = 1.0) -> None:
+    def __init__(
+        self,
+        worth: Sequence[float],
+        price: float,
+        lasting: float = 1.0,
+        mask_price: float | None = None,
+    ) -> None:
         """`worth` is, by depth, the gain of a mask in the next step if its outcome occurs, less
         the price of checking its draft; it falls with depth. `lasting` is the share of the masks'
-        gain that remains in steps that also check drafts."""
+        gain that remains in steps that also check drafts. A draft costs `price`, and so does a mask
+        unless it has a price of its own."""
         self.price = price
+        self._mask_price = mask_price = price if mask_price is None else mask_price
         self._falling = [-value for value in worth]
         self._brought = list(accumulate(worth, initial=0.0))
-        count = bisect_left(self._falling, -price)
-        self.gain = self._brought[count] - price * count  # of masks in a sequence without drafts
+        count = bisect_left(self._falling, -mask_price)
+        self.gain = self._brought[count] - mask_price * count  # in a sequence without drafts
         self._onward = self.gain * (lasting - 1) / 2
 
     def masks(self, likelihood: float, most: int) -> tuple[int, float]:
         """Number of masks worth their price behind an outcome, at most `most`, and their net gain
         in tokens."""
-        price = self.price
+        price = self._mask_price
         if likelihood <= price:
             return 0, 0.0
         count = bisect_left(self._falling, -price / likelihood, 0, most)

@@ -29,9 +29,11 @@ class StepCost:
 
     A sequence also costs time by itself (a call of attention, say), so a row more in a sequence
     costs less than a sequence more. So does what rows attend to: every cached token of a sequence
-    is read, and a prompt's row is multiplied with every token before it. These costs stay as
-    measured at the start: steps under one load cannot tell them from the cost of rows, and giving
-    them a share of every correction led them astray.
+    is read, and a prompt's row is multiplied with every token before it. And a step's first mask
+    has the adapter's weights read, while each has a head and candidates of its own: rows alone do
+    not tell plain steps from those with masks. These costs stay as measured at the start: steps
+    under one load cannot tell them from the cost of rows, and giving them a share of every
+    correction led them astray.
     """
 
     def __init__(
@@ -40,12 +42,15 @@ class StepCost:
         sequence_s: float = 0.0,
         cache_token_s: float = 0.0,
         prompt_attention_s: float = 0.0,
+        first_mask_s: float = 0.0,
+        mask_s: float = 0.0,
     ) -> None:
         """Needs at least two numbers of rows; their seconds exclude what sequences and their cached
-        tokens cost by themselves, and pairs of a prompt's row and a token before it."""
+        tokens cost by themselves, and pairs of a prompt's row and a token before it, and masks."""
         self.sequence_s = sequence_s
         self.cache_token_s = cache_token_s
         self.prompt_attention_s = prompt_attention_s
+        self.first_mask_s, self.mask_s = first_mask_s, mask_s
         self._rows = sorted(seconds_at)
         self._measured = [seconds_at[rows] for rows in self._rows]
         self._least = [_LEAST_SHARE * seconds for seconds in self._measured]
@@ -57,10 +62,13 @@ class StepCost:
         sequences: float = 0,
         context_tokens: float = 0,
         prompt_pairs: float = 0,
+        masks: float = 0,
     ) -> float:
-        """Seconds of a step; `rows` may be the mean of several steps, with a fraction."""
+        """Seconds of a step; `rows`, masks included, may be the mean of several steps, with a
+        fraction."""
         attention_s = self.cache_token_s * context_tokens + self.prompt_attention_s * prompt_pairs
-        return self._of_rows(rows) + self.sequence_s * sequences + attention_s
+        masks_s = self.first_mask_s * min(1, masks) + self.mask_s * masks
+        return self._of_rows(rows) + self.sequence_s * sequences + attention_s + masks_s
 
     def _of_rows(self, rows: float) -> float:
         last = self._rows[-1]
@@ -78,6 +86,7 @@ class StepCost:
         sequences: int = 0,
         context_tokens: int = 0,
         prompt_pairs: int = 0,
+        masks: int = 0,
     ) -> None:
         """Move the measurements on both sides of `rows` a little towards this step's seconds.
 
@@ -87,7 +96,7 @@ class StepCost:
         if not self._rows[0] <= rows <= self._rows[-1]:
             return
         right, share = self._place(rows)
-        wrong_s = seconds - self.seconds(rows, sequences, context_tokens, prompt_pairs)
+        wrong_s = seconds - self.seconds(rows, sequences, context_tokens, prompt_pairs, masks)
         moved = _RATE * max(-1.0, min(wrong_s / self._of_rows(rows), 1.0))
         for place, part in ((right - 1, 1 - share), (right, share)):
             moved_s = self._seconds[place] * (1 + moved * part)
@@ -102,11 +111,12 @@ class StepCost:
 
     def table(self, most_sequences: int = 0, context_tokens: int = 0) -> dict[int, float]:
         """Seconds at each measured number of rows, of which the first are a sequence each, with so
-        many tokens in the cache."""
+        many tokens in the cache, and of the others two in three are masks."""
         found = {}
         for rows in self._rows:
             sequences = min(rows, most_sequences)
-            found[rows] = self.seconds(rows, sequences, sequences * context_tokens)
+            masks = (rows - sequences) * 2 / 3
+            found[rows] = self.seconds(rows, sequences, sequences * context_tokens, masks=masks)
         return found
 
 

@@ -93,17 +93,23 @@ class DraftControl:
             _leave_out_useless(sequence)
             sequence.branches = _branches(sequence, self._price)
         accept = [self._accept(sequence) for sequence in members]
-        price, prospects = self._price, self._prospects(members, self._price)
+        tokens_per_s = speed_up * least / self._seconds(least)
+        mask_price = tokens_per_s * self.cost.mask_s
+        price, prospects = self._price, self._prospects(members, self._price, mask_price)
         rows = least + _choose_at(prospects, members, accept)
         while least < rows > self.most_rows:
             # All must fit, or some would wait for another step.
             price *= _DEARER
-            prospects = self._prospects(members, price)
+            prospects = self._prospects(members, price, mask_price)
             rows = least + _choose_at(prospects, members, accept)
+        if not any(s.window for s in running if not _is_controlled(s)):
+            first_price = tokens_per_s * self.cost.first_mask_s
+            rows = least + _without_masks_that_do_not_pay(prospects, members, accept, first_price)
         self._look_at_some(members, accept, prospects)
         if self._steps % _PROBE_EVERY == 0:
             _probe(members[0])
-        self._speed_up.ratio = self._seconds(rows) / self._seconds(least)
+        masks = sum(sum(sequence.choice.masks) for sequence in members if sequence.choice)
+        self._speed_up.ratio = self._seconds(rows, masks) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
     def _price_at(self, rows: int, least: int, speed_up: float) -> float:
@@ -111,19 +117,22 @@ class DraftControl:
         row_s = (self.cost.seconds(1.5 * rows) - self.cost.seconds(0.5 * rows)) / rows
         return max(_LEAST_PRICE, speed_up * least / self._seconds(least) * row_s)
 
-    def _seconds(self, rows: int) -> float:
-        """Seconds of a step of all running sequences with this number of rows.
+    def _seconds(self, rows: int, masks: int = 0) -> float:
+        """Seconds of a step of all running sequences with this number of rows, masks included.
 
         Work besides the forward is left out. Part of it grows with the rows too, and the price is
         the same within a tenth with or without it.
         """
-        return self.cost.seconds(rows, self._sequences, self._context_tokens)
+        return self.cost.seconds(rows, self._sequences, self._context_tokens, masks=masks)
 
-    def _prospects(self, members: Several[Sequence], price: float) -> dict[bool, Prospects]:
-        """Prospects for sampled and for greedy drafts, if there are any."""
+    def _prospects(
+        self, members: Several[Sequence], price: float, mask_price: float
+    ) -> dict[bool, Prospects]:
+        """Prospects for sampled and for greedy drafts, if there are any; a mask costs `mask_price`
+        more than a draft."""
         known = {sampled: self.acceptance[sampled] for sampled in set(map(_is_sampled, members))}
         return {
-            sampled: Prospects(own.worth(price), price, own.lasting)
+            sampled: Prospects(own.worth(price), price, own.lasting, price + mask_price)
             for sampled, own in known.items()
         }
 
@@ -172,6 +181,29 @@ def _choose_at(
         sequence.choice = choice
         rows += choice.rows
     return rows
+
+
+def _without_masks_that_do_not_pay(
+    prospects: dict[bool, Prospects],
+    members: Several[Sequence],
+    accept: Several[list[float]],
+    first_price: float,
+) -> int:
+    """Keep the choices, or choose without masks if all masks together are not worth `first_price`,
+    the price of there being any; return the number of rows that this adds."""
+    chosen = [sequence.choice or Choice(0, (0,)) for sequence in members]
+    if first_price and any(any(choice.masks) for choice in chosen):
+        known = [prospects[_is_sampled(sequence)] for sequence in members]
+        plain = [
+            best_choice(own, [0] * (1 + len(own)), one, None, sequence.draft_parents)
+            for own, one, sequence in zip(accept, known, members, strict=True)
+        ]
+        gained = sum(choice.value for choice in chosen) - sum(choice.value for choice in plain)
+        if gained < first_price:
+            for sequence, choice in zip(members, plain, strict=True):
+                sequence.choice = choice
+            chosen = plain
+    return sum(choice.rows for choice in chosen)
 
 
 def _probe(sequence: Sequence) -> None:

@@ -302,7 +302,7 @@ class Engine:
         read = self._read(work, reader, meanwhile)
         end_s = time.monotonic()
         self.totals.add(work)
-        attended = context_tokens(work), prompt_pairs(work)
+        attended = context_tokens(work), prompt_pairs(work), sum(item.masks for item in work)
         events = self._commit(work, read)
         self.totals.seconds += time.monotonic() - begin_s
         if self.control:

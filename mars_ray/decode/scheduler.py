@@ -28,9 +28,11 @@ class Work:
     count: int
     plan: Plan | None
     rows: int = field(init=False)  # positions in flight
+    masks: int = field(init=False)  # those of them that are masks
 
     def __post_init__(self) -> None:
         self.rows = self.count + (self.plan.rows if self.plan else 0)
+        self.masks = self.plan.masks if self.plan else 0
 
 
 class Scheduler:

@@ -63,11 +63,13 @@ class StepTimer:
         reader.proposals(outcomes, [own.best[-1] for own in read])
         return self.clock() - started
 
-    def decoding(self, rows: int, sequences: int, context: int = CONTEXT) -> list[Work]:
+    def decoding(
+        self, rows: int, sequences: int, context: int = CONTEXT, *, masks: bool = False
+    ) -> list[Work]:
         """A step of `rows`, spread evenly over sequences with so many tokens in the cache in the
         mean: from hardly any to twice as many, as lengths differ in traffic, since a backend may
-        pad all to the longest."""
-        depth = self.card.block_size
+        pad all to the longest. Rows are drafts, or with `masks` two in three are masks."""
+        depth = self.card.block_size if masks else 0
         sizes = [2 * context * index // (2 * sequences) for index in range(1, 2 * sequences, 2)]
         plans = [_plan(width - 1, depth) for width in _spread(rows, sequences)]
         return self._work([(size, 1, plan) for size, plan in zip(sizes, plans, strict=True)])
@@ -127,13 +129,34 @@ def measure_steps(timer: StepTimer) -> StepCost:
         total_s = seconds(rows, sequences)
         own_s = sequences * (sequence_s + cache_token_s * context)
         seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - own_s)
+    first_mask_s, mask_s = _mask_seconds(timer, most, context) if timer.card.block_size else (0, 0)
     rows = min(config.step_tokens, _MOST_PROMPT)
     if rows >= 2 * most:
         # Linear between the two; a few rows less or more would measure how prompts' rows differ.
         work = timer.prompt(rows)
         own_s = len(work) * sequence_s + prompt_pairs(work) * prompt_attention_s
         seconds_at[rows] = max(seconds_at[most], prompt_s(rows, 0) - own_s)
-    return StepCost(seconds_at, sequence_s, cache_token_s, prompt_attention_s)
+    return StepCost(seconds_at, sequence_s, cache_token_s, prompt_attention_s, first_mask_s, mask_s)
+
+
+def _mask_seconds(timer: StepTimer, most: int, context: int) -> tuple[float, float]:
+    """Seconds that a step's first mask takes more than a draft in its place, and every mask."""
+    widest = 1 + 2 * timer.card.block_size
+    found = []
+    for rows in (min(widest, most), most):
+        sequences = -(-rows // widest)
+
+        def seconds(*, masks: bool, shape: tuple[int, int] = (rows, sequences)) -> float:
+            return timer.least(lambda: timer.decoding(*shape, context, masks=masks))
+
+        # Alternately, so that a disturbance affects both.
+        pairs = [(seconds(masks=True), seconds(masks=False)) for _ in range(2)]
+        with_s, without_s = map(min, zip(*pairs, strict=True))
+        work = timer.decoding(rows, sequences, context, masks=True)
+        found.append((sum(item.masks for item in work), max(0.0, with_s - without_s)))
+    (few, few_s), (many, many_s) = found
+    mask_s = max(0.0, many_s - few_s) / (many - few) if many > few else 0.0
+    return max(0.0, few_s - mask_s * few), mask_s
 
 
 def _slope(seconds: Callable[[int], float], few: int, many: int) -> float:

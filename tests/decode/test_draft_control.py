@@ -27,6 +27,8 @@ class Told(StepCost):
 
 FREE = Told({1: 1.0, 1000: 1.0})
 BY_ROW = Told({1: 1.0, 1000: 1000.0})
+DEAR_FIRST_MASK = Told({1: 1.0, 1000: 1.0}, first_mask_s=9.0)
+DEAR_MASKS = Told({1: 1.0, 1000: 1.0}, mask_s=2.0)
 
 
 def test_cost_is_linear_between_measurements_and_monotone():
@@ -145,7 +147,7 @@ def engine_with(model, cost: StepCost, **size) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("cost", [FREE, BY_ROW, Told({1: 1.0, 12: 1.0, 120: 9.0})])
+@pytest.mark.parametrize("cost", [FREE, BY_ROW, DEAR_FIRST_MASK, Told({1: 1.0, 12: 1.0, 120: 9.0})])
 def test_control_changes_no_text(model, cost):
     """Whatever the window does, lossless requests get what `exact` gives; others what they get."""
     modes = [
@@ -175,7 +177,8 @@ def test_control_pays(model):
     """Free rows: more tokens a forward than with one group. Costly rows: one row a forward."""
     requests = [request(str(j), pattern(j, 2, 5), VerifiedMode(), stop=-1) for j in range(6)]
     forwards, rows = {}, {}
-    for name, cost in (("free", FREE), ("costly", BY_ROW)):
+    costs = {"free": FREE, "costly": BY_ROW, "first": DEAR_FIRST_MASK, "masks": DEAR_MASKS}
+    for name, cost in costs.items():
         engine = engine_with(model, cost)
         for item in requests:
             engine.submit(item)
@@ -185,7 +188,8 @@ def test_control_pays(model):
             rows[name] += engine.last_rows
     assert forwards["free"] < forwards["costly"] / 2
     # Prompts, and one row a token but for probes.
-    assert rows["costly"] <= 6 * 5 + 6 * 16 + 3 * 8
+    for name in ("costly", "first", "masks"):
+        assert rows[name] <= 6 * 5 + 6 * 16 + 3 * 8
 
 
 def test_context_costs_time_by_itself():
@@ -198,6 +202,18 @@ def test_context_costs_time_by_itself():
     assert cost.table() == {1: 1.0, 8: 2.0}
 
 
+def test_masks_cost_time_by_themselves():
+    """By hand: any mask 0.5 s, each 0.25 s more. A step without any is priced as one."""
+    cost = StepCost({1: 1.0, 8: 2.0}, first_mask_s=0.5, mask_s=0.25)
+    assert cost.seconds(8) == 2.0
+    assert cost.seconds(8, masks=4) == 2 + 0.5 + 1
+    assert cost.seconds(8, masks=0.5) == 2 + 0.25 + 0.125  # the mean of steps with one and none
+    assert cost.table(8) == {1: 1.0, 8: 2.0}
+    assert cost.table(2) == {1: 1.0, 8: 2 + 0.5 + 1}
+    cost.observe(8, 3.5, masks=4)
+    assert cost.seconds(8) == 2.0
+
+
 def test_what_is_measured_is_what_it_says(model):
     """Rows, contexts of that mean, and pages of its own for each sequence."""
     engine = Engine(model, CARD, EngineConfig(max_batch=4, max_context=64, page_size=4))
@@ -207,6 +223,8 @@ def test_what_is_measured_is_what_it_says(model):
     assert [item.sequence.cached for item in work] == [4, 12, 20, 28]
     pages = [page for item in work for page in item.sequence.pages]
     assert len(pages) == len(set(pages))
+    assert sum(item.masks for item in work) == 0
+    assert sum(item.masks for item in timer.decoding(14, 4, masks=True)) == 6
     prompts = timer.prompt(100, context=24)
     assert [(item.count, item.sequence.cached) for item in prompts] == [
         (34, 24),
