@@ -11,6 +11,7 @@ Shape suffixes: M rows of masks, L branches of all sequences, X those of one dep
 C candidates, H hidden size, V vocabulary, S sequences with several branches, A alternatives.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -25,7 +26,7 @@ from mars_ray.core.penalties import adjust
 from mars_ray.core.tree import fan
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.backend import Backend
-from mars_ray.decode.logits import NOT_A_NUMBER, Block, best, sample, score, upload
+from mars_ray.decode.logits import NOT_A_NUMBER, Block, adjust_all, best, sample, score, upload
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan, Proposals
 from mars_ray.errors import EngineError
@@ -51,6 +52,10 @@ class Masks:
         """Number of tokens that the first mask proposes."""
         return self.sequence.branches
 
+    def branches_of(self, candidates: int) -> int:
+        """Number of branches that the head makes of so many candidates."""
+        return min(self.branches, candidates) if self.count else 0
+
     @property
     def answer(self) -> list[int]:
         """The final tokens of the answer before them, without guesses."""
@@ -70,13 +75,22 @@ def choose_drafts(
     the predicted tokens' positions."""
     adapter = backend.adapter
     if adapter and adapter.head:
+        if (found := backend.drafts(masks, rows, logits_MV, position_M)) is not None:
+            said = zip(*found, strict=True)
+            counts = [each.branches_of(adapter.candidates) for each in masks]
+            return [
+                _of_branches(each, islice(said, count))
+                for each, count in zip(masks, counts, strict=True)
+            ]
         hidden_MH = backend.hidden(rows)
         drafts = _Drafts(backend, adapter, adapter.head, hidden_MH, logits_MV, position_M, masks)
         return drafts.by_head()
-    return _by_themselves(logits_MV, position_M, masks)
+    return _by_themselves(backend, logits_MV, position_M, masks)
 
 
-def _by_themselves(logits_MV: Tensor, position_M: Tensor, masks: Several[Masks]) -> list[Proposals]:
+def _by_themselves(
+    backend: Backend, logits_MV: Tensor, position_M: Tensor, masks: Several[Masks]
+) -> list[Proposals]:
     measures: list[Measure] = [each.plan.measure or "probability" for each in masks]
     measured = {measure: confidence(logits_MV, measure).tolist() for measure in set(measures)}
     log_p = [_log_p(logits_MV, each) for each in masks]
@@ -93,8 +107,13 @@ def _by_themselves(logits_MV: Tensor, position_M: Tensor, masks: Several[Masks])
     first = torch.tensor([each.own.start for each in several], dtype=torch.long)
     first_S = upload(first, logits_MV.device)
     p_SV = logits_MV[first_S].softmax(dim=-1)
-    score(logits_MV, blocks, position_M)
-    best_M, _ = best(logits_MV, np.zeros(len(logits_MV), np.int64))
+    nothing_M = np.zeros(0, np.int64)
+    if several:
+        score(logits_MV, blocks, position_M)
+        best_M, _ = best(logits_MV, nothing_M, nothing_M)
+    else:
+        adjust_all(logits_MV, blocks, position_M)
+        best_M, _ = backend.choose(logits_MV, blocks, position_M, nothing_M, nothing_M)
     tokens = best_M.tolist()
     if NOT_A_NUMBER in tokens:
         raise EngineError("the model gives numbers that are none")
@@ -139,6 +158,13 @@ def _proposals(branches: list[tuple[list[int], list[float]]], log_p_NV: Tensor |
     )
 
 
+def _of_branches(
+    masks: Masks, said: Iterable[tuple[list[int], list[float]]], log_p_NV: Tensor | None = None
+) -> Proposals:
+    chains = [(text[: masks.count], sure[: masks.count]) for text, sure in said]
+    return _proposals(chains, log_p_NV)
+
+
 def _log_p(logits_MV: Tensor, masks: Masks) -> Tensor | None:
     if masks.sequence.request.logprobs is None:
         return None
@@ -173,7 +199,7 @@ class _Drafts:
         device = self._hidden_MH.device
         counts = [each.count for each in self._masks]
         most = self._candidate_MC.shape[1]
-        branches = [min(each.branches, most) if each.count else 0 for each in self._masks]
+        branches = [each.branches_of(most) for each in self._masks]
         member_L = [index for index, own in enumerate(branches) for _ in range(own)]
         rank_L = torch.tensor([rank for own in branches for rank in range(own)])
         # Each branch's tokens, after the token of the outcome's row.
@@ -191,8 +217,7 @@ class _Drafts:
         said = zip(text_LD[:, 1:].tolist(), number_LD.nan_to_num(0.0).tolist(), strict=True)
         made = []
         for each, own in zip(self._masks, branches, strict=True):
-            chains = [(text[: each.count], sure[: each.count]) for text, sure in islice(said, own)]
-            made.append(_proposals(chains, _log_p(self._logits_MV, each)))
+            made.append(_of_branches(each, islice(said, own), _log_p(self._logits_MV, each)))
         return made
 
     def _choose(

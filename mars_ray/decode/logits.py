@@ -91,16 +91,6 @@ def best(
     """Each row's best token, and each draft's probability relative to the best token of its
     parent's row, by default the row at the same index."""
     parent_P = np.arange(len(draft_P)) if parent_P is None else parent_P
-    if scores_PV.device.type == "cpu":
-        # Several times faster than torch, which searches a maximum one number at a time.
-        score_PV, row_P = scores_PV.numpy(), np.arange(len(draft_P))
-        best_P = score_PV.argmax(axis=-1)
-        most_P = score_PV[row_P, best_P]
-        # After the end of a grammar every token has -inf.
-        with np.errstate(invalid="ignore"):
-            ratio_P = np.exp(score_PV[parent_P, draft_P] - most_P[parent_P])
-        best_P[np.isnan(most_P)] = NOT_A_NUMBER
-        return torch.from_numpy(best_P), torch.from_numpy(ratio_P)
     best_P = scores_PV.argmax(dim=-1)
     draft, parent = (
         upload(torch.from_numpy(each), scores_PV.device) for each in (draft_P, parent_P)

@@ -21,7 +21,7 @@ from mars_ray.core.acceptance import confidence
 from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.draft_selection import Masks, choose_drafts
-from mars_ray.decode.logits import NOT_A_NUMBER, Block, best, score, upload
+from mars_ray.decode.logits import NOT_A_NUMBER, Block, adjust_all, upload
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Wanted
 from mars_ray.errors import EngineError
@@ -135,8 +135,10 @@ class Sampler:
             is_asked = planned.item.sequence.request.logprobs is not None
             log_p.append(logits_PV[own].log_softmax(dim=-1) if is_asked else None)
             blocks.append(planned.block(own))
-        score(logits_PV, blocks, position_P)
-        best_P, measured["ratio"] = best(logits_PV, *_drafts(plans, len(logits_PV)))
+        adjust_all(logits_PV, blocks, position_P)
+        best_P, measured["ratio"] = self._backend.choose(
+            logits_PV, blocks, position_P, *_drafts(plans, len(logits_PV))
+        )
         meanwhile()
         tokens, *values = _lists([best_P, *(measured[name] for name in wanted)])
         tokens = [int(token) for token in tokens]

@@ -6,7 +6,7 @@ H hidden size, V vocabulary.
 
 import logging
 from collections.abc import Sequence as Several
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,11 @@ from mars_ray.decode.cpu.backend import CompiledBackend, CompiledModel
 from mars_ray.decode.cpu.library import NoLibraryError
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.logits import Block
 from mars_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mars_ray.decode.draft_selection import Masks
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,26 @@ class Backend(Protocol):
 
     def candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
         """Logits of each row's candidates only, float32 (X, C)."""
+        ...
+
+    def choose(
+        self,
+        logits_PV: Tensor,
+        blocks: Several[Block],
+        position_P: Tensor,
+        draft_P: np.ndarray,
+        parent_P: np.ndarray,
+    ) -> tuple[Tensor, Tensor]:
+        """Each row's token, NOT_A_NUMBER where there is none, and each draft's probability relative
+        to that of the token of its parent's row. Logits may be overwritten; `position_P` holds the
+        predicted tokens' positions."""
+        ...
+
+    def drafts(
+        self, masks: "Several[Masks]", rows: Several[int], logits_MV: Tensor, position_M: Tensor
+    ) -> tuple[Several[list[int]], Several[list[float]]] | None:
+        """Each branch's tokens by the adapter's head, and their shares among the candidates; None
+        if this backend cannot choose these drafts. `rows` are those of `logits_MV`."""
         ...
 
 

@@ -7,6 +7,7 @@ heads of each, T all query heads, R rows of a key head (Q * G), D head size, Z h
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from mars_ray.decode.adapter import FusedAdapter, Last
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
-from mars_ray.decode.logits import upload
+from mars_ray.decode.logits import Block, best, sample, upload
+
+if TYPE_CHECKING:
+    from mars_ray.decode.draft_selection import Masks
 
 # Sequences with at most this many rows attend together. Longer ones attend with those of up to
 # twice as many rows, since they would pad the others too much.
@@ -63,6 +67,23 @@ class TorchBackend:
     def candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
         """Logits of each row's candidates only, float32 (X, C)."""
         return candidate_logits(hidden_XH, self.runner.vocabulary_VH, candidate_XC)
+
+    def choose(
+        self,
+        logits_PV: Tensor,
+        blocks: Several[Block],
+        position_P: Tensor,
+        draft_P: np.ndarray,
+        parent_P: np.ndarray,
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend."""
+        sample(logits_PV, blocks, position_P)
+        return best(logits_PV, draft_P, parent_P)
+
+    def drafts(
+        self, masks: "Several[Masks]", rows: Several[int], logits_MV: Tensor, position_M: Tensor
+    ) -> None:
+        """See Backend: torch chooses them (`draft_selection.py`)."""
 
 
 class DenseBackend(TorchBackend):

@@ -8,20 +8,25 @@ import ctypes
 import time
 from collections.abc import Sequence as Several
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mars_ray.config.decode import Sampling
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.cpu.library import NoLibraryError, default_threads, library
 from mars_ray.decode.fused_model import check_supported
 from mars_ray.decode.kv_cache import PagedCache
+from mars_ray.decode.logits import Block
 from mars_ray.errors import EngineError
 from mars_ray.model.forward import output_head
+
+if TYPE_CHECKING:
+    from mars_ray.decode.draft_selection import Masks
 
 # The matrices and vectors of a layer by number, as in step.cpp.
 _QKV, _OUT, _GATE, _UP, _DOWN = range(5)
@@ -48,6 +53,27 @@ class _Step(Structure):
         *((name, c_int64) for name in ("pages", "page_size", "slots")),
         ("cache", c_void_p),
     )
+
+
+class _Drafts(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("sequences", "depths", "candidates")),
+        *((name, c_void_p) for name in ("row", "line", "masks", "before", "branches", "how")),
+        ("logits", c_void_p),
+        ("columns", c_int64),
+        *((name, c_void_p) for name in ("token", "share")),
+    )
+
+
+class _Pairs(Structure):
+    _fields_ = (("count", c_int64), ("row", c_void_p), ("token", c_void_p))
+
+
+# A row's sampling, as in sampling.h.
+_HOW = np.dtype(
+    [(name, np.int64) for name in ("seed", "position", "top_k")]
+    + [(name, np.float64) for name in ("temperature", "top_p", "min_p")]
+)
 
 
 class CompiledModel:
@@ -156,6 +182,19 @@ class CompiledModel:
             self._library.mars_set_adapter(self._handle, None)
             return
         self._library.mars_set_adapter(self._handle, adapter.mask_embedding_DH.data_ptr())
+        if head := adapter.head:
+            depth_DK = head.depth_DK.float().contiguous()
+            hidden_KH, token_KH, out_HK = (
+                each.contiguous() for each in (head.hidden_KH, head.token_KH, head.out_HK)
+            )
+            self._library.mars_set_head(
+                self._handle,
+                hidden_KH.data_ptr(),
+                token_KH.data_ptr(),
+                depth_DK.data_ptr(),
+                out_HK.data_ptr(),
+                *reversed(depth_DK.shape),
+            )
         for index, lora in enumerate(adapter.layers or ()):
             sites = ((_QKV, lora.qkv), (_OUT, lora.attention_out), (_DOWN, lora.down))
             for which, product in sites:
@@ -220,6 +259,59 @@ class CompiledModel:
             self._handle, _at(index), len(index), to_PV.data_ptr(), to_PV.stride(0)
         )
 
+    def choose(
+        self, logits_PV: Tensor, how_P: np.ndarray, draft_P: np.ndarray, parent_P: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's token, and each draft's probability relative to that of its parent's row."""
+        token_P, ratio_P = np.empty(len(how_P), np.int64), np.empty(len(how_P), np.float32)
+        draft_P, parent_P = (np.ascontiguousarray(each, np.int64) for each in (draft_P, parent_P))
+        pairs = _Pairs(len(draft_P), _at(parent_P), _at(draft_P))
+        self._library.mars_choose(
+            self.threads,
+            logits_PV.data_ptr(),
+            *logits_PV.shape,
+            _at(how_P),
+            byref(pairs),
+            _at(token_P),
+            _at(ratio_P),
+        )
+        return token_P, ratio_P
+
+    def draft(
+        self, masks: Several["Masks"], row_S: np.ndarray, how_S: np.ndarray, logits_MV: Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Each branch's tokens by the adapter's head, and their shares among the candidates, both
+        (branches, depths); `row_S` are the first masks' rows in the step."""
+        adapter = self._adapter
+        assert adapter
+        columns = [
+            np.array(column, np.int64)
+            for column in zip(
+                *(
+                    (each.own.start, each.count, each.token, each.branches_of(adapter.candidates))
+                    for each in masks
+                ),
+                strict=True,
+            )
+        ]
+        shape = int(columns[3].sum()), int(columns[1].max())
+        token_LD, share_LD = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        row_S = np.ascontiguousarray(row_S, np.int64)
+        drafts = _Drafts(
+            len(masks),
+            shape[1],
+            adapter.candidates,
+            _at(row_S),
+            *map(_at, columns),
+            _at(how_S),
+            logits_MV.data_ptr(),
+            logits_MV.stride(0),
+            _at(token_LD),
+            _at(share_LD),
+        )
+        self._library.mars_draft(self._handle, byref(drafts))
+        return token_LD, share_LD
+
     def embed(self, ids_X: Tensor) -> Tensor:
         """Embeddings of tokens, float32 (X, H)."""
         embedded_XH = torch.empty(len(ids_X), self.hidden_size)
@@ -282,6 +374,42 @@ class CompiledBackend:
         self.seconds += time.perf_counter() - started
         return logits_PV
 
+    def choose(
+        self,
+        logits_PV: Tensor,
+        blocks: Several[Block],
+        position_P: Tensor,
+        draft_P: np.ndarray,
+        parent_P: np.ndarray,
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend."""
+        how_P = np.zeros(len(logits_PV), _HOW)  # greedy
+        how_P["position"] = position_P
+        for block in blocks:
+            _set_how(how_P[block.own], block.request.sampling)
+        token_P, ratio_P = self.model.choose(logits_PV.contiguous(), how_P, draft_P, parent_P)
+        return torch.from_numpy(token_P), torch.from_numpy(ratio_P)
+
+    def drafts(
+        self, masks: Several["Masks"], rows: Several[int], logits_MV: Tensor, position_M: Tensor
+    ) -> tuple[Several[list[int]], Several[list[float]]] | None:
+        """See Backend."""
+        if not all(map(_is_plain, masks)):
+            return None
+        some = [each for each in masks if each.count]
+        if not some:
+            return [], []
+        first_S = [each.own.start for each in some]
+        how_S = np.zeros(len(some), _HOW)
+        how_S["position"] = position_M[first_S]
+        for index, each in enumerate(some):
+            _set_how(how_S[index : index + 1], each.sequence.request.sampling)
+        started = time.perf_counter()
+        row_S = np.array(rows, np.int64)[first_S]
+        token_LD, share_LD = self.model.draft(some, row_S, how_S, logits_MV)
+        self.seconds += time.perf_counter() - started
+        return token_LD.tolist(), share_LD.tolist()
+
     def embed(self, ids_X: Tensor) -> Tensor:
         """Embeddings of tokens, (X, H)."""
         return self.model.embed(ids_X).to(self.dtype)
@@ -289,6 +417,18 @@ class CompiledBackend:
     def candidate_logits(self, hidden_XH: Tensor, candidate_XC: Tensor) -> Tensor:
         """Logits of each row's candidates only, float32 (X, C)."""
         return self.model.candidate_logits(hidden_XH, candidate_XC)
+
+
+def _set_how(how: np.ndarray, sampling: Sampling) -> None:
+    for name in ("seed", "top_k", "temperature", "top_p", "min_p"):
+        how[name] = getattr(sampling, name)
+
+
+def _is_plain(masks: "Masks") -> bool:
+    """Whether the compiled head chooses these drafts: what is seldom is left to torch."""
+    request = masks.sequence.request
+    is_seldom = request.sampling.changes_logits or request.logprobs is not None
+    return not (is_seldom or masks.plan.measure)
 
 
 def _at(array: np.ndarray) -> c_void_p:
@@ -310,6 +450,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "mars_logits": [model, array, number, array, number],
         "mars_candidates": [model, array, number, array, number, array],
         "mars_embed": [model, array, number, array],
+        "mars_set_head": [model, array, array, array, array, whole, whole],
+        "mars_choose": [whole, array, number, number, array, POINTER(_Pairs), array, array],
+        "mars_draft": [model, POINTER(_Drafts)],
     }.items():
         function = getattr(library, name)
         function.restype, function.argtypes = None, types

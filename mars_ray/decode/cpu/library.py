@@ -20,7 +20,7 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-_SOURCE_FILES = ("step.cpp", "simd.h", "pool.h", "product.h", "attention.h")
+_SOURCE_FILES = ("step.cpp", "simd.h", "pool.h", "product.h", "attention.h", "sampling.h")
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 # A product is fused with a sum only where the source says so.
 _EXACT = ("-ffp-contract=off", "-fno-fast-math")

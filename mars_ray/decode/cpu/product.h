@@ -12,6 +12,7 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <cmath>
 #include <new>
 #include <utility>
 #include <vector>
@@ -109,6 +110,19 @@ struct Matrix {
     // One output's weights, as when the head is the embedding too.
     void row(int64_t output, float* to) const {
         for (int i = 0; i < inputs; i++) to[i] = widened(weights[place(output, i)]);
+    }
+
+    // The product of an output's weights with a row of float32, padded to `inputs`.
+    float dot(int64_t output, const float* x) const {
+        constexpr int together = sizeof(W) == 4 ? 1 : 2;
+        const W* w = weights + place(output, 0);
+        float sum[4] = {};
+        for (int i = 0; i < inputs; i += 2 * together, w += 2 * together * PANEL)
+            for (int j = 0; j < together; j++) {
+                sum[j] = std::fma(widened(w[j]), x[i + j], sum[j]);
+                sum[2 + j] = std::fma(widened(w[together * PANEL + j]), x[i + together + j], sum[2 + j]);
+            }
+        return (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
 
     void find_spans() {

@@ -462,24 +462,57 @@ static inline int64_t sample_row(const float* logits, int64_t columns, const Sam
     return row.is_number() ? best : -1;
 }
 
-// Turns the logits of candidates into scores, in place; a constant of the row is left out of them.
-static inline void score_row(float* logits, int64_t columns, const int64_t* token, const SampleRow& how) {
-    if (how.temperature == 0) return;
-    Row row(logits, columns, how);
-    for (int64_t i = 0; i < columns; i++) logits[i] = (float)row.score(i, token[i]);
+// The place among candidates of the one with the score of this rank, from 0, and its share of the
+// softmax of all scores, 0 if there is none. `token` are the candidates.
+static inline int64_t ranked(float* logits, int64_t columns, const int64_t* token, const SampleRow& how,
+                             int64_t rank, float* share) {
+    std::vector<double> score(logits, logits + columns);
+    if (how.temperature != 0) {
+        Row row(logits, columns, how);
+        for (int64_t i = 0; i < columns; i++) score[i] = row.score(i, token[i]);
+    }
+    std::vector<int64_t> order(columns);
+    for (int64_t i = 0; i < columns; i++) order[i] = i;
+    auto is_better = [&](int64_t a, int64_t b) { return score[a] > score[b]; };
+    bool is_there = rank < columns;
+    rank = std::min(rank, columns - 1);
+    std::partial_sort(order.begin(), order.begin() + rank + 1, order.end(), is_better);
+    double all = 0;
+    for (double one : score) all += std::exp(one - score[order[0]]);
+    double own = std::exp(score[order[rank]] - score[order[0]]) / all;
+    *share = is_there && own == own ? (float)own : 0;
+    return order[rank];
 }
 
-// Sets logits to -inf where a bit is 0; the first token's bit is the lowest one.
-static inline void forbid_row(float* logits, int64_t columns, const uint32_t* allowed) {
-    for (int64_t i = 0; i < columns; i += 32) {
-        uint32_t bits = allowed[i / 32];
-        if (bits == 0xffffffff) continue;
-        int64_t count = std::min<int64_t>(32, columns - i);
-        if (bits == 0)
-            std::fill(logits + i, logits + i + count, -INFINITY);
-        else
-            for (int64_t j = 0; j < count; j++) logits[i + j] = bits >> j & 1 ? logits[i + j] : -INFINITY;
+// The tokens with the largest logits, in no order; none whose logit is -inf, unless all are.
+static inline std::vector<int64_t> likeliest(const float* logits, int64_t columns, int64_t count) {
+    std::vector<float> most;
+    for (int64_t i = 0; i < columns; i += BLOCK) {
+        F best = all(-INFINITY);
+        int64_t j = i, end = std::min(columns, i + BLOCK);
+        for (; j + LANES <= end; j += LANES) best = larger(best, load(logits + j));
+        float own = most_of(best);
+        for (; j < end; j++) own = std::max(own, logits[j]);
+        most.push_back(own);
     }
+    // So many blocks reach the limit, so at least as many tokens do.
+    float limit = -FLT_MAX;
+    if (count < (int64_t)most.size()) {
+        std::vector<float> sorted(most);
+        std::nth_element(sorted.begin(), sorted.begin() + count - 1, sorted.end(), std::greater<float>());
+        limit = std::max(limit, sorted[count - 1]);
+    }
+    std::vector<int64_t> found;
+    for (size_t b = 0; b < most.size(); b++)
+        for (int64_t i = (int64_t)b * BLOCK; most[b] >= limit && i < std::min(columns, (int64_t)(b + 1) * BLOCK); i++)
+            if (logits[i] >= limit) found.push_back(i);
+    if ((int64_t)found.size() > count) {
+        auto is_better = [&](int64_t a, int64_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
+        std::nth_element(found.begin(), found.begin() + count - 1, found.end(), is_better);
+        found.resize(count);
+    }
+    if (found.empty()) found.push_back(0);
+    return found;
 }
 
 }  // namespace sampling

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -35,6 +36,20 @@ struct Step {
     const int64_t* page;   // (sequences, pages)
     int64_t pages, page_size, slots;
     void* cache;  // (layers, slots, 2, key_heads, head_size)
+};
+
+// The masks of some sequences, from which drafts are chosen by the adapter's head, depth by depth.
+struct Drafts {
+    int64_t sequences, depths, candidates;
+    // Of each sequence: its first mask's row in the step and among the logits, its number of masks,
+    // the token before them, and how many tokens the first mask proposes. Its branches follow each
+    // other in the result.
+    const int64_t *row, *line, *masks, *before, *branches;
+    const SampleRow* how;  // of the first mask; the positions of the others follow
+    const float* logits;
+    int64_t columns;  // from one row of logits to the next
+    int64_t* token;   // (branches, depths)
+    float* share;     // the head's probability of each, among the candidates
 };
 
 template <class T>
@@ -70,6 +85,9 @@ struct Model {
     virtual void logits(const int64_t* row, int64_t rows, float* to, int64_t ldt) = 0;
     virtual void candidates(const float* hidden, int64_t rows, const int64_t* id, int64_t ids, float* to) = 0;
     virtual void embed(const int64_t* id, int64_t rows, float* to) = 0;
+    virtual void set_head(const void* hidden, const void* token, const float* depth, const void* out, int size,
+                          int depths) = 0;
+    virtual void draft(const Drafts& drafts) = 0;
 };
 
 template <class W>
@@ -116,7 +134,7 @@ public:
     // Adapters change between two steps: theirs is memory of its own, and the model's stays as it is.
     void set_adapter(const void* mask_embedding) override {
         lora_.clear();
-        adapter_.reset(), rank_ = 0;
+        adapter_.reset(), rank_ = 0, depth_.clear();
         mask_embedding_ = (const W*)mask_embedding;
         if (mask_embedding) adapter_.reset(new Arena), lora_.resize(s_.layers * MATRICES);
     }
@@ -130,6 +148,17 @@ public:
         if (down) pack(*adapter_, lora.down, (const W*)down, rank, inputs_of(which));
         pack(*adapter_, lora.up, (const W*)up, matrix.outputs, rank);
         lora.up.find_spans();
+    }
+
+    // The adapter's head (core/draft_head.py); `depth` is (depths, size).
+    void set_head(const void* hidden, const void* token, const float* depth, const void* out, int size,
+                  int depths) override {
+        pack(*adapter_, head_hidden_, (const W*)hidden, size, (int)s_.hidden);
+        pack(*adapter_, head_token_, (const W*)token, size, (int)s_.hidden);
+        pack(*adapter_, head_out_, (const W*)out, (int)s_.hidden, size);
+        inside_ = rounded(size, INPUTS);
+        depth_.assign(depths * inside_, 0);
+        for (int d = 0; d < depths; d++) std::copy_n(depth + d * size, size, depth_.data() + d * inside_);
     }
 
     // The number of rows whose hidden states are not finite.
@@ -176,6 +205,95 @@ public:
                 for (; i < s_.hidden; i++) rest += row[i] * h[i];
                 to[task] = sum(a) + rest;
             });
+        });
+    }
+
+    void draft(const Drafts& d) override {
+        // The masks one behind the other, and the branches that each depth has.
+        struct Member {
+            int64_t branch, mask, sequence, rank;
+        };
+        std::vector<int64_t> row, line;
+        std::vector<std::vector<Member>> members(d.depths);
+        int64_t branches = 0;
+        for (int64_t s = 0; s < d.sequences; s++) {
+            for (int64_t b = 0; b < d.branches[s]; b++, branches++)
+                for (int64_t i = 0; i < d.masks[s]; i++)
+                    members[i].push_back({branches, (int64_t)row.size() + i, s, i ? 0 : b});
+            for (int64_t i = 0; i < d.masks[s]; i++) row.push_back(d.row[s] + i), line.push_back(d.line[s] + i);
+        }
+        const int64_t masks = (int64_t)row.size(), most = d.candidates, room = std::max(masks, branches) + 2 * PANEL;
+        X *in = read_.get(room * std::max(hidden_, inside_)), *inner = inner_X_.get(room * std::max(inner_, inside_));
+        float *kept = up_.get(room * std::max(inner_, inside_)), *corrected = gate_.get(room * std::max(inner_, hidden_));
+        std::vector<std::vector<int64_t>> candidate(masks);
+        std::vector<float> logit(branches * most);
+        std::vector<int64_t> before(branches);
+        for (int64_t s = 0, b = 0; s < d.sequences; s++)
+            for (int64_t i = 0; i < d.branches[s]; i++) before[b++] = d.before[s];
+        process_pool().run((int)s_.threads, [&](Worker& worker) {
+            Products products;
+            worker.phase((int)masks, [&](int m) {
+                candidate[m] = sampling::likeliest(d.logits + line[m] * d.columns, s_.vocabulary, most);
+                unit(x_.get(0) + row[m] * hidden_, in + m * hidden_);
+            });
+            worker.phase(head_hidden_.panels(), [&](int panel) {
+                multiply(worker, head_hidden_, panel, in, hidden_, masks, [&](int64_t first, int count, const float* y) {
+                    for (int m = 0; m < count; m++)
+                        memcpy(kept + (first + m) * inside_ + panel * PANEL, y + m * PANEL, PANEL * sizeof(float));
+                });
+            });
+            for (int64_t depth = 0; depth < d.depths; depth++) {
+                const auto& own = members[depth];
+                const int64_t count = (int64_t)own.size();
+                worker.phase((int)count, [&](int x) {
+                    float* row = scratch_[worker.index]->out.get(hidden_);
+                    memset(row, 0, hidden_ * sizeof(float));
+                    embed_row(before[own[x].branch], row);
+                    unit(row, in + x * hidden_);
+                });
+                worker.phase(head_token_.panels(), [&](int panel) {
+                    auto take = [&](int64_t first, int rows, const float* y) {
+                        for (int64_t x = first; x < first + rows; x++, y += PANEL) {
+                            const float* hidden = kept + own[x].mask * inside_ + panel * PANEL;
+                            const float* add_ = depth_.data() + depth * inside_ + panel * PANEL;
+                            float z[PANEL];
+                            for (int i = 0; i < PANEL; i += LANES) {
+                                F a = add(add(load(y + i), load(hidden + i)), load(add_ + i));
+                                store(z + i, divide(a, add(all(1), exp(sub(all(0), a)))));
+                            }
+                            put<W>(z, inner + x * inside_ + panel * PANEL, PANEL);
+                        }
+                    };
+                    multiply(worker, head_token_, panel, in, hidden_, count, take);
+                });
+                worker.phase(head_out_.panels(), [&](int panel) {
+                    auto take = [&](int64_t first, int rows, const float* y) {
+                        for (int64_t x = first; x < first + rows; x++, y += PANEL) {
+                            const float* h = x_.get(0) + row[own[x].mask] * hidden_ + panel * PANEL;
+                            float* to = corrected + x * hidden_ + panel * PANEL;
+                            for (int i = 0; i < PANEL; i += LANES) store(to + i, add(load(h + i), load(y + i)));
+                        }
+                    };
+                    multiply(worker, head_out_, panel, inner, inside_, count, take);
+                });
+                // In pieces, since a candidate's weights lie far from each other and take time to fetch.
+                const int64_t pieces = (most + PIECE - 1) / PIECE;
+                worker.phase((int)(count * pieces), [&](int task) {
+                    int64_t x = task / pieces, first = task % pieces * PIECE;
+                    const auto& ids = candidate[own[x].mask];
+                    for (int64_t c = first; c < std::min<int64_t>(first + PIECE, (int64_t)ids.size()); c++)
+                        logit[x * most + c] = head_.dot(ids[c], corrected + x * hidden_);
+                });
+                worker.phase((int)count, [&](int x) {
+                    auto [branch, mask, sequence, rank] = own[x];
+                    SampleRow how = d.how[sequence];
+                    how.position += depth;
+                    const auto& ids = candidate[mask];
+                    int64_t at = sampling::ranked(logit.data() + x * most, (int64_t)ids.size(), ids.data(), how, rank,
+                                                  d.share + branch * d.depths + depth);
+                    d.token[branch * d.depths + depth] = before[branch] = ids[at];
+                });
+            }
         });
     }
 
@@ -327,6 +445,11 @@ private:
         for (int64_t j = i; j < size; j++) rest[j - i] = row[j];
         if (i < size) a = fma(load(rest), load(rest), a);
         return 1 / std::sqrt(sum(a) / (float)size + epsilon);
+    }
+    // A row divided by its root mean square, as what goes into a product.
+    void unit(const float* row, X* to) const {
+        float factor = root(row, s_.hidden, 1e-6f);
+        for (int64_t i = 0; i < hidden_; i++) Input<W>::put(row[i] * factor, to + i);
     }
     static void scale(const float* row, const float* weight, float factor, int64_t size, float* to) {
         for (int64_t i = 0; i < size; i++) to[i] = row[i] * factor * weight[i];
@@ -538,6 +661,7 @@ private:
 
     // Rows of a sequence up to which its blocks are tasks of their own.
     static constexpr int64_t MOST_SPLIT = 64;
+    static constexpr int64_t PIECE = 16;
 
     Shape s_;
     int64_t half_, padded_size_, hidden_, inner_, heads_, attended_, joined_, part_size_ = 0;
@@ -549,6 +673,9 @@ private:
     std::unique_ptr<Arena> adapter_;
     std::vector<Lora> lora_;
     const W* mask_embedding_ = nullptr;
+    Matrix<W> head_hidden_, head_token_, head_out_;
+    std::vector<float> depth_;  // empty without a head
+    int64_t inside_ = 0;        // the head's inner size, with padding
     // x_ are hidden states, h_ what goes into the next product.
     Buffer<float> x_, qkv_, query_, gate_, up_, part_;
     Buffer<X> h_, attended_X_, inner_X_, low_rank_, read_;
@@ -583,6 +710,20 @@ EXPORT void mars_logits(Model* model, const int64_t* row, int64_t rows, float* t
 EXPORT void mars_candidates(Model* model, const float* hidden, int64_t rows, const int64_t* id, int64_t ids,
                             float* to) {
     model->candidates(hidden, rows, id, ids, to);
+}
+EXPORT void mars_set_head(Model* model, const void* hidden, const void* token, const float* depth, const void* out,
+                          int size, int depths) {
+    model->set_head(hidden, token, depth, out, size, depths);
+}
+EXPORT void mars_draft(Model* model, const Drafts* drafts) { model->draft(*drafts); }
+// The token of each row, -1 where scores are not numbers, and the ratio of each pair (`sampling.h`).
+EXPORT void mars_choose(int threads, const float* logits, int64_t rows, int64_t columns, const SampleRow* how,
+                        const Pairs* pairs, int64_t* token, float* ratio) {
+    process_pool().run(threads, [&](Worker& worker) {
+        worker.phase((int)rows, [&](int row) {
+            token[row] = sampling::sample_row(logits + row * columns, columns, how[row], row, *pairs, ratio);
+        });
+    });
 }
 // Asks the kernel for the tiles of AMX, which it gives to processes that ask; 0 if it does.
 EXPORT long mars_allow_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18); }
