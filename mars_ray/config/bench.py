@@ -18,6 +18,7 @@ Peer = Literal[
     "transformers-continuous",
     "llamacpp",
     "llamacpp-q8",
+    "pace",
 ]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 

@@ -53,6 +53,7 @@ _DRAFTING = ("vllm-ngram", "vllm-mars", "transformers-lookup")
 _ENVIRONMENTS = {
     "vllm": ("vllm", "tools/vllm_cpu_env.sh"),
     "llamacpp": ("llama_cpp", "tools/llamacpp_env.sh"),
+    "pace": ("pace", "tools/pace_env.sh"),
 }
 # Differs from the seeds of training, evaluation and the demo question.
 _PROMPT_SEED = 77
