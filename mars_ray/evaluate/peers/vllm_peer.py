@@ -8,6 +8,8 @@ import json
 import os
 import sys
 import time
+from ctypes.util import find_library
+from pathlib import Path
 from typing import Any, TextIO
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
@@ -52,6 +54,7 @@ def version() -> str:
 
 def load(settings: dict[str, Any], **more: Any) -> Any:
     """vLLM's engine as this benchmark measures it, with more of its arguments."""
+    _give_threads(settings["threads"])
     vllm: Any = importlib.import_module("vllm")
     return vllm.LLM(
         model=settings["checkpoint"],
@@ -60,6 +63,19 @@ def load(settings: dict[str, Any], **more: Any) -> Any:
         enable_prefix_caching=False,
         **more,
     )
+
+
+def _give_threads(threads: int) -> None:
+    """Let vLLM have as many cores as every peer. By itself it leaves one of them to its scheduler,
+    which of two cores is half (`VLLM_CPU_OMP_THREADS_BIND=auto` in the environment brings that
+    back). It asks for two libraries to be loaded first, if they are there."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    found = [str(openmp)] if openmp.exists() else []
+    if malloc := find_library("tcmalloc_minimal"):
+        found.append(malloc)
+    os.environ.setdefault("LD_PRELOAD", ":".join(found))
 
 
 def answer(llm: Any, task: dict[str, Any]) -> dict[str, Any]:
