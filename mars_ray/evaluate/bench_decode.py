@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -462,23 +463,26 @@ _COLUMNS = (
     ("ms/step", "ms_per_step", ".2f"),
     ("ours", "own_share", ".0%"),
     ("T/F", "tokens_per_forward", ".2f"),
-    ("pos./token", "positions_per_token", ".1f"),
-    ("bandwidth", "read_share", ".0%"),
+    ("pos. /token", "positions_per_token", ".1f"),
+    ("of read", "read_share", ".0%"),
 )
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
     name = result["job"]["checkpoint"] or result["job"]["random_weights"]
-    table = Table(title=f"decoding {name} in {result['job']['dtype']}")
-    for column in ("temp.", "batch", "decoder", "x (least-most)", *(head for head, *_ in _COLUMNS)):
+    title = f"decoding {name} in {result['job']['dtype']}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for column in ("temp.", "batch", "decoder", "x", "rounds", *(head for head, *_ in _COLUMNS)):
         is_name = column == "decoder"
         table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for case in result["cases"]:
+        ratios = case.get("speed_ups")
         table.add_row(
             f"{case['temperature']:g}",
             str(case["batch"]),
             case["label"],
-            _ratio(case),
+            f"{case['speed_up']:.2f}" if ratios else "-",
+            f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             *(format(case[key], form) if key in case else "-" for _, key, form in _COLUMNS),
         )
     console.print(table)
@@ -487,10 +491,3 @@ def _print(result: dict[str, Any], console: Console) -> None:
         console.print(f"{count} of {len(result['cases'])} without a ratio: {fault}")
     for peer, reason in result["left_out"].items():
         console.print(f"{peer} is left out: {reason}")
-
-
-def _ratio(case: dict[str, Any]) -> str:
-    if case["fault"]:
-        return "-"
-    ratios = case["speed_ups"]
-    return f"{case['speed_up']:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

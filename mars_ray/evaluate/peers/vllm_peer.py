@@ -12,7 +12,7 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import Any, TextIO
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; several of them are loaded at a time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 _NGRAM = {
