@@ -56,7 +56,8 @@ def _times(
     `of_rounds` is `min` or `max` for a single round in place of the median."""
 
     def value(result: Result) -> float:
-        cases = {(case["label"], case["batch"]): case for case in result["cases"]}
+        greedy = [case for case in result["cases"] if not case.get("temperature")]
+        cases = {(case["label"], case["batch"]): case for case in greedy}
         sizes = result["job"]["batch_sizes"] if batch is None else [batch]
         ratios = [speed_ratios(cases[label, size], cases[base, size]) for size in sizes]
         return min(map(of_rounds, ratios))

@@ -178,9 +178,11 @@ def adapter_parts(result: dict[str, Any]) -> list[str]:
 def decode(result: dict[str, Any]) -> list[str]:
     """Tokens per second of every decoder at every batch size, also as a multiple of the peer's."""
     job, cases = result["job"], result["cases"]
-    labels = list(dict.fromkeys(case["label"] for case in cases))
-    base = "vllm" if "vllm" in labels else labels[0]
-    of = {(case["label"], case["batch"]): case for case in cases}
+    sampled = any(case.get("temperature") for case in cases)
+    of = {(_decoder(case, sampled), case["batch"]): case for case in cases}
+    labels = list(dict.fromkeys(label for label, _ in of))
+    # Results of today have their ratios, which are those to the first decoder.
+    base = "vllm" if "vllm" in labels and "temperature" not in cases[0] else labels[0]
     sizes = job["batch_sizes"]
     lines = [
         "| decoder | "
@@ -189,25 +191,42 @@ def decode(result: dict[str, Any]) -> list[str]:
         "|---|" + "---|" * (len(sizes) + 3),
     ]
     for label in labels:
-        cells = []
-        for size in sizes:
-            own = of[label, size]
-            ratio = speed_ratio(own, of[base, size])
-            cells.append(f"{own['tokens_per_s']:,.0f} ({ratio:.2f}x)")
-        last = of[label, sizes[-1]]
+        own = {size: of[label, size] for size in sizes if (label, size) in of}
+        cells = [_speed(own[size], of[base, size]) if size in own else "-" for size in sizes]
+        last = own.get(sizes[-1], {})
         counted = [f"{last[key]:.2f}" if key in last else "-" for key in _COUNTS]
-        same = min(of[label, size]["same_output"] for size in sizes)
+        same = min(case["same_output"] for case in own.values())
         lines.append(f"| {label} | {' | '.join([*cells, *counted])} | {same:.0%} |")
+    times = f"{cases[0]['label']} at the same temperature" if sampled else base
     return [
         *lines,
         "",
-        f"Tokens/s, and times {base} (median of {job['repeats']} interleaved rounds); T/F and "
+        f"Tokens/s, and times {times} (median of {job['repeats']} interleaved rounds); T/F and "
         f"positions at batch {sizes[-1]}; {job['dtype']}, {job['threads']} thread(s), "
         f"{machine(result['provenance'])}.",
     ]
 
 
 _COUNTS = ("tokens_per_forward", "positions_per_token")
+
+
+def _decoder(case: dict[str, Any], sampled: bool) -> str:
+    return f"{case['label']}, temperature {case['temperature']:g}" if sampled else case["label"]
+
+
+def _speed(own: dict[str, Any], base: dict[str, Any]) -> str:
+    """Tokens per second, and how many times those of another. Where the rounds tell no ratio, or
+    masks are forced, there is none."""
+    if "tokens_per_s" not in own:
+        return "-"
+    shown = f"{own['tokens_per_s']:,.0f}"
+    if own.get("fault"):
+        return shown
+    if ratios := own.get("speed_ups"):
+        return f"{shown} ({own['speed_up']:.2f}x, {min(ratios):.2f}-{max(ratios):.2f})"
+    return f"{shown} ({speed_ratio(own, base):.2f}x)"
+
+
 # Qwen2.5-7B, B = 4, GSM8K at threshold 0.95, 0.9, 0.8 (arXiv 2604.07023, tables of the paper).
 _PAPER_TOKENS_PER_FORWARD = (1.79, 1.96, 2.19)
 

@@ -383,7 +383,7 @@ def bench_decode(
     check_writable(output, "--output")
     from mars_ray.evaluate.bench_decode import run_bench_decode
 
-    _keep(run_bench_decode(job, _console()), output)
+    _keep(run_bench_decode(job, _console(), output), output)
 
 
 def _keep(result: dict[str, Any], output: Path) -> None:

@@ -63,7 +63,7 @@ ONLY_IN = {
     "fastapi": {"serve/"},
     "llguidance": {"decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
-    "gguf": {"model/gguf.py"},
+    "gguf": {"model/gguf.py", "evaluate/peers/llamacpp_peer.py"},
     "vllm": {"vllm/", "evaluate/peers/vllm_peer.py", "serve/replica/vllm_"},
     "torch": {
         "core/",

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 
@@ -12,6 +11,7 @@ from mars_ray.adapt.report import Speed
 from mars_ray.config.adapt import MeasureConfig
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.core.statistics import ratio_fault
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
@@ -130,14 +130,4 @@ def _speed(size: int, rounds: Sequence[Sequence[_Run]], one_text: bool) -> Speed
     )
     if one_text and speed.same < 1:
         return replace(speed, fault=f"{1 - speed.same:.1%} of the answers differ from exact's")
-    return replace(speed, fault=fault(speed.ratios, max(tokens_per_forward, fewer_steps)))
-
-
-def fault(ratios: Sequence[float], most: float) -> str | None:
-    """Why these rounds tell no ratio of speeds, if forwards allow at most this one."""
-    ratio = median(ratios)
-    if len(ratios) == 1:
-        return "one round tells no ratio"
-    if round(ratio, 2) > round(most, 2):
-        return f"{ratio:.2f} times exact is more than its forwards allow, {most:.2f}"
-    return None
+    return replace(speed, fault=ratio_fault(speed.ratios, max(tokens_per_forward, fewer_steps)))

@@ -1,7 +1,10 @@
-"""Intervals and tests for shares of correct answers. Plain arithmetic, no torch."""
+"""Intervals and tests for shares of correct answers, and when rounds tell a ratio of speeds. Plain
+arithmetic, no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
+from statistics import median
 
 Z_95 = 1.959963984540054
 
@@ -47,3 +50,13 @@ def mcnemar_exact(gained: int, lost: int) -> float:
     changes = gained + lost
     tail = sum(comb(changes, k) for k in range(min(gained, lost) + 1)) / 2**changes
     return min(1.0, 2 * tail)
+
+
+def ratio_fault(ratios: Sequence[float], most: float) -> str | None:
+    """Why these rounds tell no ratio of speeds, if forwards allow at most this one."""
+    ratio = median(ratios)
+    if len(ratios) == 1:
+        return "one round tells no ratio"
+    if round(ratio, 2) > round(most, 2):
+        return f"{ratio:.2f} times exact is more than its forwards allow, {most:.2f}"
+    return None

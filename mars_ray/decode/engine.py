@@ -90,7 +90,9 @@ class Engine:
         self._backend = backend_of(config, runner, cache, positions)
         self._scheduler = Scheduler(config, self.pool)
         self._sequences: dict[str, Sequence] = {}
-        self._drafter = Drafter(draft_engine, model.config.vocab_size) if draft_engine else None
+        self.drafter: Drafter | None = None  # adds to the drafts of mode speculative
+        if draft_engine:
+            self.drafter = Drafter(draft_engine, model.config.vocab_size)
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
         self.totals = StepTotals()
@@ -237,7 +239,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
         check_request(request, self.model.config.vocab_size, self.card, self.config.max_context)
-        if request.mode.needs_draft_model and not self._drafter:
+        if request.mode.needs_draft_model and not self.drafter:
             raise RequestError(
                 "mode 'speculative' needs an engine with a draft_model", field="mode"
             )
@@ -354,10 +356,10 @@ class Engine:
                 sequence.threshold = self.thresholds.of(quality)
         if self.control:
             self.control.choose(self._scheduler.next_sequences())
-        if self._drafter:
+        if self.drafter:
             running = self._scheduler.running_sequences()
             wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
-            self._drafter.extend(((s, count) for s, count in wanting if count), meanwhile)
+            self.drafter.extend(((s, count) for s, count in wanting if count), meanwhile)
             for sequence in running:
                 sequence.follow_grammar()
 

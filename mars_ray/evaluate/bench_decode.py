@@ -2,33 +2,42 @@
 
 Every peer is a process that waits while the others work. One round runs each (peer, batch) once, in
 the same order. Rounds are repeated and medians taken, so that a drift of the machine affects all.
+What a stopped run has measured is kept, and the next one goes on from there.
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel, PresetName
+from mars_ray.config.modes import ExactMode, SpeculativeMode
 from mars_ray.core.frontier import mode_label
+from mars_ray.core.statistics import ratio_fault
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.decode.loading import drafting_card
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
+from mars_ray.evaluate.peers.transformers_peer import ALONE
 from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
+from mars_ray.files import Kept
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -37,33 +46,63 @@ from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
 _PEERS = Path(__file__).parent / "peers"
+# Variants of a peer by what comes before the hyphen, but for those with a script of their own.
+_VARIANTS = ("vllm-ngram", "transformers-lookup", "llamacpp-q8")
+# Peers with drafts.
+_DRAFTING = ("vllm-ngram", "vllm-mars", "transformers-lookup")
+# What peers with environments of their own import, and what makes these environments.
+_ENVIRONMENTS = {
+    "vllm": ("vllm", "tools/vllm_cpu_env.sh"),
+    "llamacpp": ("llama_cpp", "tools/llamacpp_env.sh"),
+    "pace": ("pace", "tools/pace_env.sh"),
+}
 # Differs from the seeds of training, evaluation and the demo question.
 _PROMPT_SEED = 77
 # Masks per step of an untrained model.
 _RANDOM_DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Contender:
     """A row of the result: a peer, and its settings besides the prompts."""
 
     label: str
     peer: str
     task: dict[str, Any] = field(default_factory=dict)
+    replays: bool = False  # the first contender's answers, as drafts
+    is_plain: bool = False  # a token from each forward
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """What a round measures once."""
+
+    contender: _Contender
+    temperature: float
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.contender.label}, temperature {self.temperature:g}, batch {self.batch}"
 
 
 @dataclass(slots=True)
 class _Measured:
-    """One contender at one batch size over all rounds."""
+    """All cells' answers by round, the bytes read a second, and the seconds of steps."""
 
-    seconds: list[float] = field(default_factory=list)
-    answer: dict[str, Any] = field(default_factory=dict)
+    answers: dict[_Cell, list[dict[str, Any]]]
+    steps: dict[tuple[int, int], list[float]]
+    read_bytes_per_s: list[float] = field(default_factory=list)
 
 
-def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
-    """Measure, print a table, return all figures. Raises MarsError if a peer fails."""
-    contenders = _contenders(job)
-    measured = {(c.label, batch): _Measured() for c in contenders for batch in job.batch_sizes}
+def run_bench_decode(
+    job: BenchDecodeJob, console: Console, output: Path | None = None
+) -> dict[str, Any]:
+    """Measure, print a table, return all figures. Raises MarsError if a peer fails.
+
+    Until it has all, what it has lies beside `output`, and the next run of this job begins there.
+    """
+    left_out = {peer: reason for peer in job.peers if (reason := _not_installed(peer, job))}
+    contenders = [own for own in _contenders(job) if own.peer not in left_out]
     with ExitStack() as stack:
         bars = stack.enter_context(Bars(console))
         checkpoint = stack.enter_context(_checkpoint(job))
@@ -74,41 +113,96 @@ def run_bench_decode(job: BenchDecodeJob, console: Console) -> dict[str, Any]:
             peer: stack.enter_context(_running(peer, job, checkpoint, card.block_size))
             for peer in dict.fromkeys(contender.peer for contender in contenders)
         }
-        steps: dict[tuple[int, int], list[float]] = {
-            (batch, positions): [] for batch in job.batch_sizes for positions in job.step_positions
-        }
-        total = (1 + job.repeats) * (len(measured) + len(steps))
-        task = bars.add_task("rounds, the first one to warm up", total=total)
-        for round_ in range(1 + job.repeats):
-            for batch in job.batch_sizes:
-                for contender in contenders:
-                    answer = peers[contender.peer].ask(tasks[batch] | contender.task)
-                    bars.advance(task)
-                    if round_:
-                        cell = measured[contender.label, batch]
-                        cell.seconds.append(answer["seconds"])
-                        cell.answer = answer
-            for (batch, positions), seconds in steps.items():
-                answer = peers["mars"].ask({"step": (batch, positions)})
-                bars.advance(task)
-                seconds += [answer["seconds"]] * bool(round_)
-        versions = {name: peer.hello["version"] for name, peer in peers.items()}
-        ours = peers["mars"].hello
+        parts = output and output.with_name(f".{output.name}.parts")
+        kept = Kept(parts, _work(job))
+        measured = _measure(job, _cells(job, contenders), tasks, peers, kept, bars)
+        hellos = {name: peer.hello for name, peer in peers.items()}
     result = {
         # Paths of peers on this machine do not belong in a result.
         "job": job.model_dump(mode="json", exclude={"peer_pythons"}),
-        "peers": versions,
-        "draft_adapter": ours["draft_adapter"],
-        "roofline": ours["roofline"],
-        "cases": _cases(contenders, measured, job),
+        "peers": {name: hello["version"] for name, hello in hellos.items()},
+        "left_out": left_out,
+        "draft_adapter": hellos["mars"]["draft_adapter"],
+        "weight_bytes": {
+            name: hello["weight_bytes"] for name, hello in hellos.items() if "weight_bytes" in hello
+        },
+        "read_bytes_per_s": measured.read_bytes_per_s,
+        "cases": [_case(cell, measured, hellos, job) for cell in measured.answers],
         "steps": [
             {"batch": batch, "positions": positions, "seconds": statistics.median(seconds)}
-            for (batch, positions), seconds in steps.items()
+            for (batch, positions), seconds in measured.steps.items()
         ],
         "provenance": provenance(),
     }
     _print(result, console)
+    if parts:
+        parts.unlink(missing_ok=True)
     return result
+
+
+def _work(job: BenchDecodeJob) -> str:
+    """What a measurement that is kept must be of: the same settings, code and machine."""
+    settings = job.model_dump(mode="json", exclude={"repeats", "peers", "peer_pythons"})
+    return json.dumps([settings, provenance()])
+
+
+def _cells(job: BenchDecodeJob, contenders: Sequence[_Contender]) -> list[_Cell]:
+    return [
+        _Cell(contender, temperature, batch)
+        for temperature in job.temperatures
+        for batch in job.batch_sizes
+        for contender in contenders
+        if batch == 1 or contender.peer not in ALONE
+    ]
+
+
+def _measure(
+    job: BenchDecodeJob,
+    cells: Sequence[_Cell],
+    tasks: dict[int, dict[str, Any]],
+    peers: dict[str, "_Peer"],
+    kept: Kept,
+    bars: Bars,
+) -> _Measured:
+    """Rounds of all cells, behind one that warms up by the first batch of each. The answers of
+    `exact` come before those that replay them."""
+    steps = [(batch, positions) for batch in job.batch_sizes for positions in job.step_positions]
+    measured = _Measured({cell: [] for cell in cells}, {step: [] for step in steps})
+    exact: dict[tuple[float, int], list[list[int]]] = {}
+    rounds = 1 + job.repeats
+    bar = bars.add_task(
+        "rounds, the first one to warm up", total=rounds * (1 + len(cells) + len(steps))
+    )
+
+    def ask(peer: str, task: dict[str, Any], name: str, round_: int) -> dict[str, Any]:
+        bars.advance(bar)
+        name = f"{name}, round {round_}"
+        if not round_:
+            return peers[peer].ask(task)
+        if name not in kept:
+            kept[name] = peers[peer].ask(task)
+        return kept[name]
+
+    weights = peers["mars"].hello["weight_bytes"]
+    for round_ in range(rounds):
+        seconds = ask("mars", {"read": weights}, "read", round_)["seconds"]
+        measured.read_bytes_per_s += [weights / seconds] * bool(round_)
+        for cell in cells:
+            own, key = cell.contender, (cell.temperature, cell.batch)
+            task: dict[str, Any] = tasks[cell.batch] | own.task | {"temperature": cell.temperature}
+            if not round_:
+                task["batches"] = task["batches"][:1]
+            if own.replays:
+                task["replayed"] = exact[key]
+            answer = ask(own.peer, task, str(cell), round_)
+            exact.setdefault(key, answer["tokens"])
+            measured.answers[cell] += [answer] * bool(round_)
+        exact.clear()
+        for batch, positions in steps:
+            name = f"step of {batch} x {positions}"
+            answer = ask("mars", {"step": (batch, positions)}, name, round_)
+            measured.steps[batch, positions] += [answer["seconds"]] * bool(round_)
+    return measured
 
 
 class _Peer:
@@ -180,18 +274,36 @@ def random_checkpoint(preset: PresetName) -> Iterator[str]:
         yield directory
 
 
+def _python(peer: str, job: BenchDecodeJob) -> str:
+    """The interpreter of a peer: its own, or its family's, or ours."""
+    pythons: dict[str, str] = {**job.peer_pythons}
+    family = pythons.get(peer.partition("-")[0], sys.executable)
+    return pythons.get(peer, family)
+
+
+def _not_installed(peer: str, job: BenchDecodeJob) -> str | None:
+    """Why a peer cannot take part; None if it can."""
+    family = peer.partition("-")[0]
+    if family not in _ENVIRONMENTS or _python(peer, job) != sys.executable:
+        return None
+    module, tool = _ENVIRONMENTS[family]
+    if find_spec(module):
+        return None
+    return f"not installed: run {tool} DIR, and set peer_pythons.{family}=DIR/bin/python"
+
+
 @contextmanager
 def _running(name: str, job: BenchDecodeJob, checkpoint: str, depths: int) -> Iterator[_Peer]:
     """A peer's process while it is needed; `depths` are those of the drafts."""
-    pythons: dict[str, str] = {**job.peer_pythons}
-    python = pythons.get(name, sys.executable)
-    script = f"{name.replace('-', '_')}_peer.py"
-    limits = (job.max_context, max(job.batch_sizes))
-    command = [python, str(_PEERS / script), checkpoint, job.dtype, *map(str, limits)]
-    if name == "vllm-mars":
-        command.append(str(depths))
-    if name in ("mars", "vllm-mars") and job.draft_adapter:
-        command.append(job.draft_adapter)
+    python = _python(name, job)
+    script = name.partition("-")[0] if name in _VARIANTS else name.replace("-", "_")
+    settings = {"peer": name, "checkpoint": checkpoint, "depths": depths}
+    settings |= {"max_batch": max(job.batch_sizes)}
+    settings |= {
+        key: getattr(job, key)
+        for key in ("dtype", "max_context", "threads", "draft_adapter", "window_control")
+    }
+    command = [python, str(_PEERS / f"{script}_peer.py"), json.dumps(settings)]
     threads = {"OMP_NUM_THREADS": str(job.threads)}
     pipe, environment = subprocess.PIPE, os.environ | threads
     try:
@@ -216,13 +328,20 @@ def _running(name: str, job: BenchDecodeJob, checkpoint: str, depths: int) -> It
 
 
 def _contenders(job: BenchDecodeJob) -> list[_Contender]:
-    modes = [mode.model_dump() for mode in job.modes]
-    ours = [_Contender(f"mars-ray {mode_label(mode)}", "mars", {"mode": mode}) for mode in modes]
+    ours = [
+        _Contender(f"mars-ray {mode_label(own)}", "mars", {"mode": own}, is_plain=is_plain)
+        for own, is_plain in ((m.model_dump(), isinstance(m, ExactMode)) for m in job.modes)
+    ]
+    oracles = [
+        _Contender(f"oracle, {own.draft_tokens} drafts", "mars", {"mode": own.model_dump()}, True)
+        for own in (SpeculativeMode(window=0, draft_tokens=count) for count in job.oracle_drafts)
+    ]
     lockstep = [
         _Contender(f"lockstep {own.threshold:g}, cache: {own.cache}", "lockstep", own.model_dump())
         for own in job.lockstep
     ]
-    return ours + lockstep + [_Contender(peer, peer) for peer in job.peers]
+    peers = [_Contender(peer, peer, is_plain=peer not in _DRAFTING) for peer in job.peers]
+    return ours + oracles + lockstep + peers
 
 
 def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
@@ -269,72 +388,106 @@ def _asked(job: BenchDecodeJob, count: int) -> list[list[Message]]:
     return [problem.messages for problem in asked[:count]]
 
 
-def _cases(
-    contenders: Sequence[_Contender],
-    measured: dict[tuple[str, int], _Measured],
-    job: BenchDecodeJob,
-) -> list[dict[str, Any]]:
-    base = contenders[0].label
-    return [
-        _case(contender.label, batch, measured[contender.label, batch], measured[base, batch])
-        for batch in job.batch_sizes
-        for contender in contenders
-    ]
-
-
-def _case(label: str, batch: int, cell: _Measured, base: _Measured) -> dict[str, Any]:
-    tokens = sum(map(len, cell.answer["tokens"]))
-    base_tokens = sum(map(len, base.answer["tokens"]))
-    same = [a == b for a, b in zip(cell.answer["tokens"], base.answer["tokens"], strict=True)]
-    # Compared round by round, so that a drift of the machine affects both.
-    speed_ups = [
-        (tokens / own) / (base_tokens / theirs)
-        for own, theirs in zip(cell.seconds, base.seconds, strict=True)
-    ]
-    case = {
-        "label": label,
-        "batch": batch,
+def _case(
+    cell: _Cell, measured: _Measured, hellos: dict[str, Any], job: BenchDecodeJob
+) -> dict[str, Any]:
+    """A cell's figures, beside those of the first contender."""
+    own, answers = cell.contender, measured.answers[cell]
+    first = next(
+        other
+        for other in measured.answers
+        if (other.temperature, other.batch) == (cell.temperature, cell.batch)
+    )
+    base = measured.answers[first]
+    answer, seconds = answers[-1], [each["seconds"] for each in answers]
+    same = [a == b for a, b in zip(answer["tokens"], base[-1]["tokens"], strict=True)]
+    tokens = sum(map(len, answer["tokens"]))
+    case: dict[str, Any] = {
+        "label": own.label,
+        "temperature": cell.temperature,
+        "batch": cell.batch,
         "tokens": tokens,
-        "tokens_per_s": tokens / statistics.median(cell.seconds),
-        "speed_up": statistics.median(speed_ups),
         "same_output": sum(same) / len(same),
-        "seconds": cell.seconds,
     }
-    if "steps" in cell.answer:
-        case |= {
-            "ms_per_step": 1e3 * statistics.median(cell.seconds) / cell.answer["steps"],
-            "tokens_per_forward": tokens / cell.answer["forwards"],
-        }
-    if "rows" in cell.answer:
-        case["positions_per_token"] = cell.answer["rows"] / tokens
-    if "model_seconds" in cell.answer:
+    if "steps" in answer:
+        case["tokens_per_forward"] = tokens / answer["forwards"]
+    if "rows" in answer:
+        case["positions_per_token"] = answer["rows"] / tokens
+    if not job.window_control and own.peer == "mars" and not own.is_plain:
+        return case | {"fault": "all masks are forced, also those that do not pay: no speed"}
+    # Compared round by round, so that a drift of the machine affects both.
+    ratios = [_speed(one) / _speed(other) for one, other in zip(answers, base, strict=True)]
+    fault = ratio_fault(ratios, _most(own, first.contender, answer, base[-1]))
+    speed = statistics.median(map(_speed, answers))
+    case |= {
+        "tokens_per_s": speed,
+        "speed_up": None if fault else statistics.median(ratios),
+        "speed_ups": [] if fault else ratios,
+        "fault": fault,
+        "seconds": seconds,
+    }
+    if own.is_plain and cell.batch == 1:
+        weights = hellos[own.peer].get("weight_bytes") or hellos["mars"]["weight_bytes"]
+        case["read_share"] = weights * speed / statistics.median(measured.read_bytes_per_s)
+    if "steps" in answer:
+        case["ms_per_step"] = 1e3 * statistics.median(seconds) / answer["steps"]
+    if "model_seconds" in answer:
         # In the last round, the share of a step's time outside the model's forward.
-        case["own_share"] = 1 - cell.answer["model_seconds"] / cell.seconds[-1]
+        case["own_share"] = 1 - answer["model_seconds"] / seconds[-1]
     return case
+
+
+def _speed(answer: dict[str, Any]) -> float:
+    return sum(map(len, answer["tokens"])) / answer["seconds"]
+
+
+def _most(
+    own: _Contender, first: _Contender, answer: dict[str, Any], base: dict[str, Any]
+) -> float:
+    """The largest ratio of speeds that can be: within our engine a step with drafts costs no less
+    than one without, so time falls at most as forwards or steps do. Another engine may be any
+    number of times as fast."""
+    if own.peer != "mars" or not first.is_plain:
+        return math.inf
+    tokens, base_tokens = (sum(map(len, each["tokens"])) for each in (answer, base))
+    return max(
+        tokens / answer["forwards"],
+        (base["steps"] / base_tokens) / (answer["steps"] / tokens),
+    )
+
+
+# Columns of the table: the heading, the key in a case and the form of its value.
+_COLUMNS = (
+    ("tokens/s", "tokens_per_s", ".1f"),
+    ("same output", "same_output", ".0%"),
+    ("ms/step", "ms_per_step", ".2f"),
+    ("ours", "own_share", ".0%"),
+    ("T/F", "tokens_per_forward", ".2f"),
+    ("pos. /token", "positions_per_token", ".1f"),
+    ("of read", "read_share", ".0%"),
+)
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
     name = result["job"]["checkpoint"] or result["job"]["random_weights"]
-    table = Table(title=f"decoding {name}")
-    columns = ("batch", "decoder", "tokens/s", "x", "same output")
-    columns += ("ms/step", "ours", "T/F", "pos./token")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "decoder" else "right")
+    title = f"decoding {name} in {result['job']['dtype']}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for column in ("temp.", "batch", "decoder", "x", "rounds", *(head for head, *_ in _COLUMNS)):
+        is_name = column == "decoder"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for case in result["cases"]:
+        ratios = case.get("speed_ups")
         table.add_row(
+            f"{case['temperature']:g}",
             str(case["batch"]),
             case["label"],
-            f"{case['tokens_per_s']:.0f}",
-            f"{case['speed_up']:.2f}",
-            f"{case['same_output']:.0%}",
-            *(
-                format(case[key], form) if key in case else "-"
-                for key, form in (
-                    ("ms_per_step", ".2f"),
-                    ("own_share", ".0%"),
-                    ("tokens_per_forward", ".2f"),
-                    ("positions_per_token", ".1f"),
-                )
-            ),
+            f"{case['speed_up']:.2f}" if ratios else "-",
+            f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
+            *(format(case[key], form) if key in case else "-" for _, key, form in _COLUMNS),
         )
     console.print(table)
+    faults = Counter(case["fault"] for case in result["cases"] if case["fault"])
+    for fault, count in faults.items():
+        console.print(f"{count} of {len(result['cases'])} without a ratio: {fault}")
+    for peer, reason in result["left_out"].items():
+        console.print(f"{peer} is left out: {reason}")

@@ -67,7 +67,8 @@ def _decode(
     config = job.engine.model_copy(update={"prefix_cache": False})
     engine, tokenizer = load_engine(job.checkpoint, config)
     prompts = [list(ids) for ids in prompts_of(problems_of(job.task), tokenizer)]
-    task = {"stop_ids": sorted(stop_ids(engine.model)), "max_new_tokens": job.max_new_tokens}
+    task = {"stop_ids": sorted(stop_ids(engine.model)), "temperature": 0.0}
+    task |= {"max_new_tokens": job.max_new_tokens}
     peer = transformers_peer.load(job.checkpoint, dtype)
     answers = {TRANSFORMERS: partial(transformers_peer.answer, peer)}
     for label, mode in labels.items():

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mars_ray.adapt import speed as speeds
 from mars_ray.adapt.report import Speed
-from mars_ray.adapt.speed import fault, measure_speeds
+from mars_ray.adapt.speed import measure_speeds
 from mars_ray.config.adapt import MeasureConfig
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.train import DraftAdapterConfig
@@ -100,15 +100,6 @@ def test_another_text_is_a_fault_where_one_is_asked_for(talker, adapter, monkeyp
     one = measured(talker, adapter, one_text=False)[0]
     assert one.fault is None
     assert f"{one.same:.1%} of the answers the same" in one.line
-
-
-def test_rounds_that_tell_no_ratio():
-    """One; and those by which a forward brings more than its tokens, which only another program on
-    the machine can do. As many as they show, which is two digits, are still told."""
-    assert fault([1.2, 0.9, 1.31], 1.2) is None
-    assert fault([1.204, 1.204], 1.2) is None
-    assert fault([1.0], 1.5) == "one round tells no ratio"
-    assert fault([1.4, 1.3, 1.2], 1.2) == "1.30 times exact is more than its forwards allow, 1.20"
 
 
 def test_no_speeds_with_masks_that_do_not_pay(talker, adapter):

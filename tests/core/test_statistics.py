@@ -2,7 +2,12 @@
 
 import pytest
 
-from mars_ray.core.statistics import mcnemar_exact, paired_difference, wilson_interval
+from mars_ray.core.statistics import (
+    mcnemar_exact,
+    paired_difference,
+    ratio_fault,
+    wilson_interval,
+)
 
 
 def test_wilson_by_hand():
@@ -30,3 +35,15 @@ def test_paired_difference_counts_changes_not_totals():
     assert worse.difference == pytest.approx(-0.1)
     assert worse.high < 0
     assert worse.p_value == pytest.approx(2 / 2**10)
+
+
+def test_rounds_that_tell_no_ratio():
+    """One; and those by which a forward brings more than its tokens, which only another program on
+    the machine can do. As many as they show, which is two digits, are still told."""
+    assert ratio_fault([1.2, 0.9, 1.31], 1.2) is None
+    assert ratio_fault([1.204, 1.204], 1.2) is None
+    assert ratio_fault([1.0], 1.5) == "one round tells no ratio"
+    assert (
+        ratio_fault([1.4, 1.3, 1.2], 1.2)
+        == "1.30 times exact is more than its forwards allow, 1.20"
+    )

@@ -60,7 +60,7 @@ def test_engine_is_the_reference(model, random_model, mode, sampling, good):
             for item in requests
         ]
         assert [c.tokens for c in got] == [c.tokens for c in exact]
-    engine._drafter._engine.check_integrity()
+    engine.drafter._engine.check_integrity()
 
 
 def test_a_draft_model_adds_to_what_masks_give(model):
@@ -86,7 +86,7 @@ def test_a_draft_model_that_fails_once_goes_on(model, monkeypatch):
     mode = SpeculativeMode()
     items = [request(str(j), pattern(j * 3, 1 + j % 4, 2 + j), mode) for j in range(3)]
     engine = engine_with(model, model)
-    drafts = engine._drafter._engine
+    drafts = engine.drafter._engine
     step, calls = drafts.step, count()
 
     def fail_once(meanwhile):

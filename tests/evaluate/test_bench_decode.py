@@ -15,6 +15,7 @@ from mars_ray.errors import ConfigError, MarsError
 from mars_ray.evaluate import bench_decode
 from mars_ray.evaluate.bench_decode import run_bench_decode
 
+QUIET = Console(quiet=True)
 SMALL = {
     "random_weights": "tiny",
     "random_prompt_tokens": 6,
@@ -171,3 +172,90 @@ def test_a_draft_adapter_is_measured_on_prompts_of_files(tmp_path):
     exact, verified, theirs = result["cases"]
     assert exact["tokens"] == verified["tokens"] == theirs["tokens"] == 4 * 16
     assert exact["same_output"] == verified["same_output"] == theirs["same_output"] == 1
+
+
+def test_the_oracle_gives_the_same_answers_in_fewer_forwards(monkeypatch, tmp_path):
+    """Guards a ceiling that is none: drafts of another answer, or of none; greedy and sampled.
+    And a stopped run that begins anew: what it has measured is asked of nobody again."""
+    job = BenchDecodeJob.model_validate(
+        SMALL
+        | {"modes": [{"type": "exact"}], "oracle_drafts": (3,), "temperatures": (0.0, 0.7)}
+        | {"max_new_tokens": 9}
+    )
+    output = tmp_path / "result.json"
+    monkeypatch.setattr(bench_decode, "_print", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench_decode(job, QUIET, output)
+    monkeypatch.undo()
+    asked = []
+    ask = bench_decode._Peer.ask
+    monkeypatch.setattr(
+        bench_decode._Peer, "ask", lambda peer, task: asked.append(task) or ask(peer, task)
+    )
+    result = run_bench_decode(job, QUIET, output)
+    # The reading, and both contenders at two temperatures and batch sizes, to warm up.
+    assert len(asked) == 1 + 2 * 2 * 2
+    assert not list(tmp_path.iterdir())
+    assert len(result["read_bytes_per_s"]) == 2
+    for exact, oracle in zip(result["cases"][::2], result["cases"][1::2], strict=True):
+        assert (exact["temperature"], exact["batch"]) == (oracle["temperature"], oracle["batch"])
+        assert oracle["same_output"] == 1
+        # The prompt's token alone, then twice four.
+        assert oracle["tokens_per_forward"] == pytest.approx(9 / 3)
+    assert [case["batch"] for case in result["cases"] if "read_share" in case] == [1, 1]
+
+
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_no_speed_of_forced_masks_and_no_ratio_that_cannot_be():
+    """Guards figures that say nothing: of masks that do not pay, of one round, and of a round in
+    which something else had the processor."""
+    exact = bench_decode._Contender("exact", "mars", is_plain=True)
+    drafts, other = bench_decode._Contender("drafts", "mars"), bench_decode._Contender("o", "vllm")
+    cells = [bench_decode._Cell(own, 0.0, 1) for own in (exact, drafts, other)]
+    answer = {"tokens": [[1, 2, 3, 4]], "seconds": 4.0, "forwards": 4, "steps": 4}
+    fast = answer | {"seconds": 1.0, "forwards": 2, "steps": 2}
+    foreign = {"tokens": [[1, 2, 3, 4]], "seconds": 1.0}
+    hellos = {"mars": {"weight_bytes": 8}}
+
+    def case(cell, rounds, **changes):
+        answers = dict(zip(cells, ([own] * rounds for own in (answer, fast, foreign)), strict=True))
+        measured = bench_decode._Measured(answers, {}, [16.0] * rounds)
+        job = BenchDecodeJob.model_validate(SMALL | changes)
+        return bench_decode._case(cells[cell], measured, hellos, job)
+
+    assert case(0, 2)["read_share"] == 8 * 1.0 / 16
+    assert case(1, 2)["fault"] == "4.00 times exact is more than its forwards allow, 2.00"
+    assert case(1, 2)["speed_up"] is None
+    assert case(2, 2)["speed_up"] == 4  # another engine may be
+    assert case(2, 1)["fault"] == "one round tells no ratio"
+    assert case(2, 1)["speed_ups"] == []
+    forced = case(1, 2, window_control=False)
+    assert forced["tokens_per_forward"] == 2
+    assert not {"tokens_per_s", "speed_up", "seconds"} & forced.keys()
+
+
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
+    """And its variants, with what to do about it; an interpreter that is named is for all."""
+    monkeypatch.setattr(bench_decode, "find_spec", lambda _: None)
+    job = BenchDecodeJob.model_validate(SMALL | {"peer_pythons": {"vllm": "v", "vllm-mars": "m"}})
+    assert bench_decode._not_installed("vllm-ngram", job) is None
+    assert [bench_decode._python(own, job) for own in ("vllm-ngram", "vllm-mars")] == ["v", "m"]
+    assert bench_decode._not_installed("transformers-lookup", job) is None
+    assert bench_decode._not_installed("llamacpp-q8", job) == (
+        "not installed: run tools/llamacpp_env.sh DIR, and set peer_pythons.llamacpp=DIR/bin/python"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modes": [{"type": "verified"}], "oracle_drafts": [4]}, "let modes begin with it"),
+        ({"lockstep": [{"cache": "none"}], "temperatures": [0.7]}, "lockstep is greedy"),
+    ],
+)
+def test_what_cannot_be_measured_together(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        BenchDecodeJob.model_validate(SMALL | changes)

@@ -61,7 +61,7 @@ def test_the_plugin_beside_vllm_and_our_engine(tmp_path: Path, monkeypatch: pyte
 def test_an_environment_without_this_package_is_told():
     """Guards vLLM's words about a class that it cannot import, behind a minute of its start."""
     without = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, SCRIPTS / "vllm_mars_peer.py", "x", "float32", "64", "1", "4"]
+    command = [sys.executable, SCRIPTS / "vllm_mars_peer.py", "{}"]
     done = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "has no mars-ray: install it there" in done.stderr

@@ -22,10 +22,10 @@ from mars_ray.model.load import load_model
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype. The rest are ignored, because the cache grows as needed."""
-    checkpoint, dtype, *_ = sys.argv[1:]
-    model = load_model(checkpoint, dtype=getattr(torch, dtype))
-    card = read_card(checkpoint)
+    """Argument: the settings (`peers/__init__.py`)."""
+    settings = json.loads(sys.argv[1])
+    model = load_model(settings["checkpoint"], dtype=getattr(torch, settings["dtype"]))
+    card = read_card(settings["checkpoint"])
     print(json.dumps({"peer": "lockstep", "version": transformers.__version__}), flush=True)
     for line in sys.stdin:
         task = json.loads(line)

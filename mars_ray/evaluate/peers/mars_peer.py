@@ -3,41 +3,43 @@
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from transformers import PreTrainedModel
 
 from mars_ray import __version__
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import Mode
+from mars_ray.decode.draft_model import Drafter
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
+from mars_ray.decode.sequence import Sequence
 from mars_ray.model.shape import shape_of_config
 
 _MODE: TypeAdapter[Any] = TypeAdapter(Mode)
+# Passes over a block in one measurement of the bandwidth.
+_READS = 10
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence, largest batch, draft adapter if any."""
-    checkpoint, dtype, max_context, max_batch = sys.argv[1:5]
+    """Argument: the settings (`peers/__init__.py`)."""
+    settings = json.loads(sys.argv[1])
+    own = ("max_batch", "max_context", "dtype", "draft_adapter", "window_control")
     config = EngineConfig.model_validate(
-        {
-            "max_batch": int(max_batch),
-            "max_context": int(max_context),
-            "max_step_tokens": 2048,
-            "dtype": dtype,
-            "prefix_cache": False,
-            "draft_adapter": next(iter(sys.argv[5:]), None),
-        }
+        {"max_step_tokens": 2048, "prefix_cache": False} | {key: settings[key] for key in own}
     )
-    engine, _ = load_engine(checkpoint, config)
+    engine, _ = load_engine(settings["checkpoint"], config)
+    # Computed from the shape, because the engine has taken matrices out of the model.
+    weights = shape_of_config(engine.model.config).parameters * engine.model.dtype.itemsize
     hello = {
         "peer": "mars-ray",
         "version": __version__,
-        "roofline": _roofline(engine.model),
+        "weight_bytes": weights,
         "draft_adapter": engine.adapter_name,
     }
     print(json.dumps(hello), flush=True)
@@ -45,31 +47,63 @@ def main() -> None:
         task = json.loads(line)
         if "step" in task:
             print(json.dumps({"seconds": engine.time_step(*task["step"])}), flush=True)
+        elif "read" in task:
+            seconds = _read_seconds(task["read"], engine.model.device)
+            print(json.dumps({"seconds": seconds}), flush=True)
         else:
             print(json.dumps(answer(engine, task)), flush=True)
 
 
-def _roofline(model: PreTrainedModel) -> dict[str, float]:
-    """The least bytes that a step must read, and the bytes per second that this device copies."""
+def _read_seconds(count: int, device: torch.device) -> float:
+    """The least seconds in which all threads read so many bytes: as many as the weights have, of
+    which a cache holds the same part. On CPUs they lie in huge pages, as our engine's do."""
+    half = count // 8
+    if device.type == "cpu":
+        memory = mmap(-1, 8 * half, MAP_PRIVATE | MAP_ANONYMOUS)
+        memory.madvise(MADV_HUGEPAGE)
+        block = torch.frombuffer(memory, dtype=torch.float32)
+    else:
+        block = torch.empty(2 * half, device=device)
     # Written to, because untouched pages all map to one page of zeros, which stays in a cache.
-    block = torch.ones(2**28, dtype=torch.uint8, device=model.device)
-    target = torch.empty_like(block)
+    block.fill_(1)
     times = []
-    for _ in range(10):
-        started = time.perf_counter()
-        target.copy_(block)
-        if block.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    # Computed from the shape, because the engine has taken matrices out of the model.
-    weights = shape_of_config(model.config).parameters * model.dtype.itemsize
-    return {"weight_bytes": weights, "copy_bytes_per_s": 2 * block.numel() / min(times)}
+    for _ in range(_READS):
+        # Which of them reads faster depends on the processor.
+        for read in (block.max, partial(torch.dot, block[:half], block[half:])):
+            started = time.perf_counter()
+            read().item()
+            times.append(time.perf_counter() - started)
+    return min(times)
+
+
+class OracleDrafter(Drafter):
+    """Drafts that are always right, where greedy or seeded decoding gives `exact`'s answers again:
+    the most that this engine can do with so many drafts a step."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        """The answers by prompt."""
+        self._answers = answers
+
+    def extend(
+        self, wanting: Iterable[tuple[Sequence, int]], meanwhile: Callable[[], None]
+    ) -> None:
+        """Set the drafts of each sequence. The answer's last token needs none."""
+        for sequence, count in wanting:
+            prompt = sequence.request.prompt
+            first = sequence.committed - len(prompt)
+            drafts = self._answers[prompt][:-1][first : first + count]
+            sequence.set_drafts(drafts, [1.0] * len(drafts))
+            sequence.extended = sequence.forwards
 
 
 def answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
     """Decode the task's batches one after the other, in its mode."""
     mode = _MODE.validate_python(task["mode"])
+    if "replayed" in task:
+        prompts = (tuple(ids) for batch in task["batches"] for ids in batch)
+        engine.drafter = OracleDrafter(dict(zip(prompts, task["replayed"], strict=True)))
     limit, stops = task["max_new_tokens"], frozenset(task["stop_ids"])
+    sampling = Sampling(temperature=task["temperature"])
     completions: list[Completion] = []
     steps = rows = 0
     started, in_model = time.perf_counter(), engine.model_seconds
@@ -77,7 +111,7 @@ def answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
         done, own_steps, own_rows = _run(
             engine,
             [
-                Request(str(index), tuple(ids), mode, Sampling(), limit, stops)
+                Request(str(index), tuple(ids), mode, sampling, limit, stops)
                 for index, ids in enumerate(batch)
             ],
         )

@@ -5,28 +5,22 @@ import sys
 import time
 from typing import Any
 
-import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from mars_ray.evaluate.peers.transformers_peer import load, sampling
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence, largest batch."""
-    checkpoint, dtype, max_context, max_batch = sys.argv[1:5]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
-    model.to(device).eval()
+    """Argument: the settings (`peers/__init__.py`)."""
+    settings = json.loads(sys.argv[1])
+    model = load(settings["checkpoint"], settings["dtype"])
     version = {"peer": "transformers-continuous", "version": transformers.__version__}
     print(json.dumps(version), flush=True)
     # Sized for the largest batch: a manager kept between tasks keeps the first task's cache.
     size = ContinuousBatchingConfig(
         page_size=32,
-        num_blocks=int(max_batch) * (int(max_context) // 32 + 1),
+        num_blocks=settings["max_batch"] * (settings["max_context"] // 32 + 1),
         max_batch_tokens=2048,
         allow_block_sharing=False,
     )
@@ -39,7 +33,7 @@ def _answer(
 ) -> dict[str, Any]:
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
-        do_sample=False,
+        **sampling(task["temperature"]),
         # -1 means that no token ends a sequence.
         eos_token_id=task["stop_ids"] or -1,
         pad_token_id=0,

@@ -1,4 +1,7 @@
-"""transformers as a peer: `generate` on a padded batch, whose rows wait for the longest."""
+"""transformers as a peer: `generate` on a padded batch, whose rows wait for the longest.
+
+As `transformers-lookup` its drafts are found in the text so far, for one sequence at a time.
+"""
 
 import json
 import sys
@@ -9,14 +12,20 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+# Peers of this script that decode one sequence at a time.
+ALONE = ("transformers-lookup",)
+_DRAFTS = 4
+
 
 def main() -> None:
-    """Arguments: checkpoint, dtype. The rest are ignored, because the cache grows as needed."""
-    checkpoint, dtype, *_ = sys.argv[1:]
-    model = load(checkpoint, dtype)
-    print(json.dumps({"peer": "transformers", "version": transformers.__version__}), flush=True)
+    """Argument: the settings (`peers/__init__.py`)."""
+    settings = json.loads(sys.argv[1])
+    model = load(settings["checkpoint"], settings["dtype"])
+    drafts = {"prompt_lookup_num_tokens": _DRAFTS} if settings["peer"] in ALONE else {}
+    hello = {"peer": settings["peer"], "version": transformers.__version__}
+    print(json.dumps(hello), flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(model, json.loads(line))), flush=True)
+        print(json.dumps(answer(model, json.loads(line) | drafts)), flush=True)
 
 
 def load(checkpoint: str, dtype: str) -> PreTrainedModel:
@@ -28,10 +37,11 @@ def load(checkpoint: str, dtype: str) -> PreTrainedModel:
 
 @torch.inference_mode()
 def answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
-    """Decode the task's batches one after the other, greedily."""
+    """Decode the task's batches one after the other."""
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
-        do_sample=False,
+        **sampling(task["temperature"]),
+        prompt_lookup_num_tokens=task.get("prompt_lookup_num_tokens"),
         # -1 means that no token ends a sequence; without it the model's own token would.
         eos_token_id=task["stop_ids"] or [-1],
         pad_token_id=0,
@@ -39,6 +49,13 @@ def answer(model: PreTrainedModel, task: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     tokens = [ids for batch in task["batches"] for ids in _generate(model, batch, config)]
     return {"seconds": time.perf_counter() - started, "tokens": tokens}
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """The settings of `generate` for a temperature and all tokens; 0 is greedy."""
+    if not temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
 def _generate(

@@ -16,7 +16,7 @@ vllm_peer: Any = importlib.import_module("vllm_peer")
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence, largest batch, masks, adapter if any."""
+    """Argument: the settings (`peers/__init__.py`)."""
     if "mars" not in entry_points(group="vllm.general_plugins").names:
         sys.exit(
             f"{sys.executable} has no mars-ray: install it there without its dependencies, or name "
@@ -24,16 +24,15 @@ def main() -> None:
         )
     # The plain peer has the runner that vLLM chooses; the plug-in works with this one.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    replies = vllm_peer.own_stdout()
-    adapter = next(iter(sys.argv[6:]), None)
+    replies, settings = vllm_peer.own_stdout(), json.loads(sys.argv[1])
     llm = vllm_peer.load(
-        *sys.argv[1:4],
+        settings,
         speculative_config={
             "method": "custom_class",
             "model": "mars_ray.vllm.proposer.MarsProposer",
-            "num_speculative_tokens": 2 * int(sys.argv[5]),
+            "num_speculative_tokens": 2 * settings["depths"],
         },
-        additional_config={"mars": {"adapter": adapter}},
+        additional_config={"mars": {"adapter": settings["draft_adapter"]}},
     )
     vllm_peer.say(replies, {"peer": "vllm-mars", "version": vllm_peer.version()})
     for line in sys.stdin:

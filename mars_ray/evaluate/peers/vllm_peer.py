@@ -1,22 +1,34 @@
-"""vLLM as a peer. It imports nothing of this package: the Python of vLLM's environment runs it."""
+"""vLLM as a peer, and as `vllm-ngram` with drafts that it finds in the text so far.
+
+It imports nothing of this package: the Python of vLLM's environment runs it.
+"""
 
 import importlib
 import json
 import os
 import sys
 import time
+from ctypes.util import find_library
+from pathlib import Path
 from typing import Any, TextIO
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; several of them are loaded at a time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
 
 
 def main() -> None:
-    """Arguments: checkpoint, dtype, longest sequence."""
-    replies = own_stdout()
-    llm = load(*sys.argv[1:4])
-    say(replies, {"peer": "vllm", "version": version()})
+    """Argument: the settings (`peers/__init__.py`)."""
+    replies, settings = own_stdout(), json.loads(sys.argv[1])
+    drafts = {"speculative_config": _NGRAM} if settings["peer"] == "vllm-ngram" else {}
+    llm = load(settings, **drafts)
+    say(replies, {"peer": settings["peer"], "version": version()})
     for line in sys.stdin:
         say(replies, answer(llm, json.loads(line)))
 
@@ -40,24 +52,38 @@ def version() -> str:
     return vllm.__version__
 
 
-def load(checkpoint: str, dtype: str, max_context: str, **more: Any) -> Any:
+def load(settings: dict[str, Any], **more: Any) -> Any:
     """vLLM's engine as this benchmark measures it, with more of its arguments."""
+    _give_threads(settings["threads"])
     vllm: Any = importlib.import_module("vllm")
     return vllm.LLM(
-        model=checkpoint,
-        dtype=dtype,
-        max_model_len=int(max_context),
+        model=settings["checkpoint"],
+        dtype=settings["dtype"],
+        max_model_len=settings["max_context"],
         enable_prefix_caching=False,
         **more,
     )
 
 
+def _give_threads(threads: int) -> None:
+    """Let vLLM have as many cores as every peer. By itself it leaves one of them to its scheduler,
+    which of two cores is half (`VLLM_CPU_OMP_THREADS_BIND=auto` in the environment brings that
+    back). It asks for two libraries to be loaded first, if they are there."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    found = [str(openmp)] if openmp.exists() else []
+    if malloc := find_library("tcmalloc_minimal"):
+        found.append(malloc)
+    os.environ.setdefault("LD_PRELOAD", ":".join(found))
+
+
 def answer(llm: Any, task: dict[str, Any]) -> dict[str, Any]:
-    """Decode the task's batches one after the other, greedily."""
+    """Decode the task's batches one after the other."""
     vllm: Any = importlib.import_module("vllm")
     sampling = vllm.SamplingParams(
         max_tokens=task["max_new_tokens"],
-        temperature=0,
+        temperature=task["temperature"],
         stop_token_ids=task["stop_ids"],
         ignore_eos=not task["stop_ids"],
         detokenize=False,
