@@ -13,7 +13,6 @@ C candidates, H hidden size, V vocabulary, S sequences with several branches, A 
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -27,41 +26,8 @@ from mars_ray.core.tree import fan
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.logits import NOT_A_NUMBER, Block, adjust_all, best, sample, score, upload
-from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Proposals
+from mars_ray.decode.strategies.base import Masks, Proposals
 from mars_ray.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """A sequence's masks behind an outcome."""
-
-    sequence: Sequence
-    plan: Plan
-    outcome: int  # the node before them
-    token: int  # the token that the outcome's row predicts
-    own: slice  # their rows among those that are read; empty if there are none
-
-    @property
-    def count(self) -> int:
-        """Number of masks."""
-        return self.own.stop - self.own.start
-
-    @property
-    def branches(self) -> int:
-        """Number of tokens that the first mask proposes."""
-        return self.sequence.branches
-
-    def branches_of(self, candidates: int) -> int:
-        """Number of branches that the head makes of so many candidates."""
-        return min(self.branches, candidates) if self.count else 0
-
-    @property
-    def answer(self) -> list[int]:
-        """The final tokens of the answer before them, without guesses."""
-        sequence = self.sequence
-        answer = sequence.tokens[len(sequence.request.prompt) :]
-        return answer + self.plan.tokens(self.outcome)
 
 
 def choose_drafts(

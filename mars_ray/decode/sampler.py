@@ -20,10 +20,10 @@ from torch import Tensor
 from mars_ray.core.acceptance import confidence
 from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.attention.tables import Tables
-from mars_ray.decode.draft_selection import Masks, choose_drafts
+from mars_ray.decode.draft_selection import choose_drafts
 from mars_ray.decode.logits import NOT_A_NUMBER, Block, adjust_all, upload
 from mars_ray.decode.scheduler import Work
-from mars_ray.decode.strategies.base import Plan, Proposals, Rows, Wanted
+from mars_ray.decode.strategies.base import Masks, Plan, Proposals, Rows, Wanted
 from mars_ray.errors import EngineError
 
 # Up to this many rows are computed at once: their time is that of reading the vocabulary's weights.

@@ -130,7 +130,7 @@ def measure_steps(timer: StepTimer) -> StepCost:
         own_s = sequences * (sequence_s + cache_token_s * context)
         seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - own_s)
     first_mask_s, mask_s = _mask_seconds(timer, most, context) if timer.card.block_size else (0, 0)
-    rows = min(config.step_tokens, _MOST_PROMPT)
+    rows = min(config.step_tokens, _MOST_PROMPT, config.max_batch * config.max_context)
     if rows >= 2 * most:
         # Linear between the two; a few rows less or more would measure how prompts' rows differ.
         work = timer.prompt(rows)
@@ -144,7 +144,7 @@ def _mask_seconds(timer: StepTimer, most: int, context: int) -> tuple[float, flo
     widest = 1 + 2 * timer.card.block_size
     found = []
     for rows in (min(widest, most), most):
-        sequences = -(-rows // widest)
+        sequences = min(timer.config.max_batch, -(-rows // widest))
 
         def seconds(*, masks: bool, shape: tuple[int, int] = (rows, sequences)) -> float:
             return timer.least(lambda: timer.decoding(*shape, context, masks=masks))

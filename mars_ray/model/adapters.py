@@ -5,6 +5,7 @@ peft is imported late, because it imports other packages, which takes seconds.
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +21,7 @@ _MASK = "lora_mask_H"  # a parameter of the embedding
 def add_adapters(
     model: PreTrainedModel,
     mask_token_id: int | None,
+    whole: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
     *,
     rank: int,
     alpha: float,
@@ -29,7 +31,8 @@ def add_adapters(
     """Put adapters on all matrices of the layers, and freeze everything else but the embedding of
     the mask token, if there is one.
 
-    They are initialized from the seed, so that all ranks start with the same weights.
+    They are initialized from the seed, so that all ranks start with the same weights. Within
+    `whole(weight)` a weight that was cut into parts is whole.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -49,13 +52,14 @@ def add_adapters(
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, _NAME)
     if mask_token_id is not None:
-        _train_mask(model.get_input_embeddings(), mask_token_id)
+        embedding: Any = model.get_input_embeddings()
+        with whole(embedding.weight):
+            row_H = embedding.weight[mask_token_id].detach().clone()
+        _train_mask(embedding, mask_token_id, row_H)
 
 
-def _train_mask(embedding: Any, mask_token_id: int) -> None:
+def _train_mask(embedding: Any, mask_token_id: int, row_H: Tensor) -> None:
     """Give the embedding a row of its own for the mask, which alone has a gradient."""
-    with _whole(embedding.weight):
-        row_H = embedding.weight[mask_token_id].detach().clone()
     embedding.register_parameter(_MASK, nn.Parameter(row_H))
 
     def hook(module: Any, ids: tuple[Tensor], embedded: Tensor) -> Tensor:
@@ -63,15 +67,6 @@ def _train_mask(embedding: Any, mask_token_id: int) -> None:
         return torch.where(is_mask, getattr(module, _MASK).to(embedded.dtype), embedded)
 
     embedding.register_forward_hook(hook)
-
-
-def _whole(weight: Tensor) -> AbstractContextManager[Any]:
-    """Within it, a weight that DeepSpeed has cut into parts is whole."""
-    if not hasattr(weight, "ds_id"):
-        return nullcontext()
-    from deepspeed import zero
-
-    return zero.GatheredParameters([weight])
 
 
 def adapter_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:

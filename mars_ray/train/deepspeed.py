@@ -7,7 +7,7 @@ shared-memory collectives would be compiled on first use, which takes minutes an
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, cast
 
@@ -216,6 +216,13 @@ def loading_in_parts(settings: dict[str, Any], ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         del config
+
+
+def gathered(weight: Tensor) -> AbstractContextManager[Any]:
+    """Within it, a weight that DeepSpeed has cut into parts is whole; collective."""
+    if not hasattr(weight, "ds_id"):
+        return nullcontext()
+    return _import_deepspeed(weight.device).zero.GatheredParameters([weight])
 
 
 def _zero_section(zero: ZeroConfig) -> dict[str, Any]:

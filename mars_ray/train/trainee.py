@@ -31,7 +31,7 @@ from mars_ray.provenance import provenance
 from mars_ray.storage.place import Place
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
-from mars_ray.train.deepspeed import loading_in_parts, zero_settings
+from mars_ray.train.deepspeed import gathered, loading_in_parts, zero_settings
 from mars_ray.train.draft_adapter import (
     EMBEDDING,
     adapter_of,
@@ -111,7 +111,7 @@ def _load_model(
     model.train()
     if lora is not None:
         settings = lora.model_dump()
-        add_adapters(model, mask_token_id, seed=plan.seed, **settings)
+        add_adapters(model, mask_token_id, gathered, seed=plan.seed, **settings)
         if resume_from is not None:
             model.load_state_dict(load_file(resume_from / checkpoint.ADAPTERS), strict=False)
     if plan.job.gradient_checkpointing:

@@ -240,7 +240,7 @@ def test_warming_up_measures_steps(model):
     engine = Engine(model, CARD, size)
     engine.warm_up()
     assert engine.control
-    assert list(engine.control.cost.table()) == [*row_counts(4 * 9), size.step_tokens]
+    assert list(engine.control.cost.table()) == [*row_counts(4 * 9), 4 * 32]
     item = request("a", [1, 2, 3], VerifiedMode())
     assert generate_all(engine, [item])[0].tokens == reference.generate(model, CARD, item).tokens
 

@@ -6,7 +6,7 @@ H hidden size, V vocabulary.
 
 import logging
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,10 +23,8 @@ from mars_ray.decode.cpu.library import NoLibraryError
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block
+from mars_ray.decode.strategies.base import Masks
 from mars_ray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mars_ray.decode.draft_selection import Masks
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +93,7 @@ class Backend(Protocol):
         ...
 
     def drafts(
-        self, masks: "Several[Masks]", rows: Several[int], logits_MV: Tensor, position_M: Tensor
+        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: Tensor
     ) -> tuple[Several[list[int]], Several[list[float]]] | None:
         """Each branch's tokens by the adapter's head, and their shares among the candidates; None
         if this backend cannot choose these drafts. `rows` are those of `logits_MV`."""

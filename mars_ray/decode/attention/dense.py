@@ -7,7 +7,6 @@ heads of each, T all query heads, R rows of a key head (Q * G), D head size, Z h
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +20,7 @@ from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block, best, sample, upload
-
-if TYPE_CHECKING:
-    from mars_ray.decode.draft_selection import Masks
+from mars_ray.decode.strategies.base import Masks
 
 # Sequences with at most this many rows attend together. Longer ones attend with those of up to
 # twice as many rows, since they would pad the others too much.
@@ -81,7 +78,7 @@ class TorchBackend:
         return best(logits_PV, draft_P, parent_P)
 
     def drafts(
-        self, masks: "Several[Masks]", rows: Several[int], logits_MV: Tensor, position_M: Tensor
+        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: Tensor
     ) -> None:
         """See Backend: torch chooses them (`draft_selection.py`)."""
 

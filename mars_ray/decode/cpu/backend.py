@@ -8,7 +8,7 @@ import ctypes
 import time
 from collections.abc import Sequence as Several
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,9 @@ from mars_ray.decode.cpu.library import NoLibraryError, default_threads, library
 from mars_ray.decode.fused_model import check_supported
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block
+from mars_ray.decode.strategies.base import Masks
 from mars_ray.errors import EngineError
 from mars_ray.model.forward import output_head
-
-if TYPE_CHECKING:
-    from mars_ray.decode.draft_selection import Masks
 
 # The matrices and vectors of a layer by number, as in step.cpp.
 _QKV, _OUT, _GATE, _UP, _DOWN = range(5)
@@ -278,7 +276,7 @@ class CompiledModel:
         return token_P, ratio_P
 
     def draft(
-        self, masks: Several["Masks"], row_S: np.ndarray, how_S: np.ndarray, logits_MV: Tensor
+        self, masks: Several[Masks], row_S: np.ndarray, how_S: np.ndarray, logits_MV: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         """Each branch's tokens by the adapter's head, and their shares among the candidates, both
         (branches, depths); `row_S` are the first masks' rows in the step."""
@@ -391,7 +389,7 @@ class CompiledBackend:
         return torch.from_numpy(token_P), torch.from_numpy(ratio_P)
 
     def drafts(
-        self, masks: Several["Masks"], rows: Several[int], logits_MV: Tensor, position_M: Tensor
+        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: Tensor
     ) -> tuple[Several[list[int]], Several[list[float]]] | None:
         """See Backend."""
         if not all(map(_is_plain, masks)):
@@ -424,7 +422,7 @@ def _set_how(how: np.ndarray, sampling: Sampling) -> None:
         how[name] = getattr(sampling, name)
 
 
-def _is_plain(masks: "Masks") -> bool:
+def _is_plain(masks: Masks) -> bool:
     """Whether the compiled head chooses these drafts: what is seldom is left to torch."""
     request = masks.sequence.request
     is_seldom = request.sampling.changes_logits or request.logprobs is not None

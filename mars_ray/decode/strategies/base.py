@@ -95,6 +95,38 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """A sequence's masks behind an outcome."""
+
+    sequence: Sequence
+    plan: Plan
+    outcome: int  # the node before them
+    token: int  # the token that the outcome's row predicts
+    own: slice  # their rows among those that are read; empty if there are none
+
+    @property
+    def count(self) -> int:
+        """Number of masks."""
+        return self.own.stop - self.own.start
+
+    @property
+    def branches(self) -> int:
+        """Number of tokens that the first mask proposes."""
+        return self.sequence.branches
+
+    def branches_of(self, candidates: int) -> int:
+        """Number of branches that the head makes of so many candidates."""
+        return min(self.branches, candidates) if self.count else 0
+
+    @property
+    def answer(self) -> list[int]:
+        """The final tokens of the answer before them, without guesses."""
+        sequence = self.sequence
+        answer = sequence.tokens[len(sequence.request.prompt) :]
+        return answer + self.plan.tokens(self.outcome)
+
+
+@dataclass(frozen=True, slots=True)
 class Proposals:
     """The proposals of the masks behind a step's outcome; empty if there are none."""
 
