@@ -13,8 +13,11 @@ from docs.checkout import add_environment
 from docs.commands import runs
 
 from mars_ray import __version__
+from mars_ray.decode.cpu.compiling import compiler
+from mars_ray.decode.cpu.library import supported
 
 ROOT = Path(__file__).parents[2]
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile", "constraints.txt")
 # All in one interpreter: starting it forty times would take a minute.
 SMOKE = """
 import sys
@@ -50,7 +53,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin of a new environment with the wheel; dependencies are those of this environment."""
     directory = tmp_path_factory.mktemp("wheel")
     make, install = runs("installed")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
+    for name in FILES:
         shutil.copy(ROOT / name, directory)
     for name in ("mars_ray", "jobs", "adapters"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -96,3 +99,24 @@ def test_the_demo_needs_no_argument(installed, tmp_path):
     """Guards the first thing that a new user tries."""
     job = json.loads(run([installed / "mars-ray", "demo", "--dry-run"], tmp_path))
     assert job["kind"] == "demo"
+
+
+COMPILED = """
+from pathlib import Path
+from mars_ray.decode.cpu import library
+from mars_ray.decode.cpu.compiling import INSTRUCTION_SETS, file_name
+assert all((library.SOURCES / file_name(name)).exists() for name in INSTRUCTION_SETS)
+library.build = None  # nothing is compiled
+name, loaded = library.library()
+print(name, loaded._name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiler() or not supported(), reason="needs g++ and AVX2")
+def test_the_compiled_step_comes_with_it(installed, tmp_path):
+    """Guards images, which have no compiler: the library is the wheel's own, for this processor."""
+    name, path = run([installed / "python", "-c", COMPILED], tmp_path).split()
+    assert name in supported()
+    assert Path(path).is_relative_to(installed.parent)
+    assert Path(path).name == f"step_{name}.so"

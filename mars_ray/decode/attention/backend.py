@@ -19,7 +19,8 @@ from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.paged import PagedBackend, missing
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.cpu.backend import CompiledBackend, CompiledModel
-from mars_ray.decode.cpu.library import NoLibraryError
+from mars_ray.decode.cpu.check import check
+from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block
@@ -112,11 +113,12 @@ def runner_of(
     if kind not in ("auto", "compiled") or (model.device.type != "cpu" and not is_asked):
         return FusedModel(model, positions)
     try:
+        check(config.cpu_instructions)
         return CompiledModel(model, positions, config.cpu_instructions, config.threads, release)
     except NoLibraryError as error:
         if is_asked:
             raise ConfigError(f"attention_backend='compiled': {error}") from error
-        logger.warning("steps run in torch, two to three times slower: %s", error)
+        logger.warning("steps run in torch, two to three times slower, as %s", error)
         return FusedModel(model, positions)
 
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from mars_ray.config.decode import Sampling
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.tables import Tables
-from mars_ray.decode.cpu.library import NoLibraryError, default_threads, library
+from mars_ray.decode.cpu.compiling import NoLibraryError
+from mars_ray.decode.cpu.library import default_threads, library
 from mars_ray.decode.fused_model import check_supported
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block

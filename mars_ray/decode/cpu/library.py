@@ -1,15 +1,16 @@
-"""Finds, builds and loads the compiled step.
+"""Finds and loads the compiled step.
 
 There is one library for each instruction set, with a plain C interface. A wheel and the images have
 them all; a checkout compiles the one that it needs, once, into the user's cache.
 """
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import shutil
-import subprocess
+import stat
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -17,23 +18,17 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from mars_ray.decode.cpu.compiling import (
+    INSTRUCTION_SETS,
+    SOURCE_FILES,
+    SOURCES,
+    NoLibraryError,
+    build,
+    file_name,
+)
+
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
-_SOURCE_FILES = ("step.cpp", "simd.h", "pool.h", "product.h", "attention.h", "sampling.h")
-_COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
-# A product is fused with a sum only where the source says so.
-_EXACT = ("-ffp-contract=off", "-fno-fast-math")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd")
-_BFLOAT16 = (*_AVX512, "-mavx512bf16")
-# By instruction set, the best first: the compiler's flags, and the processor's in /proc/cpuinfo.
-INSTRUCTION_SETS = {
-    "amx": (*_BFLOAT16, "-mamx-tile", "-mamx-bf16"),
-    "avx512_bf16": _BFLOAT16,
-    "avx512f": _AVX512,
-    "avx2": _AVX2,
-}
 _FLAGS = {
     "-mavx2": "avx2",
     "-mfma": "fma",
@@ -42,10 +37,6 @@ _FLAGS = {
     "-mamx-tile": "amx_tile",
     "-mamx-bf16": "amx_bf16",
 }
-
-
-class NoLibraryError(Exception):
-    """There is no compiled step for this machine; the message says why."""
 
 
 @cache
@@ -73,11 +64,26 @@ def library(instructions: str = "auto") -> tuple[str, ctypes.CDLL]:
     name = names[0] if instructions == "auto" else instructions
     if name not in names:
         raise NoLibraryError(f"the processor has no {name}, only {', '.join(names)}")
-    built = SOURCES / file_name(name)
-    loaded = ctypes.CDLL(str(built if built.exists() else _in_cache(name)))
+    loaded = _loaded(name)
     if name == "amx" and loaded.mars_allow_tiles():
         raise NoLibraryError("the kernel does not let this process use AMX")
     return name, loaded
+
+
+def _loaded(name: str) -> ctypes.CDLL:
+    built = SOURCES / file_name(name)
+    path = built if built.exists() else _in_cache(name)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        if path == built:
+            raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
+    # A file of the cache that is broken is made once more.
+    path.unlink(missing_ok=True)
+    try:
+        return ctypes.CDLL(str(_in_cache(name)))
+    except OSError as error:
+        raise NoLibraryError(f"{path} cannot be loaded: {error}") from error
 
 
 def is_available(instructions: str = "auto") -> bool:
@@ -89,52 +95,33 @@ def is_available(instructions: str = "auto") -> bool:
     return True
 
 
-def file_name(instructions: str) -> str:
-    """The name of an instruction set's library in a wheel."""
-    return f"step_{instructions}.so"
-
-
-def build(instructions: str, to: Path) -> None:
-    """Compile one library: some seconds. Raises NoLibraryError."""
-    compiler = os.environ.get("CXX", "g++")
-    if not shutil.which(compiler):
-        raise NoLibraryError(
-            f"there is no compiler {compiler}: install g++, or a wheel of mars-ray"
-        )
-    # Renamed when it is whole: another process may look for it at the same time.
-    part = to.with_suffix(f".{os.getpid()}")
-    flags = [*_COMMON, *_EXACT, *INSTRUCTION_SETS[instructions]]
-    done = subprocess.run(
-        [compiler, *flags, str(SOURCES / "step.cpp"), "-o", str(part)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        part.unlink(missing_ok=True)
-        last = done.stderr.strip().splitlines()[-1:] or ["without a message"]
-        raise NoLibraryError(f"{compiler} failed: {last[0]}")
-    part.replace(to)
-
-
-def _in_cache(instructions: str) -> Path:
-    """The library in the user's cache, compiled if the sources are new."""
-    text = b"".join((SOURCES / name).read_bytes() for name in _SOURCE_FILES)
-    digest = hashlib.sha256(text + repr(INSTRUCTION_SETS[instructions]).encode()).hexdigest()[:16]
-    name = f"{digest}-{file_name(instructions)}"
+def _in_cache(name: str) -> Path:
+    """The library in the user's cache, compiled if the sources are new; if nothing can be kept
+    there, in a directory of this process alone."""
+    text = b"".join((SOURCES / file).read_bytes() for file in SOURCE_FILES)
+    digest = hashlib.sha256(text + repr(INSTRUCTION_SETS[name]).encode()).hexdigest()[:16]
+    file = f"{digest}-{file_name(name)}"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(base) / "mars-ray"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with FileLock(directory / f"{name}.lock"):
-            if not (directory / name).exists():
-                build(instructions, directory / name)
+        _check_own(directory)
+        with FileLock(directory / f"{file}.lock"):
+            if not (directory / file).exists():
+                build(name, directory / file)
     except OSError as error:
-        # Never a directory that others can write to: what is loaded runs with our rights.
         directory = Path(tempfile.mkdtemp(prefix="mars-ray-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
         logger.info("the compiled step is not kept: %s", error)
-        build(instructions, directory / name)
-    return directory / name
+        build(name, directory / file)
+    return directory / file
+
+
+def _check_own(directory: Path) -> None:
+    """Raise OSError if others can write to the directory: what is loaded runs with our rights."""
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others can write to {directory}")
 
 
 def default_threads() -> int:
