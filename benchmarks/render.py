@@ -139,7 +139,7 @@ def in_bfloat16(half: dict[str, Any]) -> list[str]:
         "| in bfloat16 | answers | identical | T/F without loops | margins: median, largest |",
         "|---|---|---|---|---|",
     ]
-    for row in (*half["rows"], half["floor"]):
+    for row in (*half["rows"], *([half["floor"]] if "floor" in half else [])):
         margins = sorted(difference["margin"] for difference in row["differences"]) or [0.0]
         counted = row.get("tokens_per_forward")
         speed = f"{counted['without_loops']:.2f}" if counted else "-"
@@ -172,6 +172,65 @@ def adapter_parts(result: dict[str, Any]) -> list[str]:
         "",
         f"Teacher-forced over {result['held_out']} held-out answers, after {result['steps']} "
         f"conversations each unless said otherwise; {machine(result['provenance'])}.",
+    ]
+
+
+def adapter_training(result: dict[str, Any]) -> list[str]:
+    """T/F of held-out answers during a training, and of short trainings that differ in one part."""
+    run = result["run"]
+    lines = [
+        "| mask tokens | seconds | T/F, all outcomes |",
+        "|---|---|---|",
+        *(f"| {masks:,} | {seconds:.0f} | {tf:.2f} |" for masks, seconds, tf in run["curve"]),
+        "",
+        "| short training | mask tokens | T/F, all outcomes | without the head |",
+        "|---|---|---|---|",
+    ]
+    order = sorted(result["screening"].items(), key=lambda item: -item[1]["tokens_per_forward"])
+    lines += [
+        f"| {name} | {found['mask_tokens']:,} | {found['tokens_per_forward']:.3f} | "
+        f"{found['rows_alone']:.3f} |"
+        for name, found in order
+    ]
+    answers = result["answers"]
+    return [
+        *lines,
+        "",
+        f"Teacher-forced over {result['held_out']} held-out answers; {answers['own_prompts']:,} "
+        f"answers to own prompts and {answers['real_prompts']:,} to real ones (the short ones: the "
+        f"latter, six beside each other); {machine(result['provenance'])}.",
+    ]
+
+
+def gpu_steps(result: dict[str, Any]) -> list[str]:
+    """Milliseconds of a step by sequences, rows and masks, and the share of the bandwidth."""
+    lines = [
+        "| model | sequences | one row each | 4 rows | of them 2 masks | 9 rows | of them 5 masks "
+        "| bandwidth |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, model in result["models"].items():
+        cases = [case for case in model["cases"] if case["context"] == 128]
+        for graphs, sequences in dict.fromkeys((c["graphs"], c["sequences"]) for c in cases):
+            own = {
+                case["rows"]: case
+                for case in cases
+                if (case["graphs"], case["sequences"]) == (graphs, sequences)
+            }
+            plain = own[1]["seconds"]
+            share = model["bytes"] / plain / result["bytes_per_s"]
+            numbers = [plain, own[4]["seconds"], own[4]["with_masks"]]
+            numbers += [own[9]["seconds"], own[9]["with_masks"]]
+            row = " | ".join(f"{1000 * number:.2f}" for number in numbers)
+            label = f"{sequences}" if graphs else f"{sequences}, torch, no graphs"
+            lines.append(f"| {name} | {label} | {row} | {share:.0%} |")
+    return [
+        *lines,
+        "",
+        "Milliseconds of a step with Python and the copy to the host, least of ten; 128 tokens in "
+        "each cache; random weights but for smollm2, random adapters of rank 32 with a head; "
+        f"share of {result['bytes_per_s'] / 1e12:.1f} TB/s that a copy moves; bfloat16, "
+        f"{machine(result['provenance'])}.",
     ]
 
 
@@ -380,6 +439,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "smollm2_decode_epyc": decode,
     "adapter_step": train_step,
     "adapter_parts": adapter_parts,
+    "adapter_training_gpu": adapter_training,
+    "gpu_steps": gpu_steps,
+    "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "train_step": train_step,
     "decode_demo": decode,
     "decode_demo_large": decode,

@@ -55,6 +55,7 @@ SETTINGS = [
     Sampling(temperature=0.7, seed=2),
     Sampling(temperature=2.0, seed=3, top_k=20),
     Sampling(temperature=0.7, seed=4, top_k=1),
+    Sampling(temperature=0.7, seed=2**63 - 1, top_k=2**70),
     Sampling(temperature=0.7, seed=5, top_p=0.9),
     Sampling(temperature=1.0, seed=6, top_p=0.1),
     Sampling(temperature=1.0, seed=7, min_p=0.05),

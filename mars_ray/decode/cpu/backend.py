@@ -419,8 +419,9 @@ class CompiledBackend:
 
 
 def _set_how(how: np.ndarray, sampling: Sampling) -> None:
-    for name in ("seed", "top_k", "temperature", "top_p", "min_p"):
+    for name in ("seed", "temperature", "top_p", "min_p"):
         how[name] = getattr(sampling, name)
+    how["top_k"] = min(sampling.top_k, np.iinfo(np.int64).max)
 
 
 def _is_plain(masks: Masks) -> bool:
