@@ -102,6 +102,22 @@ def model_status(
         # All replicas have the same job, but may run on different kinds of nodes.
         "engine": replicas[0].engine if replicas else None,
         "step_tokens": min((replica.step_tokens for replica in replicas), default=None),
-        "warning": next((replica.warning for replica in replicas if replica.warning), None),
+        "warning": next(
+            (replica.warning for replica in replicas if replica.warning), _mixed(replicas)
+        ),
         "policy": decided,
     }
+
+
+def _mixed(replicas: Sequence[ReplicaStatus]) -> str | None:
+    """A warning if replicas may give different answers to one request: AMX sums bfloat16 in another
+    order than the other instruction sets, which are alike, and so does torch."""
+    engines = [replica.engine for replica in replicas]
+    own = [engine for engine in engines if engine.device == "cpu" and engine.dtype == "bfloat16"]
+    kinds = {engine.instructions or "torch" for engine in own}
+    if len(kinds) <= 1 or not kinds & {"amx", "torch"}:
+        return None
+    return (
+        f"replicas compute with {', '.join(sorted(kinds))}: their answers may differ where two "
+        "tokens are nearly as likely; the same engine.cpu_instructions for all makes them equal"
+    )

@@ -1,6 +1,7 @@
 """What the page shows: rates of the last seconds, shares of the last minute, and their sums."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fastapi.encoders import jsonable_encoder
@@ -15,6 +16,21 @@ from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
 JOB = ServeJob(checkpoint="x")
 INFO = EngineInfo("mars-ray", "float32", "cpu", "dense", None, 1, 4096, 64)
+REPLICA = ReplicaStatus(
+    "verified",
+    0.5,
+    "a@1",
+    1,
+    0,
+    0.5,
+    10.0,
+    tokens=90,
+    forwards=30,
+    disagreed=9,
+    engine=INFO,
+    step_tokens=256,
+    warning="too many",
+)
 
 
 def seen(set_point: float = 1.0) -> Snapshot:
@@ -83,21 +99,7 @@ def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set
 
 def test_replicas_add_up():
     """Shares are of all tokens, not means of shares."""
-    one = ReplicaStatus(
-        "verified",
-        0.5,
-        "a@1",
-        1,
-        0,
-        0.5,
-        10.0,
-        tokens=90,
-        forwards=30,
-        disagreed=9,
-        engine=INFO,
-        step_tokens=256,
-        warning="too many",
-    )
+    one = REPLICA
     two = ReplicaStatus(
         "verified",
         0.4,
@@ -172,3 +174,23 @@ def test_many_pages_ask_once():
 
     asked = 0
     assert asyncio.run(all_at_once()) == [1] * 11
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "is_told"),
+    [
+        ("bfloat16", ["amx", "avx512f"], True),
+        ("bfloat16", ["avx2", None], True),
+        ("bfloat16", ["avx2", "avx512_bf16"], False),
+        ("bfloat16", ["amx", "amx"], False),
+        ("float32", ["amx", "avx2"], False),
+    ],
+)
+def test_replicas_that_may_disagree_are_told(dtype, kinds, is_told):
+    """Guards the promise that another replica gives the same answer."""
+    infos = [replace(INFO, dtype=dtype, device="cpu", instructions=kind) for kind in kinds]
+    replicas = [replace(REPLICA, engine=info, warning=None) for info in infos]
+    warning = model_status("m", replicas, None)["warning"]
+    assert bool(warning) == is_told
+    if warning:
+        assert "engine.cpu_instructions" in warning
