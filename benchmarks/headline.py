@@ -46,6 +46,19 @@ def _at(*keys: str) -> Callable[[Result], float]:
     return value
 
 
+def _step(rows: str, base: str | None = None) -> Callable[[Result], float]:
+    """Seconds of a step in bfloat16 with 64 tokens in the cache, over those of another such step,
+    or over the same one's before."""
+
+    def value(result: Result) -> float:
+        own = {row["shape"]: row for row in result["shapes"] if row["dtype"] == "bfloat16"}
+        shape = own[f"1 x {rows}, context 64"]
+        divisor = own[f"1 x {base}, context 64"]["after_s"] if base else shape["before_s"]
+        return shape["after_s"] / divisor
+
+    return value
+
+
 Choice = Callable[[list[float]], float]
 
 
@@ -114,6 +127,8 @@ def _test_minutes(result: Result) -> float:
     return (result["fast_s"] + result["ray_s"]) / 60
 
 
+_PLAIN, _FOUR = "one row", "4 rows, 2 of them masks"
+_NINE = "9 rows, 4 of them masks"
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
 
 
@@ -126,6 +141,11 @@ class Headline:
 
 
 HEADLINES = {
+    # A step of the compiled library, over one of the same shape before there was one.
+    "cpu.plain_over_before": Headline("step_before_after", _step(_PLAIN)),
+    "cpu.nine_rows_over_before": Headline("step_before_after", _step(_NINE)),
+    "cpu.four_rows_over_plain": Headline("step_before_after", _step(_FOUR, _PLAIN)),
+    "cpu.nine_rows_over_plain": Headline("step_before_after", _step(_NINE, _PLAIN)),
     "smollm2.identical_share": Headline("smollm2_identity", _at("float32", "identical_share")),
     "smollm2.prompts": Headline("smollm2_identity", _at("float32", "prompts")),
     # Answers in batches of 16, 7 and 1, `exact` and `verified`, like those of `exact` in 16.

@@ -202,6 +202,24 @@ def adapter_training(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def step_before_after(result: dict[str, Any]) -> list[str]:
+    """Milliseconds of a step of each shape in two checkouts."""
+    lines = ["| step | before | now | times as fast (rounds) |", "|---|---|---|---|"]
+    for own in result["shapes"]:
+        lines.append(
+            f"| {own['dtype']}, {own['shape']} | {1000 * own['before_s']:.1f} ms | "
+            f"{1000 * own['after_s']:.1f} ms | {own['ratio']:.2f} ({own['least']:.2f} to "
+            f"{own['most']:.2f}) |"
+        )
+    before = result["sides"]["before"]["provenance"]["commit"]
+    return [
+        *lines,
+        "",
+        f"SmolLM2 with its adapter; medians of {result['rounds']} interleaved rounds, "
+        f"{result['threads']} threads; before: commit {before}; {machine(result['provenance'])}.",
+    ]
+
+
 def gpu_steps(result: dict[str, Any]) -> list[str]:
     """Milliseconds of a step by sequences, rows and masks, and the share of the bandwidth."""
     lines = [
@@ -441,6 +459,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "adapter_parts": adapter_parts,
     "adapter_training_gpu": adapter_training,
     "gpu_steps": gpu_steps,
+    "step_before_after": step_before_after,
     "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "train_step": train_step,
     "decode_demo": decode,
