@@ -1,19 +1,14 @@
 #!/usr/bin/env bash
-# A draft adapter trained and measured on the GPU at hand, in three parts that each go on where they were:
-#     benchmarks/gpu_adapt.sh DIRECTORY [PYTHON]
-# models/smollm2 must be there. Needs torch for CUDA (with Triton), transformers, pydantic, typer, rich,
-# pyarrow and tensorboardX; not Ray. Answers and training take 22 minutes by the job, then identity and
-# tokens per forward over 520 prompts, and tokens per second at batch 1 to 16.
+# A draft adapter trained on the GPU at hand, on answers that were made elsewhere, without Ray:
+#     benchmarks/gpu_adapt.sh ADAPTATION OUTPUT [STEPS] [PYTHON]
+# ADAPTATION has the adapt.json, train.jsonl and held_out.jsonl of a `mars-ray adapt` run, whose model must
+# be there. A step is eight rows of packed conversations; 648 took three minutes of an H200. Needs torch for
+# CUDA (with Triton), transformers, pydantic, typer, rich, pyarrow and tensorboardX. The adapter is
+# OUTPUT/adapter.parts/all parts.adapter, T/F during the training is in OUTPUT/adapter.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-output=$(realpath -m "$1")
-python=${2:-python3}
-export PYTHONPATH=.:benchmarks
-if [ ! -d "$output/adapter" ]; then
-    "$python" benchmarks/adapt_alone.py jobs/adapt-smollm2-gpu.toml "$output"
-fi
-"$python" benchmarks/identity.py jobs/evaluate-smollm2.toml "$output/smollm2_identity_gpu.json" \
-    "engine.draft_adapter=$output/adapter"
-"$python" -m mars_ray bench decode jobs/bench-decode-smollm2.toml \
-    --output "$output/smollm2_decode_gpu.json" "draft_adapter=$output/adapter" \
-    'peers=["transformers"]' dtype=bfloat16
+adaptation=$(realpath "$1")
+output=$(realpath -m "$2")
+mkdir -p "$output"
+PYTHONPATH=.:benchmarks timeout 480 "${4:-python3}" benchmarks/adapter_parts.py \
+    "$adaptation" "$output/adapter.json" "${3:-600}" "all parts"

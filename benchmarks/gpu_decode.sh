@@ -15,6 +15,9 @@ bench() { # NAME SECONDS JOB [KEY=VALUE ...]
         --output "$output/$name.json" "$@" ||
         echo "$name: no result within $seconds s" >&2
 }
+# What a step costs by rows, masks and sequences: half a minute for both shapes.
+PYTHONPATH=.:benchmarks timeout 150 "$python" benchmarks/gpu_steps.py "$output/gpu_step.json" \
+    qwen2.5-0.5b qwen2.5-7b || echo "gpu_steps: not complete" >&2
 bench decode_gpu_0_5b 90 jobs/bench-decode-gpu.toml "$@"
 # One sequence with a long prompt: what attention to it costs a step.
 bench decode_gpu_0_5b_long 40 jobs/bench-decode-gpu.toml 'batch_sizes=[1]' prompts=1 \

@@ -130,6 +130,7 @@ def _test_minutes(result: Result) -> float:
 _PLAIN, _FOUR = "one row", "4 rows, 2 of them masks"
 _NINE = "9 rows, 4 of them masks"
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
+_LLAMA, _ORACLE = "llamacpp", "oracle, 4 drafts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,15 @@ HEADLINES = {
     "smollm2.exact_vs_vllm_b1_most": Headline("smollm2_decode", _times(_EXACT, _VLLM, 1, max)),
     "smollm2.exact_vs_vllm_min": Headline("smollm2_decode", _times(_EXACT, _VLLM)),
     "smollm2.verified_over_exact_min": Headline("smollm2_decode", _times(_VERIFIED, _EXACT)),
-    # The least median on another processor.
-    "smollm2.epyc_over_exact_min": Headline("smollm2_decode_epyc", _times(_VERIFIED, _EXACT)),
+    "smollm2.speed_over_exact_b4": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 4)),
+    "smollm2.speed_over_exact_b8": Headline("smollm2_decode", _times(_VERIFIED, _EXACT, 8)),
+    "smollm2.exact_vs_llamacpp_b1": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 1)),
+    "smollm2.exact_vs_llamacpp_b4": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 4)),
+    "smollm2.exact_vs_llamacpp_b8": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 8)),
+    "smollm2.speed_vs_llamacpp_b1": Headline("smollm2_decode", _times(_VERIFIED, _LLAMA, 1)),
+    "smollm2.speed_vs_vllm_b8": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 8)),
+    # Four drafts a step that are always right: what our own engine could do.
+    "smollm2.oracle_over_exact_b1": Headline("smollm2_decode", _times(_ORACLE, _EXACT, 1)),
     # The slowest round at any batch size.
     "smollm2.verified_over_exact_least": Headline(
         "smollm2_decode", _times(_VERIFIED, _EXACT, None, min)

@@ -97,11 +97,10 @@ def train_step(result: dict[str, Any]) -> list[str]:
 
 
 def identity_summary(result: dict[str, Any]) -> list[str]:
-    """The rows of `identity` for batch 16 with the adapter."""
-    single = result["float32"]
-    rows = [row for row in single["rows"] if row["name"].endswith(", with adapter, batch 16")]
-    named = [row | {"name": row["name"].removesuffix(", with adapter, batch 16")} for row in rows]
-    return identity(result | {"float32": single | {"rows": named}, "bfloat16": None})
+    """The rows in bfloat16, as `identity` has them."""
+    half = result["bfloat16"]
+    facts = {"largest_margin": None, "provenance": half["provenance"]}
+    return identity(result | facts | {"float32": half | facts, "bfloat16": None})
 
 
 def identity(result: dict[str, Any]) -> list[str]:
@@ -458,7 +457,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "adapter_step": train_step,
     "adapter_parts": adapter_parts,
     "adapter_training_gpu": adapter_training,
-    "gpu_steps": gpu_steps,
+    "gpu_step": gpu_steps,
     "step_before_after": step_before_after,
     "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "train_step": train_step,

@@ -42,6 +42,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "smollm2.speed_over_exact_b1": 2.0,
         "smollm2.speed_over_exact_b1_least": 2.0,
         "smollm2.speed_over_exact_b1_most": 9.0,
+        "smollm2.speed_over_exact_b4": pytest.approx(0.8),
         "smollm2.speed_vs_vllm_b1": 3.0,
         "smollm2.speed_vs_vllm_b1_least": 2.0,
         "smollm2.speed_vs_vllm_b1_most": 9.0,
@@ -59,7 +60,8 @@ def test_each_value_is_computed_from_its_result(tmp_path):
     assert found.keys() | lacking.keys() == headline.HEADLINES.keys()
     assert {why.partition(":")[0] for why in lacking.values()} == {
         "smollm2_identity.json",
-        "smollm2_decode_epyc.json",
+        "smollm2_decode.json",  # llama.cpp, drafts that are always right, batch 8
+        "step_before_after.json",
         "code_size.json",
         "house_walks.json",
         "simulate.json",
@@ -156,14 +158,24 @@ def test_a_step_error_is_that_of_the_worse_mode(tmp_path):
     }
 
 
-def test_answers_that_bfloat16_changes(tmp_path):
-    """By hand: of the worst mode, and of plain decoding in other batches."""
-    half = {"difference_rate": 0.3, "floor": {"identical": 0.75}}
-    (tmp_path / "smollm2_identity.json").write_text(json.dumps({"bfloat16": half}))
+def test_steps_over_others(tmp_path):
+    """By hand: over the same step before, and over a plain one now; float32 does not count."""
+    shapes = [
+        {"dtype": dtype, "shape": f"1 x {shape}, context 64", "before_s": before, "after_s": after}
+        for dtype, shape, before, after in (
+            ("bfloat16", "one row", 4.0, 1.0),
+            ("bfloat16", "4 rows, 2 of them masks", 6.0, 1.5),
+            ("bfloat16", "9 rows, 4 of them masks", 8.0, 3.0),
+            ("float32", "one row", 9.0, 9.0),
+        )
+    ]
+    (tmp_path / "step_before_after.json").write_text(json.dumps({"shapes": shapes}))
     found, _ = headline.headlines(tmp_path)
     assert {name: entry["value"] for name, entry in found.items()} == {
-        "smollm2.bf16_difference_rate": 0.3,
-        "smollm2.bf16_floor_rate": 0.25,
+        "cpu.plain_over_before": 0.25,
+        "cpu.nine_rows_over_before": 0.375,
+        "cpu.four_rows_over_plain": 1.5,
+        "cpu.nine_rows_over_plain": 3.0,
     }
 
 
