@@ -89,8 +89,7 @@ class Sampler:
         if self._mask_logits_MV is None:
             logits_MV = self._banned(self._backend.logits(wanted))
         else:
-            index_M = upload(torch.tensor(wanted), self._backend.device)
-            logits_MV = self._mask_logits_MV.index_select(0, index_M - self._first_mask)
+            logits_MV = _picked(self._mask_logits_MV, [row - self._first_mask for row in wanted])
         masks = [
             Masks(planned.item.sequence, planned.plan, outcome, token, own)
             for planned, outcome, token, own in zip(
@@ -176,6 +175,16 @@ class _Planned:
         grammar = sequence.grammar
         allowed_RV = grammar.allowed(plan.review, plan.drafts) if grammar else None
         return Block(request, own, answers, allowed_RV)
+
+
+def _picked(logits_MV: Tensor, rows: list[int]) -> Tensor:
+    """Some of the rows, in increasing order; as a view if they follow each other."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return logits_MV[rows[0] : rows[-1] + 1]
+    if logits_MV.device.type == "cpu":
+        # Threads of torch would go on spinning beside those of the next step.
+        return torch.from_numpy(logits_MV.numpy()[rows])
+    return logits_MV.index_select(0, upload(torch.tensor(rows), logits_MV.device))
 
 
 def _lists(columns: Several[Tensor]) -> list[list[float]]:

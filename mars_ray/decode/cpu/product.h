@@ -24,6 +24,8 @@ constexpr int PANEL = 32;
 constexpr int INPUTS = 32;
 // Rows of a product at once: what the caller's scratch has room for.
 constexpr int ROWS = 48;
+// Bytes by which reading is ahead of computing.
+constexpr int AHEAD = 4096;
 
 static inline int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -263,39 +265,45 @@ private:
 // A tile has 16 rows of 64 bytes: sums of 16 rows and 16 outputs, 32 inputs of 16 rows, or 16 pairs of
 // inputs of 16 outputs. Its instruction adds up the first products of the pairs, and the second ones,
 // and adds both sums to the result. A row alone does the same by vectors: they read memory faster.
-template <int M>
-static inline void block_as_tile(const bf16* w, const bf16* x, int64_t ldx, int inputs, float* y) {
-    F a[M][2];
-    for (int m = 0; m < M; m++) a[m][0] = a[m][1] = all(0);
+static inline void row_as_tile(const bf16* w, const bf16* x, int inputs, float* y) {
+    F a[2] = {all(0), all(0)};
     for (int first = 0; first < inputs; first += 32) {
-        F sum[M][2][2];
-        for (int m = 0; m < M; m++) sum[m][0][0] = sum[m][0][1] = sum[m][1][0] = sum[m][1][1] = all(0);
+        F low[2] = {all(0), all(0)}, high[2] = {all(0), all(0)};
         for (int k = first; k < first + 32; k += 2) {
             const bf16* p = w + (int64_t)k * PANEL;
-            _mm_prefetch((const char*)p + 2048, _MM_HINT_T0);
-            _mm_prefetch((const char*)p + 2112, _MM_HINT_T0);
-            F w0[2] = {first_of(p), second_of(p)}, w1[2] = {first_of(p + 32), second_of(p + 32)};
-            for (int m = 0; m < M; m++)
-                for (int j = 0; j < 2; j++) {
-                    F b = all(widened(x[m * ldx + k + j]));
-                    sum[m][0][j] = fma(w0[j], b, sum[m][0][j]), sum[m][1][j] = fma(w1[j], b, sum[m][1][j]);
-                }
+            _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T1);
+            _mm_prefetch((const char*)p + AHEAD + 64, _MM_HINT_T1);
+            F b = all(widened(x[k])), c = all(widened(x[k + 1]));
+            low[0] = fma(first_of(p), b, low[0]), low[1] = fma(second_of(p), c, low[1]);
+            high[0] = fma(first_of(p + 32), b, high[0]), high[1] = fma(second_of(p + 32), c, high[1]);
         }
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2; v++) a[m][v] = add(a[m][v], add(sum[m][v][0], sum[m][v][1]));
+        a[0] = add(a[0], add(low[0], low[1])), a[1] = add(a[1], add(high[0], high[1]));
     }
-    for (int m = 0; m < M; m++) store(y + m * PANEL, a[m][0]), store(y + m * PANEL + 16, a[m][1]);
+    store(y, a[0]), store(y + 16, a[1]);
+}
+
+// The weights of 32 inputs. From memory vectors fetch them line by line, faster than a tile's load,
+// which takes every second line.
+static inline const bf16* fetched(const bf16* w, bool is_far, bf16* near) {
+    if (!is_far) return w;
+    for (int i = 0; i < 32 * PANEL; i += 32) {
+        _mm_prefetch((const char*)(w + i) + AHEAD, _MM_HINT_T1);
+        _mm512_store_si512(near + i, _mm512_load_si512(w + i));
+    }
+    // The compiler does not know that tiles are loaded from memory.
+    asm volatile("" ::: "memory");
+    return near;
 }
 
 // Rows up to the next multiple of 16 are read and written too: there is room for them.
-static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs, int rows, float* y) {
-    if (rows == 1) return block_as_tile<1>(w, x, ldx, inputs, y);
-    // The compiler does not know that tiles are loaded from memory.
+static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs, int rows, float* y, bool is_far) {
+    if (rows == 1 && is_far) return row_as_tile(w, x, inputs, y);
+    alignas(64) bf16 near[2][32 * PANEL];
     asm volatile("" ::: "memory");
-    for (; rows > 16; rows -= 32, x += 32 * ldx, y += 32 * PANEL) {
+    for (; rows > 16; rows -= 32, x += 32 * ldx, y += 32 * PANEL, is_far = false) {
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
         for (int k = 0; k < inputs; k += 32) {
-            const bf16* p = w + (int64_t)k * PANEL;
+            const bf16* p = fetched(w + (int64_t)k * PANEL, is_far, near[k / 32 % 2]);
             _tile_loadd(6, p, 128); _tile_loadd(4, x + k, ldx * 2); _tile_loadd(7, p + 32, 128);
             _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
             _tile_loadd(5, x + 16 * ldx + k, ldx * 2);
@@ -307,31 +315,31 @@ static inline void product(const bf16* w, const bf16* x, int64_t ldx, int inputs
     if (rows <= 0) return;
     _tile_zero(0); _tile_zero(1);
     for (int k = 0; k < inputs; k += 32) {
-        const bf16* p = w + (int64_t)k * PANEL;
-        for (int line = 0; line < 32; line++)
-            _mm_prefetch((const char*)p + 4096 + 64 * line, _MM_HINT_T0);
+        const bf16* p = fetched(w + (int64_t)k * PANEL, is_far, near[k / 32 % 2]);
         _tile_loadd(6, p, 128); _tile_loadd(4, x + k, ldx * 2); _tile_loadd(7, p + 32, 128);
         _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
     }
     _tile_stored(0, y, 128); _tile_stored(1, y + 16, 128);
 }
 #else
-static inline void product(const bf16* w, const Input<bf16>::type* x, int64_t ldx, int inputs, int rows,
-                           float* y) {
+static inline void product(const bf16* w, const Input<bf16>::type* x, int64_t ldx, int inputs, int rows, float* y,
+                           bool) {
     blocks<BLOCK>(w, x, ldx, inputs, rows, y);
 }
 #endif
-static inline void product(const float* w, const float* x, int64_t ldx, int inputs, int rows, float* y) {
+static inline void product(const float* w, const float* x, int64_t ldx, int inputs, int rows, float* y, bool) {
     blocks<BLOCK>(w, x, ldx, inputs, rows, y);
 }
 
-// Some rows, at most ROWS, times the outputs of a panel: y has PANEL columns.
+// Some rows, at most ROWS, times the outputs of a panel: y has PANEL columns. The panel is far if it is
+// not in the cache, but in memory.
 template <class W, class X>
-static inline void product(const Matrix<W>& matrix, int panel, const X* x, int64_t ldx, int rows, float* y) {
+static inline void product(const Matrix<W>& matrix, int panel, const X* x, int64_t ldx, int rows, float* y,
+                           bool is_far) {
     int first = 0, last = matrix.inputs;
     if (matrix.spans.size()) first = matrix.spans[panel].first, last = matrix.spans[panel].second;
     const W* w = matrix.weights + (int64_t)panel * PANEL * matrix.inputs + (int64_t)first * PANEL;
-    product(w, x + first, ldx, last - first, rows, y);
+    product(w, x + first, ldx, last - first, rows, y, is_far);
     if (matrix.bias) {
         F low = load(matrix.bias + panel * PANEL), high = load(matrix.bias + panel * PANEL + 16);
         for (int m = 0; m < rows; m++, y += PANEL)

@@ -465,7 +465,7 @@ private:
         float* y = scratch_[worker.index]->low;
         for (int64_t first = 0; first < rows; first += ROWS) {
             int count = (int)std::min<int64_t>(ROWS, rows - first);
-            product(matrix, panel, in + first * ldi, ldi, count, y);
+            product(matrix, panel, in + first * ldi, ldi, count, y, first == 0);
             take(first, count, y);
         }
     }
@@ -533,8 +533,8 @@ private:
             Scratch& own = *scratch_[worker.index];
             for (int64_t first = 0; first < step.rows; first += ROWS) {
                 int count = (int)std::min<int64_t>(ROWS, step.rows - first);
-                product(gate, panel, in + first * hidden_, hidden_, count, own.low);
-                product(up, panel, in + first * hidden_, hidden_, count, own.high);
+                product(gate, panel, in + first * hidden_, hidden_, count, own.low, first == 0);
+                product(up, panel, in + first * hidden_, hidden_, count, own.high, first == 0);
                 for (int m = 0; m < count; m++) {
                     const float *g = own.low + m * PANEL, *u = own.high + m * PANEL;
                     if (!lora || first + m < first_mask) {
@@ -553,8 +553,8 @@ private:
             for (int64_t first = 0; first < step.masks; first += ROWS) {
                 int count = (int)std::min<int64_t>(ROWS, step.masks - first);
                 const X* low = low_rank_.get(0) + first * rank_;
-                product(lora[GATE].up, panel, low, rank_, count, own.low);
-                product(lora[UP].up, panel, low, rank_, count, own.high);
+                product(lora[GATE].up, panel, low, rank_, count, own.low, first == 0);
+                product(lora[UP].up, panel, low, rank_, count, own.high, first == 0);
                 for (int m = 0; m < count; m++) {
                     int64_t row = first_mask + first + m, at = row * inner_ + panel * PANEL;
                     float *g = own.low + m * PANEL, *u = own.high + m * PANEL;
