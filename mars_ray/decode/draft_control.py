@@ -32,6 +32,7 @@ _PRICE_RATE = 0.2
 _LOOKED_AT = 4
 # Masks that are never tried teach nothing, so once in this many steps one sequence has all masks.
 _PROBE_EVERY = 128
+_NOTHING = Choice(0, (0,))
 
 
 @dataclass(slots=True)
@@ -171,13 +172,17 @@ def _choose_at(
     prospects: dict[bool, Prospects], members: Several[Sequence], accept: Several[list[float]]
 ) -> int:
     """Choose for each member, and return the number of rows that this adds."""
-    rows = 0
+    rows, without_drafts = 0, {}
     for sequence, own in zip(members, accept, strict=True):
         mode = sequence.request.mode
         assert isinstance(mode, VerifiedMode)
-        known = prospects[_is_sampled(sequence)]
-        parents = sequence.draft_parents
-        choice = best_choice(own, _rooms(sequence), known, mode.groups, parents)
+        known, rooms = prospects[_is_sampled(sequence)], _rooms(sequence)
+        # Of sequences without drafts many are alike.
+        choice = without_drafts.get((id(known), rooms[0])) if not own else None
+        if choice is None:
+            choice = best_choice(own, rooms, known, mode.groups, sequence.draft_parents)
+        if not own:
+            without_drafts[id(known), rooms[0]] = choice
         sequence.choice = choice
         rows += choice.rows
     return rows
@@ -191,11 +196,13 @@ def _without_masks_that_do_not_pay(
 ) -> int:
     """Keep the choices, or choose without masks if all masks together are not worth `first_price`,
     the price of there being any; return the number of rows that this adds."""
-    chosen = [sequence.choice or Choice(0, (0,)) for sequence in members]
+    chosen = [sequence.choice or _NOTHING for sequence in members]
     if first_price and any(any(choice.masks) for choice in chosen):
         known = [prospects[_is_sampled(sequence)] for sequence in members]
         plain = [
             best_choice(own, [0] * (1 + len(own)), one, None, sequence.draft_parents)
+            if own
+            else _NOTHING
             for own, one, sequence in zip(accept, known, members, strict=True)
         ]
         gained = sum(choice.value for choice in chosen) - sum(choice.value for choice in plain)
@@ -239,6 +246,8 @@ def _branches(sequence: Sequence, price: float) -> int:
 def _leave_out_useless(sequence: Sequence) -> None:
     """Drop drafts that cannot be used: those behind a token that ends the answer, and one for the
     last token, which needs no draft."""
+    if not sequence.drafts:
+        return
     stop, depths = sequence.request.stop_ids, depths_of(sequence.draft_parents)
     if max(depths) < sequence.remaining and stop.isdisjoint(sequence.drafts):
         return
@@ -253,6 +262,8 @@ def _leave_out_useless(sequence: Sequence) -> None:
 def _rooms(sequence: Sequence) -> list[int]:
     """The number of masks that the answer may need behind each node."""
     left, stop = sequence.remaining - 2, sequence.request.stop_ids
+    if not sequence.drafts:
+        return [max(0, min(sequence.widest, left))]
     depths = depths_of(sequence.draft_parents)
     rooms = [max(0, min(sequence.widest, left - depth)) for depth in depths]
     for node, draft in enumerate(sequence.drafts, start=1):

@@ -34,7 +34,7 @@ def choose_drafts(
     backend: Backend,
     rows: Several[int],
     logits_MV: Tensor,
-    position_M: Tensor,
+    position_M: np.ndarray,
     masks: Several[Masks],
 ) -> list[Proposals]:
     """Proposals of each sequence's masks, which are these rows of the forward; `position_M` holds
@@ -55,7 +55,7 @@ def choose_drafts(
 
 
 def _by_themselves(
-    backend: Backend, logits_MV: Tensor, position_M: Tensor, masks: Several[Masks]
+    backend: Backend, logits_MV: Tensor, position_M: np.ndarray, masks: Several[Masks]
 ) -> list[Proposals]:
     measures: list[Measure] = [each.plan.measure or "probability" for each in masks]
     measured = {measure: confidence(logits_MV, measure).tolist() for measure in set(measures)}
@@ -147,7 +147,7 @@ class _Drafts:
         head: DraftHead,
         hidden_MH: Tensor,
         logits_MV: Tensor,
-        position_M: Tensor,
+        position_M: np.ndarray,
         masks: Several[Masks],
     ) -> None:
         self._backend, self._head = backend, head
@@ -195,9 +195,9 @@ class _Drafts:
         of the given rank.
         """
         depth = before_XD.shape[1] - 1
-        row_X = torch.tensor([self._masks[index].own.start + depth for index in members])
-        position_X = self._position_M[row_X]
-        row_X = upload(row_X, self._hidden_MH.device)
+        rows = [self._masks[index].own.start + depth for index in members]
+        position_X = self._position_M[rows]
+        row_X = upload(torch.tensor(rows), self._hidden_MH.device)
         corrected_XH = self._head.correct(
             self._hidden_MH[row_X],
             self._backend.embed(before_XD[:, -1]),

@@ -32,13 +32,13 @@ class Block:
     allowed_RV: NDArray[np.bool_] | None = None  # by its grammar, for the first rows
 
 
-def score(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
+def score(logits_PV: Tensor, blocks: Several[Block], position_P: np.ndarray) -> None:
     """Turn logits into scores, in place. `position_P` holds the predicted tokens' positions."""
     adjust_all(logits_PV, blocks, position_P)
     sample(logits_PV, blocks, position_P)
 
 
-def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) -> None:
+def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: np.ndarray) -> None:
     """Apply penalties, biases and grammars of the requests that have them, in place."""
     for block in blocks:
         request, own = block.request, block.own
@@ -60,7 +60,7 @@ def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: Tensor) ->
 def sample(
     logits_PV: Tensor,
     blocks: Several[Block],
-    position_P: Tensor,
+    position_P: np.ndarray,
     token_PV: Tensor | None = None,
 ) -> None:
     """Add each request's noise, in place; logits of greedy requests are scores already.
@@ -76,10 +76,12 @@ def sample(
             alike[key].append((sampling, np.arange(block.own.start, block.own.stop)))
     device = logits_PV.device
     for members in alike.values():
-        index_X = torch.from_numpy(np.concatenate([rows for _, rows in members]))
+        index = np.concatenate([rows for _, rows in members])
         seed_X = torch.tensor([sampling.seed for sampling, rows in members for _ in rows])
-        seed_X, position_X = upload(seed_X, device), upload(position_P[index_X], device)
-        index_X = upload(index_X, device)
+        seed_X, position_X, index_X = (
+            upload(each, device)
+            for each in (seed_X, torch.from_numpy(position_P[index]), torch.from_numpy(index))
+        )
         token_XV = None if token_PV is None else token_PV[index_X]
         scores_XV = scores(logits_PV[index_X], members[0][0], position_X, seed_X, token_XV)
         logits_PV.index_copy_(0, index_X, scores_XV)

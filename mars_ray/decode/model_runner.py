@@ -33,7 +33,7 @@ def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) ->
     masks = _depths(work) if backend.adapter else [mask_token_id or 0] * tables.masks
     ids = [token for item in work for token in _tokens(item)]
     backend.forward(tables, np.array(ids + masks), position_N)
-    return Sampler(backend, work, tables, torch.from_numpy(position_N), mask_token_id)
+    return Sampler(backend, work, tables, position_N, mask_token_id)
 
 
 def _tokens(item: Work) -> list[int]:

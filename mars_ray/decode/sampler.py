@@ -38,7 +38,7 @@ class Sampler:
         backend: Backend,
         work: Several[Work],
         tables: Tables,
-        position_N: Tensor,
+        position_N: np.ndarray,
         mask_token_id: int | None,
     ) -> None:
         self._backend = backend
@@ -70,7 +70,7 @@ class Sampler:
             owns.append(slice(end, end + len(planned.rows)))
             end = owns[-1].stop
         # A row at position t predicts the token of position t + 1.
-        position_P = self._position_N[torch.tensor(index)] + 1
+        position_P = self._position_N[index] + 1
         return self._to_host(logits_PV, owns, position_P, meanwhile)
 
     @torch.inference_mode()
@@ -96,7 +96,7 @@ class Sampler:
                 self._planned, outcomes, tokens, owns, strict=True
             )
         ]
-        position_M = self._position_N[torch.tensor(wanted)] + 1
+        position_M = self._position_N[wanted] + 1
         return choose_drafts(self._backend, wanted, logits_MV, position_M, masks)
 
     def _logits(self, index: list[int]) -> Tensor:
@@ -120,7 +120,7 @@ class Sampler:
         self,
         logits_PV: Tensor,
         owns: Several[slice],
-        position_P: Tensor,
+        position_P: np.ndarray,
         meanwhile: Callable[[], None],
     ) -> list[Rows]:
         """Tokens and numbers of all rows in one copy."""

@@ -74,7 +74,7 @@ def test_tokens_are_those_of_torch(instructions, vocabulary, kind):
         token_P, ratio_P = chosen(instructions, logits_PV, sampling)
         block = Block(request("a", [1], ExactMode(), sampling=sampling), slice(0, ROWS))
         scores_PV = logits_PV.clone()
-        sample(scores_PV, [block], 100 + torch.arange(ROWS))
+        sample(scores_PV, [block], 100 + np.arange(ROWS))
         best_P, expected_P = best(scores_PV, np.full(ROWS, 3), np.arange(ROWS))
         for row, (own, other) in enumerate(zip(token_P, best_P.tolist(), strict=True)):
             if own != other:

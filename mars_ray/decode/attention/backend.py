@@ -84,7 +84,7 @@ class Backend(Protocol):
         self,
         logits_PV: Tensor,
         blocks: Several[Block],
-        position_P: Tensor,
+        position_P: np.ndarray,
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class Backend(Protocol):
         ...
 
     def drafts(
-        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: Tensor
+        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: np.ndarray
     ) -> tuple[Several[list[int]], Several[list[float]]] | None:
         """Each branch's tokens by the adapter's head, and their shares among the candidates; None
         if this backend cannot choose these drafts. `rows` are those of `logits_MV`."""

@@ -69,7 +69,7 @@ class TorchBackend:
         self,
         logits_PV: Tensor,
         blocks: Several[Block],
-        position_P: Tensor,
+        position_P: np.ndarray,
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class TorchBackend:
         return best(logits_PV, draft_P, parent_P)
 
     def drafts(
-        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: Tensor
+        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: np.ndarray
     ) -> None:
         """See Backend: torch chooses them (`draft_selection.py`)."""
 

@@ -248,14 +248,14 @@ class CompiledModel:
         """Last hidden states of some rows of the last step, float32 (P, H)."""
         index = np.array(rows, np.int64)
         hidden_PH = torch.empty(len(index), self.hidden_size)
-        self._library.mars_hidden(self._handle, _at(index), len(index), hidden_PH.data_ptr())
+        self._library.mars_hidden(self._handle, index.ctypes.data, len(index), hidden_PH.data_ptr())
         return hidden_PH
 
     def logits(self, rows: Several[int], to_PV: Tensor) -> None:
         """Logits of some rows of the last step, into float32 (P, V)."""
         index = np.array(rows, np.int64)
         self._library.mars_logits(
-            self._handle, _at(index), len(index), to_PV.data_ptr(), to_PV.stride(0)
+            self._handle, index.ctypes.data, len(index), to_PV.data_ptr(), to_PV.stride(0)
         )
 
     def choose(
@@ -264,15 +264,15 @@ class CompiledModel:
         """Each row's token, and each draft's probability relative to that of its parent's row."""
         token_P, ratio_P = np.empty(len(how_P), np.int64), np.empty(len(how_P), np.float32)
         draft_P, parent_P = (np.ascontiguousarray(each, np.int64) for each in (draft_P, parent_P))
-        pairs = _Pairs(len(draft_P), _at(parent_P), _at(draft_P))
+        pairs = _Pairs(len(draft_P), parent_P.ctypes.data, draft_P.ctypes.data)
         self._library.mars_choose(
             self.threads,
             logits_PV.data_ptr(),
             *logits_PV.shape,
-            _at(how_P),
+            how_P.ctypes.data,
             byref(pairs),
-            _at(token_P),
-            _at(ratio_P),
+            token_P.ctypes.data,
+            ratio_P.ctypes.data,
         )
         return token_P, ratio_P
 
@@ -300,13 +300,13 @@ class CompiledModel:
             len(masks),
             shape[1],
             adapter.candidates,
-            _at(row_S),
-            *map(_at, columns),
-            _at(how_S),
+            row_S.ctypes.data,
+            *(column.ctypes.data for column in columns),
+            how_S.ctypes.data,
             logits_MV.data_ptr(),
             logits_MV.stride(0),
-            _at(token_LD),
-            _at(share_LD),
+            token_LD.ctypes.data,
+            share_LD.ctypes.data,
         )
         self._library.mars_draft(self._handle, byref(drafts))
         return token_LD, share_LD
@@ -377,7 +377,7 @@ class CompiledBackend:
         self,
         logits_PV: Tensor,
         blocks: Several[Block],
-        position_P: Tensor,
+        position_P: np.ndarray,
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
@@ -390,7 +390,7 @@ class CompiledBackend:
         return torch.from_numpy(token_P), torch.from_numpy(ratio_P)
 
     def drafts(
-        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: Tensor
+        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: np.ndarray
     ) -> tuple[Several[list[int]], Several[list[float]]] | None:
         """See Backend."""
         if not all(map(_is_plain, masks)):
@@ -419,6 +419,8 @@ class CompiledBackend:
 
 
 def _set_how(how: np.ndarray, sampling: Sampling) -> None:
+    if sampling.temperature == 0:
+        return  # greedy, as zeros are
     for name in ("seed", "temperature", "top_p", "min_p"):
         how[name] = getattr(sampling, name)
     how["top_k"] = min(sampling.top_k, np.iinfo(np.int64).max)
@@ -429,10 +431,6 @@ def _is_plain(masks: Masks) -> bool:
     request = masks.sequence.request
     is_seldom = request.sampling.changes_logits or request.logprobs is not None
     return not (is_seldom or masks.plan.measure)
-
-
-def _at(array: np.ndarray) -> c_void_p:
-    return array.ctypes.data_as(c_void_p)
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
