@@ -19,6 +19,8 @@ Window = Annotated[
 MOST_DRAFTS = 63
 # Limits of window control: choosing among more would take more time than it saves.
 _MOST_BRANCHES, _CONTROLLED_DRAFTS = 4, 16
+# Most drafts of a step that are looked up in the sequence's own text.
+MOST_NGRAM_DRAFTS = 16
 
 
 class BaseMode(Config):
@@ -111,7 +113,6 @@ class ExactMode(BaseMode):
 class VerifiedMode(_Windowed, _WithThreshold, BaseMode):
     """Drafts are verified by the next forward; at threshold 1 the output is that of `exact`."""
 
-    needs_masks: ClassVar[bool] = True
     has_masks: ClassVar[bool] = True
     has_drafts: ClassVar[bool] = True
     verifies: ClassVar[bool] = True
@@ -131,6 +132,11 @@ class VerifiedMode(_Windowed, _WithThreshold, BaseMode):
         le=8,
         description="alternatives for a step's first draft, each with a chain of drafts behind it; "
         "default: as many as pay, and one where the threshold is fixed below 1",
+    )
+    ngram: bool = Field(
+        default=True,
+        description="also draft what followed the last tokens where they stood before, in the "
+        "prompt or the answer; needs window_control, and threshold 1 in force",
     )
 
     def branches_of(self, window: int) -> int:
@@ -255,5 +261,5 @@ def controlled_branches(depth: int) -> int:
 
 
 def widest_rows(depth: int) -> int:
-    """Number of rows of a step with masks behind every draft that window control may choose."""
+    """Number of rows of a step with masks behind every draft that masks make for window control."""
     return VerifiedMode(groups=65, branches=controlled_branches(depth)).most_rows(depth)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from mars_ray.config.modes import Mode
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.engine_thread import EngineThread
 from mars_ray.decode.isolation import step_apart, works
@@ -43,7 +44,7 @@ class AsyncEngine(EngineThread):
         self._engine = engine
         self._directory = directory
         self._adapter: tuple[str, DraftAdapter] | None = None  # ready, not yet in use
-        self.can_draft = engine.card.block_size > 0
+        self._has_masks = engine.card.block_size > 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Deliver] = {}
         self._undelivered: list[tuple[Deliver, TokenEvent]] = []
@@ -51,6 +52,10 @@ class AsyncEngine(EngineThread):
         self._failed_steps = 0  # since the last step that succeeded
         self._discarded_tokens = 0  # of events that nobody has read
         self._stopping = False
+
+    def can_decode(self, mode: Mode) -> bool:
+        """See EngineClient: `verified` has drafts without masks too (`decode/ngram.py`)."""
+        return self._has_masks or not mode.needs_masks
 
     @property
     def open_requests(self) -> int:
@@ -125,12 +130,12 @@ class AsyncEngine(EngineThread):
             adapter = ready[1]
         # Set just before the engine is asked. Requests submitted earlier reach it first, with
         # drafts; requests submitted later are in a form that the next step can decode.
-        before = self.can_draft
-        self.can_draft = adapter is not None or self._engine.drafts_itself
+        before = self._has_masks
+        self._has_masks = adapter is not None or self._engine.drafts_itself
         try:
             await self.ask(lambda engine: engine.set_adapter(adapter, name))
         except ModelError:
-            self.can_draft = before
+            self._has_masks = before
             raise
 
     async def ask(self, question: Callable[[Engine], Answer]) -> Answer:

@@ -12,11 +12,12 @@ import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from mars_ray.config.modes import VerifiedMode, controlled_branches
+from mars_ray.config.modes import MOST_DRAFTS, MOST_NGRAM_DRAFTS, VerifiedMode, controlled_branches
 from mars_ray.core.draft_choice import Choice, Prospects, best_choice
 from mars_ray.core.step_cost import StepCost
-from mars_ray.core.tree import depths_of, first_chain
+from mars_ray.core.tree import children_of, depths_of, first_chain
 from mars_ray.decode.draft_stats import DraftStats
+from mars_ray.decode.ngram import Match, NgramStats
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies.base import Plan
 
@@ -61,12 +62,16 @@ class _SpeedUp:
 class DraftControl:
     """Chooses the drafts and masks of every such sequence (`_is_controlled`) before each step."""
 
-    def __init__(self, cost: StepCost, depth: int, most_rows: int) -> None:
-        """`most_rows` is the most rows of a step."""
+    def __init__(
+        self, cost: StepCost, depth: int, most_rows: int, own_rows: int | None = None
+    ) -> None:
+        """`most_rows` is the most rows of a step, `own_rows` of a sequence, by default as many."""
         self.cost = cost
         self.most_rows = most_rows
+        self._own_rows = own_rows
         # Sampled drafts are accepted less often than greedy ones.
         self.forget(depth)
+        self.ngrams = {False: NgramStats(), True: NgramStats()}
         self._speed_up = _SpeedUp()
         self._sequences, self._context_tokens = 1, 0
         self._price: float | None = None
@@ -91,6 +96,7 @@ class DraftControl:
         if self._price is None:
             self._price = self._price_at(least, least, speed_up)
         for sequence in members:
+            _look_up(sequence)
             _leave_out_useless(sequence)
             sequence.branches = _branches(sequence, self._price)
         accept = [self._accept(sequence) for sequence in members]
@@ -98,20 +104,27 @@ class DraftControl:
         mask_price = tokens_per_s * self.cost.mask_s
         price, prospects = self._price, self._prospects(members, self._price, mask_price)
         rows = least + _choose_at(prospects, members, accept)
-        while least < rows > self.most_rows:
+        while rows > least and not self._fits(least, _choices(members)):
             # All must fit, or some would wait for another step.
             price *= _DEARER
             prospects = self._prospects(members, price, mask_price)
             rows = least + _choose_at(prospects, members, accept)
         if not any(s.window for s in running if not _is_controlled(s)):
             first_price = tokens_per_s * self.cost.first_mask_s
-            rows = least + _without_masks_that_do_not_pay(prospects, members, accept, first_price)
+            rows = self._without_masks_that_do_not_pay(
+                least, prospects, members, accept, first_price
+            )
         self._look_at_some(members, accept, prospects)
         if self._steps % _PROBE_EVERY == 0:
-            _probe(members[0])
+            _probe(members[0], min(self.most_rows, self._own_rows or self.most_rows))
         masks = sum(sum(sequence.choice.masks) for sequence in members if sequence.choice)
         self._speed_up.ratio = self._seconds(rows, masks) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
+
+    def _fits(self, least: int, choices: Several[Choice]) -> bool:
+        rows = [choice.rows for choice in choices]
+        own = self._own_rows or self.most_rows
+        return least + sum(rows) <= self.most_rows and max(rows) < own
 
     def _price_at(self, rows: int, least: int, speed_up: float) -> float:
         """Tokens that the time of one more row would yield elsewhere."""
@@ -137,6 +150,34 @@ class DraftControl:
             for sampled, own in known.items()
         }
 
+    def _without_masks_that_do_not_pay(
+        self,
+        least: int,
+        prospects: dict[bool, Prospects],
+        members: Several[Sequence],
+        accept: Several[list[float]],
+        first_price: float,
+    ) -> int:
+        """Keep the choices, or choose without masks if all masks together are not worth
+        `first_price`, the price of there being any; return the step's number of rows."""
+        chosen = _choices(members)
+        kept_rows = least + sum(choice.rows for choice in chosen)
+        if not first_price or not any(any(choice.masks) for choice in chosen):
+            return kept_rows
+        known = [prospects[_is_sampled(sequence)] for sequence in members]
+        plain = [
+            best_choice(own, [0] * (1 + len(own)), one, None, sequence.draft_parents)
+            if own
+            else _NOTHING
+            for own, one, sequence in zip(accept, known, members, strict=True)
+        ]
+        gained = sum(choice.value for choice in chosen) - sum(choice.value for choice in plain)
+        if gained >= first_price or not self._fits(least, plain):
+            return kept_rows
+        for sequence, choice in zip(members, plain, strict=True):
+            sequence.choice = choice
+        return least + sum(choice.rows for choice in plain)
+
     def _look_at_some(
         self,
         members: Several[Sequence],
@@ -150,22 +191,51 @@ class DraftControl:
             if own and sequence.choice and not sequence.grammar:
                 sampled = _is_sampled(sequence)
                 self.acceptance[sampled].observe_drafts(
-                    own, sequence.choice, prospects[sampled], sequence.draft_parents
+                    own,
+                    sequence.choice,
+                    prospects[sampled],
+                    sequence.draft_parents,
+                    sequence.draft_matches,
                 )
 
     def _accept(self, sequence: Sequence) -> list[float]:
-        """How likely each draft is accepted."""
-        return self.acceptance[_is_sampled(sequence)].of(sequence.draft_probabilities)
+        """How likely each draft is accepted if its parent is."""
+        if not sequence.drafts:
+            return []
+        sampled = _is_sampled(sequence)
+        accept = self.acceptance[sampled].of(sequence.draft_probabilities)
+        if not any(sequence.draft_matches):
+            return accept
+        known, total = self.ngrams[sampled], [0.0] * (1 + len(accept))
+        for index, match in enumerate(sequence.draft_matches):
+            if match:
+                own = known.likely(match, sequence.ngrams)
+                drafted = accept[index] if sequence.draft_probabilities[index] else 0.0
+                accept[index] = max(own, drafted)
+            total[sequence.draft_parents[index]] += accept[index]
+        # Of alternatives at most one is accepted.
+        return [
+            own / max(1.0, total[parent])
+            for own, parent in zip(accept, sequence.draft_parents, strict=True)
+        ]
 
     def observe(self, sequence: Sequence, plan: Plan, outcome: int, committed: int) -> None:
         """Learn from a step's verification of a sequence's drafts."""
         if not _is_controlled(sequence):
             return
         self._speed_up.committed += committed
+        if not plan.drafts:
+            return
+        sampled = _is_sampled(sequence)
         # Where a grammar forces tokens, acceptance says nothing about masks.
-        if plan.drafts and not sequence.grammar:
-            known = self.acceptance[_is_sampled(sequence)]
-            known.observe(plan.confidences, outcome, plan.parents)
+        if not sequence.grammar:
+            self.acceptance[sampled].observe(plan.confidences, outcome, plan.parents)
+        if any(plan.matches):
+            self.ngrams[sampled].observe(plan.matches, outcome, plan.parents, sequence.ngrams)
+
+
+def _choices(members: Several[Sequence]) -> list[Choice]:
+    return [sequence.choice or _NOTHING for sequence in members]
 
 
 def _choose_at(
@@ -188,34 +258,10 @@ def _choose_at(
     return rows
 
 
-def _without_masks_that_do_not_pay(
-    prospects: dict[bool, Prospects],
-    members: Several[Sequence],
-    accept: Several[list[float]],
-    first_price: float,
-) -> int:
-    """Keep the choices, or choose without masks if all masks together are not worth `first_price`,
-    the price of there being any; return the number of rows that this adds."""
-    chosen = [sequence.choice or _NOTHING for sequence in members]
-    if first_price and any(any(choice.masks) for choice in chosen):
-        known = [prospects[_is_sampled(sequence)] for sequence in members]
-        plain = [
-            best_choice(own, [0] * (1 + len(own)), one, None, sequence.draft_parents)
-            if own
-            else _NOTHING
-            for own, one, sequence in zip(accept, known, members, strict=True)
-        ]
-        gained = sum(choice.value for choice in chosen) - sum(choice.value for choice in plain)
-        if gained < first_price:
-            for sequence, choice in zip(members, plain, strict=True):
-                sequence.choice = choice
-            chosen = plain
-    return sum(choice.rows for choice in chosen)
-
-
-def _probe(sequence: Sequence) -> None:
-    """Give a sequence all its masks: if masks were never tried, nothing would be learnt of them."""
-    drafts = first_chain(sequence.draft_parents)
+def _probe(sequence: Sequence, most: int) -> None:
+    """Give a sequence all its masks, in at most so many rows: if masks were never tried, nothing
+    would be learnt of them."""
+    drafts = min(first_chain(sequence.draft_parents), max(0, most - 1 - sequence.widest))
     masks = _rooms(sequence)[drafts]
     sequence.choice = Choice(drafts, (*([0] * drafts), masks))
 
@@ -241,6 +287,64 @@ def _branches(sequence: Sequence, price: float) -> int:
         return 1
     most = min(mode.branches or 8, controlled_branches(sequence.widest))
     return max(1, min(most, math.ceil(1 / price) - 1))
+
+
+def _look_up(sequence: Sequence) -> None:
+    """Add drafts that followed the last tokens where they stood before, as far as they are new.
+
+    Below threshold 1 a draft that is not the model's own choice may pass, and text that repeats
+    itself would pull the answer into loops: there is nothing to be looked up then. Behind a prompt
+    mostly the template matches, which says nothing of the answer.
+    """
+    mode = sequence.request.mode
+    assert isinstance(mode, VerifiedMode)
+    if any(sequence.draft_matches):
+        # Of an earlier look, when the sequence had no rows in the step.
+        kept = [node for node, own in enumerate(sequence.draft_probabilities, start=1) if own]
+        sequence.keep_drafts(kept)
+        sequence.draft_matches = [None] * len(kept)
+    if not mode.ngram or sequence.threshold < 1 or not sequence.forwards:
+        return
+    most = min(MOST_NGRAM_DRAFTS, MOST_DRAFTS - len(sequence.drafts), sequence.remaining - 1)
+    if most <= 0:
+        return
+    if sequence.grammar:
+        _look_up_within(sequence, most)
+        return
+    tokens, length = sequence.ngrams.drafts(sequence.tokens, most)
+    if not tokens:
+        return
+    drafts, parents = sequence.drafts.copy(), sequence.draft_parents.copy()
+    probabilities, matches = sequence.draft_probabilities.copy(), sequence.draft_matches.copy()
+    node, children = 0, children_of(parents)
+    for ahead, token in enumerate(tokens):
+        others = children[node] if node < len(children) else []
+        child = next((one for one in others if drafts[one - 1] == token), None)
+        if child:
+            matches[child - 1] = Match(length + ahead, "agree")
+        else:
+            drafts.append(token)
+            probabilities.append(0.0)
+            parents.append(node)
+            matches.append(Match(length + ahead, "differ" if others else "silent"))
+            child = len(drafts)
+        node = child
+    sequence.set_drafts(drafts, probabilities, parents, matches)
+
+
+def _look_up_within(sequence: Sequence, most: int) -> None:
+    """Draft what the grammar forces, or what was looked up and it allows; it can follow only one
+    text, so nothing is added to drafts that there are."""
+    assert sequence.grammar
+    if sequence.drafts:
+        return
+    if forced := sequence.grammar.forced()[:most]:
+        sequence.set_drafts(forced, [1.0] * len(forced))
+        return
+    tokens, length = sequence.ngrams.drafts(sequence.tokens, most)
+    tokens = tokens[: sequence.grammar.admissible(tokens)]
+    found: list[Match | None] = [Match(length + ahead, "silent") for ahead in range(len(tokens))]
+    sequence.set_drafts(tokens, [0.0] * len(tokens), None, found)
 
 
 def _leave_out_useless(sequence: Sequence) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mars_ray.core.draft_choice import Choice, Prospects
 from mars_ray.core.tree import chain, depths_of, path_to, reaches_of
+from mars_ray.decode.ngram import Match
 
 # Drafts between two of these confidences are counted together.
 _CONFIDENCES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
@@ -41,11 +42,12 @@ class DraftStats:
         self, confidences: Sequence[float], outcome: int, parents: Sequence[int] | None = None
     ) -> None:
         """Learn from a verification that ended at a node; the drafts are a chain unless parents are
-        given. Drafts behind rejected ones tell nothing."""
+        given. Drafts behind rejected ones tell nothing, nor those of confidence 0, which no mask
+        proposed."""
         parents = chain(len(confidences)) if parents is None else parents
         reached = {0, *path_to(parents, outcome)}
         for node, (parent, confidence) in enumerate(zip(parents, confidences, strict=True), 1):
-            if parent in reached:
+            if confidence and parent in reached:
                 place = bisect_right(_CONFIDENCES, confidence)
                 self._checked[place] = self._checked[place] * _DECAY + 1
                 self._accepted[place] = self._accepted[place] * _DECAY + (node in reached)
@@ -61,19 +63,27 @@ class DraftStats:
         choice: Choice,
         prospects: Prospects,
         parents: Sequence[int] | None = None,
+        matches: Sequence[Match | None] | None = None,
     ) -> None:
         """Learn from a sequence's new drafts, a chain unless parents are given: from how likely
-        each is accepted, and from the choice made of them."""
+        each is accepted, and from the choice made of them. Masks have not brought what was looked
+        up, or would have been: it has a match."""
         parents = chain(len(accept)) if parents is None else parents
         survivals, depths = reaches_of(parents, accept)[1:], depths_of(parents)[1:]
         alone = sum(max(0.0, survival - prospects.price) for survival in survivals)
         if prospects.gain > 0:
             lasting = (choice.value - alone) / prospects.gain
             self.lasting += (1 - _DECAY) * (lasting - self.lasting)
+        found = matches or [None] * len(depths)
+        made = [
+            (depth, survival)
+            for depth, survival, match in zip(depths, survivals, found, strict=True)
+            if not match
+        ]
         seen = min(max(depths, default=0), len(self._made))
         self._made[:seen] *= _DECAY
         self._steps[:seen] = self._steps[:seen] * _DECAY + 1
-        for depth, survival in zip(depths, survivals, strict=True):
+        for depth, survival in made:
             if depth <= seen:
                 self._made[depth - 1, bisect_right(_CONFIDENCES, survival)] += 1
 

@@ -166,7 +166,6 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             windows=tuple(sequence.window for sequence in scheduler.running_sequences()),
             adapter=self.adapter_name,
-            can_draft=self.card.block_size > 0,
             set_point=self.thresholds.set_point,
             step_tokens=self.step_tokens,
             step_cost=control.cost.table(self.config.max_batch, CONTEXT) if control else {},
@@ -228,7 +227,8 @@ class Engine:
         self.cost = measure_steps(StepTimer(self._backend, self.card, self.config, clock))
         if self.config.window_control:
             depth = max(1, self.card.block_size)
-            self.control = DraftControl(self.cost, depth, decoding_rows(self.step_tokens))
+            rows = decoding_rows(self.step_tokens)
+            self.control = DraftControl(self.cost, depth, rows, self._spare)
 
     def time_step(self, sequences: int, positions: int) -> float:
         """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
@@ -371,6 +371,7 @@ class Engine:
         tokens = strategy_of(sequence).absorb(sequence, plan, rows, outcome, proposals)
         if self.control:
             self.control.observe(sequence, plan, outcome, len(tokens))
+        self.totals.add_drafts(plan, outcome)
         kept = sequence.kept(tokens)
         self.measures.observe(sequence, plan, rows, outcome, proposals, kept)
         quality = sequence.request.quality

@@ -153,16 +153,20 @@ def as_one(events: Several[TokenEvent]) -> TokenEvent:
     )
 
 
+def without_masks(mode: Mode) -> str:
+    """What is wrong with a mode that needs masks where there are none."""
+    return (
+        f"mode {mode.type!r} needs masks, and this model has none: use mode 'exact', or give it a "
+        "draft adapter (`mars-ray adapt MODEL` makes one)"
+    )
+
+
 def window_of(mode: Mode, card: ModelCard) -> int:
     """Masks per step; 0 for the modes that have none. Raises RequestError beyond the trained
     depth."""
     depth, asked = card.block_size, mode.asked_window
     if depth == 0 and (mode.needs_masks or asked):
-        raise RequestError(
-            f"mode {mode.type!r} needs drafts, and this model makes none: use mode 'exact', or "
-            "give it a draft adapter (`mars-ray adapt MODEL` makes one)",
-            field="mode",
-        )
+        raise RequestError(without_masks(mode), field="mode")
     if asked > depth:
         raise RequestError(f"window {asked} is more than the trained depth {depth}", field="window")
     return mode.widest(depth)

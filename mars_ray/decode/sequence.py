@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mars_ray.core.draft_choice import Choice
 from mars_ray.core.tree import chain, first_chain, renumbered
+from mars_ray.decode.ngram import Match, NgramIndex
 from mars_ray.decode.request import (
     Completion,
     FinishReason,
@@ -34,8 +35,10 @@ class Sequence:
     last_commit: int = 0  # tokens that the last forward committed
     token_forward: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
-    draft_probabilities: list[float] = field(default_factory=list)
+    draft_probabilities: list[float] = field(default_factory=list)  # 0 if no mask proposed it
     draft_parents: list[int] = field(default_factory=list)  # the drafts as a tree (`core.tree`)
+    draft_matches: list[Match | None] = field(default_factory=list)  # of drafts looked up
+    ngrams: NgramIndex = field(default_factory=NgramIndex)
     threshold: float = field(init=False)  # in force in the next step, in modes that have one
     lowest_threshold: float | None = field(init=False)  # lowest of all steps so far
     grammar: GrammarState | None = field(init=False)
@@ -133,11 +136,16 @@ class Sequence:
             self.keep_drafts(range(1, min(widest, first_chain(self.draft_parents)) + 1))
 
     def set_drafts(
-        self, tokens: list[int], probabilities: list[float], parents: list[int] | None = None
+        self,
+        tokens: list[int],
+        probabilities: list[float],
+        parents: list[int] | None = None,
+        matches: list[Match | None] | None = None,
     ) -> None:
         """Set what the next step has to verify: a chain, unless parents are given."""
         self.drafts, self.draft_probabilities = tokens, probabilities
         self.draft_parents = chain(len(tokens)) if parents is None else parents
+        self.draft_matches = [None] * len(tokens) if matches is None else matches
 
     def keep_drafts(self, nodes: Several[int]) -> None:
         """Keep only these drafts, given in increasing order, each along with its parent."""
@@ -145,6 +153,7 @@ class Sequence:
             [self.drafts[node - 1] for node in nodes],
             [self.draft_probabilities[node - 1] for node in nodes],
             renumbered(self.draft_parents, nodes),
+            [self.draft_matches[node - 1] for node in nodes],
         )
 
     def drafted_by(self, adapter: str | None) -> None:

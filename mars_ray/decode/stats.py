@@ -44,6 +44,11 @@ class StepTotals:
     output_tokens: int = 0  # committed, also of requests that were cancelled later
     sequences: int = 0  # decoding ones, counted at every step
     decode_rows: int = 0  # rows of decoding sequences
+    # Drafts that were checked, and those accepted, by who proposed them: both may have.
+    mask_drafts: int = 0
+    mask_accepted: int = 0
+    ngram_drafts: int = 0
+    ngram_accepted: int = 0
     context_tokens: int = 0  # cached ones of all sequences, counted at every step
     prompt_pairs: int = 0  # of a prompt's row and a token before it
 
@@ -62,6 +67,22 @@ class StepTotals:
                 if item.plan:
                     self.prompts += 1
                     self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)
+
+    def add_drafts(self, plan: Plan, outcome: int) -> None:
+        """Count a sequence's drafts, which ended at a node."""
+        if not plan.drafts:
+            return
+        path = plan.path(outcome)
+        if not any(plan.matches):
+            self.mask_drafts += len(plan.drafts)
+            self.mask_accepted += len(path)
+            return
+        looked_up = {node for node, match in enumerate(plan.matches, start=1) if match}
+        drafted = {node for node, own in enumerate(plan.confidences, start=1) if own}
+        self.mask_drafts += len(drafted)
+        self.mask_accepted += len(drafted.intersection(path))
+        self.ngram_drafts += len(looked_up)
+        self.ngram_accepted += len(looked_up.intersection(path))
 
 
 def context_tokens(work: Several[Work]) -> int:
@@ -128,7 +149,6 @@ class Snapshot:
     prefix_hits: int  # those of them that were in the cache
     windows: tuple[int, ...]  # windows of the sequences in the batch
     adapter: str | None  # the draft adapter in force
-    can_draft: bool  # whether the adapter or the model itself makes drafts
     set_point: float  # threshold of requests that pin none, as far as they tolerate it
     step_tokens: int  # most rows of a step
     step_cost: dict[int, float]  # seconds of a step by its rows, as far as measured
@@ -192,11 +212,16 @@ class LiveMeasures:
 
 
 def _ratios(plan: Plan, rows: Rows, path: list[int]) -> list[float]:
-    """Ratios of the drafts on the path taken, then of the best drafts that follow its end."""
+    """Ratios of the masks' drafts on the path taken, then of the best that follow its end. What
+    was looked up is never judged by a threshold."""
     ratios = rows.numbers["ratio"]
-    if plan.is_chain:
+    if plan.is_chain and not any(plan.matches):
         return ratios[: len(plan.drafts)]
-    children, path = children_of(plan.parents), path or [0]
+    children = [
+        [child for child in followers if not plan.is_only_looked_up(child)]
+        for followers in children_of(plan.parents)
+    ]
+    path = [0, *(node for node in path if not plan.is_only_looked_up(node))]
     while followers := children[path[-1]]:
         path = [*path, max(followers, key=lambda child: ratios[child - 1])]
     return [ratios[node - 1] for node in path if node]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mars_ray.config.decode import EngineConfig, Sampling
-from mars_ray.config.modes import ExactMode
+from mars_ray.config.modes import MOST_NGRAM_DRAFTS, ExactMode
 from mars_ray.core.step_cost import CONTEXT, StepCost, row_counts
 from mars_ray.decode.attention.backend import Backend
 from mars_ray.decode.model_runner import forward, nothing
@@ -104,7 +104,7 @@ def measure_steps(timer: StepTimer) -> StepCost:
     a part of a large one."""
     config, depth = timer.config, max(1, timer.card.block_size)
     widest = 1 + 2 * depth
-    most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth)
+    most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth, 1 + MOST_NGRAM_DRAFTS)
     most = min(config.step_tokens, most)
     context, long = (min(n, config.max_context // 2) for n in (CONTEXT, _LONG_CONTEXT))
 

@@ -203,7 +203,7 @@ def test_without_an_adapter_masks_are_refused_and_decoding_goes_on(model):
     done = run(engine, 2)
     engine.set_adapter(None)
     with pytest.raises(RequestError, match="give it a draft adapter"):
-        engine.submit(request("new", [1, 2], VerifiedMode()))
+        engine.submit(request("new", [1, 2], ConfidenceMode()))
     done |= run(engine)
     assert len(done) == 6
     # What was proposed before may be accepted once; after that a forward is a token.

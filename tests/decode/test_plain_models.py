@@ -61,9 +61,11 @@ def test_a_plain_model_says_what_transformers_lets_it_say(checkpoint, mode):
 
 
 @pytest.mark.parametrize(
-    "mode", [VerifiedMode(), ConfidenceMode(), BlockCachedMode()], ids=lambda mode: mode.type
+    "mode",
+    [VerifiedMode(window=2), ConfidenceMode(), BlockCachedMode()],
+    ids=lambda mode: mode.type,
 )
-def test_modes_that_draft_need_an_adapter(checkpoint, mode):
+def test_modes_that_need_masks_need_an_adapter(checkpoint, mode):
     """Guards drafts from masks that the model has never seen; and the message says the way out."""
     engine, _ = load_engine(checkpoint, SIZE)
     with pytest.raises(RequestError, match=r"'exact', or give it a draft adapter \(`mars-ray ad"):

@@ -5,7 +5,7 @@ from decode.cases import PAGE_BYTES, SCARCE, SIZE
 from decode.models import CARD, MASK, VOCABULARY, request
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.modes import ExactMode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
 from mars_ray.memory import free_on_node
@@ -30,11 +30,11 @@ def test_bad_requests_are_refused_with_reasons(model, changes, error, text):
     assert not engine.has_work
 
 
-def test_a_model_without_mars_training_serves_exact_only(model):
+def test_a_model_without_mars_training_has_no_masks(model):
     """Guards decoding with masks that the model has never seen."""
     engine = Engine(model, ModelCard("<|mask|>", MASK, block_size=0), SIZE)
-    with pytest.raises(RequestError, match="needs drafts"):
-        engine.submit(request("x", [1], VerifiedMode()))
+    with pytest.raises(RequestError, match="needs masks"):
+        engine.submit(request("x", [1], ConfidenceMode()))
     engine.submit(request("y", [1], ExactMode()))
     with pytest.raises(RequestError, match="'y' is in use"):
         engine.submit(request("y", [1], ExactMode()))

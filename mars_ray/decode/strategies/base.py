@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mars_ray.core.acceptance import Measure
 from mars_ray.core.tree import chain, path_to
+from mars_ray.decode.ngram import Match
 from mars_ray.decode.sequence import Sequence
 
 # Numbers that a plan may ask for in addition to the token of each real token's row. "ratio" is a
@@ -44,6 +45,7 @@ class Plan:
     review: int = 0
     parents: list[int] = field(default_factory=list)  # of the drafts; by default they are a chain
     confidences: list[float] = field(default_factory=list)  # of the drafts, if they have any
+    matches: list[Match | None] = field(default_factory=list)  # of drafts that were looked up
     is_chain: bool = field(init=False)
     masks: int = field(init=False)  # number in all groups
     rows: int = field(init=False)  # number besides the pending tokens
@@ -71,6 +73,10 @@ class Plan:
                 return slice(start, start + group.masks)
             start += group.masks
         return slice(0, 0)
+
+    def is_only_looked_up(self, node: int) -> bool:
+        """Whether no mask proposed this draft."""
+        return bool(self.matches and self.matches[node - 1] and not self.confidences[node - 1])
 
     @property
     def is_judged(self) -> bool:

@@ -77,6 +77,7 @@ def _plan(sequence: Sequence, nodes: Several[int], groups: tuple[MaskGroup, ...]
         ("ratio",),
         parents=renumbered(sequence.draft_parents, nodes),
         confidences=[sequence.draft_probabilities[node - 1] for node in nodes],
+        matches=[sequence.draft_matches[node - 1] for node in nodes],
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Protocol
 
+from mars_ray.config.modes import Mode
 from mars_ray.decode.request import EngineFacts, Request, TokenEvent
 from mars_ray.decode.stats import Snapshot
 
@@ -21,9 +22,9 @@ class EngineClient(Protocol):
         """Facts that hold for every request. Raises ModelError if answers would never end."""
         ...
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether a request submitted now may use a mode that needs drafts."""
+    def can_decode(self, mode: Mode) -> bool:
+        """Whether a request submitted now may have this mode: some need masks, which an adapter
+        gives that may come and go."""
         ...
 
     def start(self) -> None:

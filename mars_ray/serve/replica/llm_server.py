@@ -146,7 +146,12 @@ class LLMServer:
 
     async def status(self) -> tuple[ReplicaStatus]:
         """The current status of this engine. Raises EngineError if it is dead."""
-        status = self._live.status(self._job, await self.seen(), time.monotonic())
+        status = self._live.status(
+            self._job,
+            await self.seen(),
+            time.monotonic(),
+            in_default_mode=self._engine.can_decode(self._job.mode),
+        )
         return (replace(status, warning=self._warning),)
 
     async def decided(self) -> None:
@@ -278,7 +283,7 @@ class LLMServer:
         """
         grammar = await self._grammar(call)
         made = await _encoded(partial(self._made, call, grammar), call.prompts, call.tools)
-        if self._engine.can_draft or not (call.is_mode_open and call.mode.needs_masks):
+        if not call.is_mode_open or self._engine.can_decode(call.mode):
             return made
         return [replace(request, mode=ExactMode(), quality=None) for request in made]
 

@@ -99,12 +99,12 @@ class Live:
         seconds = max(_BUCKET_S, now - recent[0].begin_s)
         return sum(bucket.tokens for bucket in recent) / seconds
 
-    def status(self, job: ServeJob, seen: Snapshot, now: float) -> ReplicaStatus:
+    def status(
+        self, job: ServeJob, seen: Snapshot, now: float, *, in_default_mode: bool
+    ) -> ReplicaStatus:
         """The status with the last minute's counts, and the threshold of requests that pin none."""
         self._forget(now)
-        mode = job.mode
-        if mode.needs_masks and not seen.can_draft:
-            mode = ExactMode()
+        mode = job.mode if in_default_mode else ExactMode()
         return ReplicaStatus(
             mode=mode.type,
             threshold=_in_force(mode, job, seen.set_point),

@@ -28,12 +28,13 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from mars_ray.config.modes import Mode
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import EngineThread
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.mailbox import Close, Deliver, failed
-from mars_ray.decode.request import EngineFacts, Request, check_request
+from mars_ray.decode.request import EngineFacts, Request, check_request, without_masks
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, RequestError
 from mars_ray.model.card import ModelCard
@@ -73,7 +74,7 @@ class VllmClient(EngineThread):
         self._info = info
         self._mars = mars
         self._card = replace(mars.card, block_size=mars.depths)
-        self.can_draft = mars.depths > 0
+        self._has_masks = mars.depths > 0
         self.adapter_name = mars.adapter
         self._ready: tuple[str, int] | None = None  # name and depths of the adapter made ready
         self._counts = VllmCounts(config.max_step_tokens)
@@ -94,6 +95,10 @@ class VllmClient(EngineThread):
     def waiting_commands(self) -> int:
         """Number of commands that the thread has not taken up."""
         return self._commands.qsize()
+
+    def can_decode(self, mode: Mode) -> bool:
+        """See EngineClient: the masks of a mode are the only drafts here."""
+        return self._has_masks or not mode.has_masks
 
     @property
     def depths(self) -> int:
@@ -144,7 +149,6 @@ class VllmClient(EngineThread):
                     for answer in self._answers.values()
                 ],
                 adapter=self.adapter_name,
-                can_draft=self.can_draft,
             )
 
         return await self._ask(told)
@@ -185,7 +189,7 @@ class VllmClient(EngineThread):
                 raise ModelError(f"draft adapter {name} is not ready: load it first")
             depths = ready[1]
         # Set before the engine is asked, as requests submitted later are decoded after the change.
-        self.can_draft = depths > 0
+        self._has_masks = depths > 0
 
         async def use() -> None:
             if self._mars.change:
@@ -351,6 +355,8 @@ class VllmClient(EngineThread):
     def _check(self, request: Request) -> None:
         facts = self.facts
         check_request(request, facts.vocabulary, self._card, facts.max_context)
+        if not self.can_decode(request.mode):
+            raise RequestError(without_masks(request.mode), field="mode")
         if problem := self._config.unsupported(request.mode):
             raise RequestError(problem, field="mode")
 

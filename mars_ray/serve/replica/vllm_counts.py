@@ -123,7 +123,6 @@ class VllmCounts:
         set_point: float,
         windows: Sequence[int],
         adapter: str | None,
-        can_draft: bool,
     ) -> Snapshot:
         """The engine's state and counts so far; `open_requests` wait or run."""
         # vLLM's number is that of the last step.
@@ -138,7 +137,6 @@ class VllmCounts:
             prefix_hits=self._prefix_hits,
             windows=tuple(windows[:running]),
             adapter=adapter,
-            can_draft=can_draft,
             set_point=set_point,
             step_tokens=self._step_tokens,
             step_cost=self._cost.table() if self._cost else {},
