@@ -3,8 +3,8 @@
     python benchmarks/repeating_prompts.py ../shared/data OUTPUT_DIRECTORY
 
 writes summarise.jsonl and edit.jsonl there, with a `prompt` each, which
-`jobs/bench-decode-ngram.toml` reads. The texts are of the news-summary templates of P3, the programs
-of GPTeacher's code instructions; neither is part of this repository.
+`jobs/bench-decode-ngram.toml` reads. The texts are of the news-summary templates of P3, the
+programs of GPTeacher's code instructions; neither is part of this repository.
 """
 
 import gzip
@@ -15,7 +15,9 @@ from pathlib import Path
 COUNT = 20
 TEXT_WORDS, CODE_WORDS = range(120, 420), range(30, 110)
 TEMPLATES = ("cnn_dailymail", "xsum", "multi_news", "samsum")
-EDIT = "Add a comment to the first line of this program. Change nothing else, and give all of it.\n\n"
+EDIT = (
+    "Add a comment to the first line of this program. Change nothing else, and give all of it.\n\n"
+)
 
 
 def main() -> None:

@@ -116,10 +116,13 @@ class VerifiedMode(_Windowed, _WithThreshold, BaseMode):
     has_masks: ClassVar[bool] = True
     has_drafts: ClassVar[bool] = True
     verifies: ClassVar[bool] = True
+    least_window: ClassVar[int] = 0
 
     type: Literal["verified"] = "verified"
     threshold: Threshold = 1.0
-    window: Window = None
+    window: int | None = Field(
+        default=None, ge=0, le=64, description="masks of a group; default: trained depth"
+    )
     groups: int | None = Field(
         default=None,
         ge=1,

@@ -34,7 +34,8 @@ def mode_label(mode: Mapping[str, Any]) -> str:
         for key, form in _SHOWN.items()
         if mode.get(key) is not None and mode[key] != "probability"
     ]
-    return mode["type"] + "".join(shown)
+    alone = " without ngram" if mode.get("ngram") is False else ""
+    return mode["type"] + "".join(shown) + alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from mars_ray.config.data import CorpusSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob
 from mars_ray.config.generate import GenerateJob
-from mars_ray.config.modes import JacobiMode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, JacobiMode
 from mars_ray.errors import ConfigError, RequestError
 from mars_ray.evaluate import bench_decode
 from mars_ray.evaluate.bench_decode import run_bench_decode
@@ -45,7 +45,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 
 def test_evaluation(checkpoint, tmp_path):
-    """In `exact` and `jacobi`; what needs drafts is refused before anything is measured."""
+    """In `exact` and `jacobi`; what needs masks is refused before anything is measured."""
     settings = {
         "checkpoint": str(checkpoint),
         "task": CorpusTask(count=4),
@@ -53,7 +53,7 @@ def test_evaluation(checkpoint, tmp_path):
         "engine": SIZE,
         "output_dir": str(tmp_path),
     }
-    drafting = EvaluateJob(**settings, modes=(VerifiedMode(),))
+    drafting = EvaluateJob(**settings, modes=(ConfidenceMode(),))
     with pytest.raises(RequestError, match="or give it a draft adapter"):
         run_evaluation(drafting, QUIET)
     assert not list(tmp_path.iterdir())
@@ -106,7 +106,7 @@ def test_the_decoding_benchmark(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"modes": [{"type": "verified"}]}, RequestError, "or give it a draft adapter"),
+        ({"modes": [{"type": "confidence"}]}, RequestError, "or give it a draft adapter"),
         ({"lockstep": [{"cache": "none"}]}, ConfigError, "lockstep needs a model that `mars-ray t"),
     ],
 )

@@ -105,7 +105,7 @@ def test_paths_are_those_of_where_the_command_runs(job, folder, monkeypatch):
 def test_an_adapter_gives_the_defaults_their_drafts(job, folder):
     """A mode that needs drafts is refused by a plain model, and fine with an adapter as deep."""
     deep = job.model_copy(update={"default_mode": VerifiedMode(window=bigram.DEPTHS)})
-    with pytest.raises(ConfigError, match="needs drafts"):
+    with pytest.raises(ConfigError, match="needs masks"):
         check(deep)
     check(with_adapter(deep, folder / "good"))
     deeper = deep.model_copy(update={"default_mode": VerifiedMode(window=bigram.DEPTHS + 1)})
@@ -124,7 +124,7 @@ def test_the_frontier_beside_the_adapter_is_read(job, folder, tmp_path):
 
 
 def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
-    """Whoever leaves the mode open gets drafts once there are some, the same text, and no error
+    """Whoever leaves the mode open gets masks once there are some, the same text, and no error
     when they are gone; who names a mode that needs them is told what is missing."""
     _, adapters = served
     good = named(folder, "good")
@@ -135,12 +135,12 @@ def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
         assert text_of(reply) == exact
         return reply.json()["usage"]["mars"]
 
-    plain = {"mode": "exact", "threshold": None, "adapter": None, "tokens_per_forward": 1.0}
+    plain = {"mode": "verified", "threshold": 1.0, "adapter": None}
     assert mars() | plain == mars()
     assert mars(quality="fast") | plain == mars(quality="fast")
-    assert error_of(ask(client, mode="verified"), 400)["param"] == "mode"
+    assert error_of(ask(client, mode="confidence"), 400)["param"] == "mode"
     (entry,) = client.get("/v1/mars/status").json()["data"]
-    assert (entry["mode"], entry["threshold"], entry["adapter"]) == ("exact", None, None)
+    assert (entry["mode"], entry["threshold"], entry["adapter"]) == ("verified", 1.0, None)
 
     asyncio.run(adapters.take(str(folder / "good")))
     drafted = mars()
@@ -153,7 +153,7 @@ def test_requests_are_decoded_by_what_there_is(client, served, job, folder):
 
     asyncio.run(adapters.take(None))
     assert mars() | plain == mars()
-    assert error_of(ask(client, mode="verified"), 400)["param"] == "mode"
+    assert error_of(ask(client, mode="confidence"), 400)["param"] == "mode"
 
 
 def test_what_cannot_be_taken_leaves_everything_as_it_is(client, served, folder):

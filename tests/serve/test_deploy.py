@@ -27,12 +27,12 @@ def test_a_checkpoint_that_is_none_is_refused_at_once(job, tmp_path):
 
 
 def test_a_default_mode_that_every_request_would_fail_on_is_refused(job, tmp_path):
-    """A model without MARS training can serve `exact` only; `block_cached` is for evaluation."""
+    """A model without MARS training has no masks; `block_cached` is for evaluation."""
     shutil.copy(f"{job.checkpoint}/config.json", tmp_path)
     write_card(tmp_path, replace(read_card(job.checkpoint), block_size=0))
     untrained = job.model_copy(update={"checkpoint": str(tmp_path)})
     with pytest.raises(ConfigError, match="'exact', or give it a draft adapter"):
-        build_app(untrained.model_copy(update={"default_mode": VerifiedMode()}))
+        build_app(untrained.model_copy(update={"default_mode": ConfidenceMode()}))
     build_app(untrained)
     build_app(untrained.model_copy(update={"default_mode": ExactMode()}))
     with pytest.raises(ConfigError, match="block_cached"):

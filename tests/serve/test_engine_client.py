@@ -163,7 +163,7 @@ def test_it_says_what_it_takes(client):
         (event,), error = await refused(asked("long", tokens=CONTEXT))
         assert isinstance(error, PromptTooLongError)
         assert (event.request_id, event.failure) == ("long", error)
-        _, error = await refused(asked("draftless", VerifiedMode()))
+        _, error = await refused(asked("draftless", ConfidenceMode()))
         assert error.field == "mode"
 
     asyncio.run(scenario())
@@ -333,11 +333,11 @@ def test_adapters_come_and_go_between_two_steps(client, folder):
 
     async def scenario() -> None:
         exact = (await completions(client, asked("exact", tokens=60)))["exact"].tokens
-        assert not client.can_draft
+        assert not client.can_decode(ConfidenceMode())
         await client.load_adapter("right", folder / "right")
-        assert not client.can_draft
+        assert not client.can_decode(ConfidenceMode())
         await client.use_adapter("right")
-        assert client.can_draft
+        assert client.can_decode(ConfidenceMode())
         with pytest.raises(ModelError, match="none"):
             await client.load_adapter("broken", folder / "broken")
         for name in ("broken", "right"):
@@ -355,7 +355,7 @@ def test_adapters_come_and_go_between_two_steps(client, folder):
         assert last.completion
         assert last.completion.adapters == ("right", "wrong")
         await client.use_adapter(None)
-        assert not client.can_draft
+        assert not client.can_decode(ConfidenceMode())
         assert (await client.snapshot()).adapter is None
 
     asyncio.run(scenario())

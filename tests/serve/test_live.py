@@ -43,7 +43,6 @@ def seen(set_point: float = 1.0) -> Snapshot:
         prefix_hits=0,
         windows=(),
         adapter=None,
-        can_draft=True,
         set_point=set_point,
         step_tokens=512,
         step_cost={},
@@ -71,7 +70,7 @@ def test_shares_are_of_the_last_minute():
     live.add(50.0, 6, 1, 1)
     live.add(50.1, 2, 1, 0)
     live.add(50.2, 0, 0, 1)
-    status = live.status(JOB, seen(), 61.0)
+    status = live.status(JOB, seen(), 61.0, in_default_mode=True)
     assert (status.tokens, status.forwards, status.disagreed) == (8, 2, 2)
     assert (status.running, status.waiting, status.cache_share) == (2, 1, 0.25)
 
@@ -93,7 +92,8 @@ def test_shares_are_of_the_last_minute():
 def test_the_threshold_in_force_is_that_of_a_request_without_wishes(changes, set_point, threshold):
     """The set-point, but never below the default quality's floor, whatever the default mode names;
     modes whose threshold the service does not set keep their own."""
-    status = Live().status(JOB.model_copy(update=changes), seen(set_point), 0.0)
+    job = JOB.model_copy(update=changes)
+    status = Live().status(job, seen(set_point), 0.0, in_default_mode=True)
     assert status.threshold == threshold
 
 

@@ -69,11 +69,10 @@ def greedy(checkpoint: Path, tokens: int) -> str:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
 def test_a_plain_model_answers_as_transformers_does(architecture, tmp_path):
-    """By the mode that a service takes for it. Guards a default mode that every request fails on,
-    and one that nobody can get out of."""
+    """By the mode that a service takes for it, which needs no masks, and an adapter may come while
+    the service runs. Guards a default mode that every request fails on."""
     checkpoint = downloaded(tmp_path / "plain", architecture)
     job = _checked(job_of(checkpoint))
-    # It is `exact` as long as nothing drafts, and an adapter may come while the service runs.
     assert job.mode == VerifiedMode()
     engine = load_server(job)
     engine.start()
@@ -81,18 +80,17 @@ def test_a_plain_model_answers_as_transformers_does(architecture, tmp_path):
     body = {"model": "plain", "messages": CHAT} | WISHES
     reply = api.post("/v1/chat/completions", json=body)
     assert text_of(reply) == greedy(checkpoint, 24)
-    assert reply.json()["usage"]["mars"]["mode"] == "exact"
+    assert reply.json()["usage"]["mars"]["mode"] == "verified"
     assert text_of(api.post("/v1/chat/completions", json=body | {"mode": "jacobi"})) == text_of(
         reply
     )
-    for mode in ("verified", "confidence"):
-        error = error_of(api.post("/v1/chat/completions", json=body | {"mode": mode}), 400)
-        assert (error["param"], error["code"]) == ("mode", "invalid_value")
-        assert ADAPTER in error["message"]
+    error = error_of(api.post("/v1/chat/completions", json=body | {"mode": "confidence"}), 400)
+    assert (error["param"], error["code"]) == ("mode", "invalid_value")
+    assert ADAPTER in error["message"]
     said = api.get("/v1/mars/status")
     TypeAdapter(MarsStatusReply).validate_json(said.content)
     (status,) = said.json()["data"]
-    assert (status["mode"], status["threshold"]) == ("exact", None)
+    assert (status["mode"], status["threshold"]) == ("verified", 1.0)
     assert status["engine"] == {
         "engine": "mars-ray",
         "dtype": "float32",
@@ -125,15 +123,15 @@ def test_the_real_service_takes_a_plain_directory(client, checkpoint):
     with what runs there."""
     reply = client.chat.completions.create(model="plain", messages=CHAT, **WISHES)
     assert reply.choices[0].message.content == greedy(checkpoint, 24)
-    assert reply.usage.model_dump()["mars"]["mode"] == "exact"
+    assert reply.usage.model_dump()["mars"]["mode"] == "verified"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model="plain", messages=CHAT, extra_body={"mode": "verified"}
+            model="plain", messages=CHAT, extra_body={"mode": "confidence"}
         )
     assert ADAPTER in caught.value.message
     assert caught.value.param == "mode"
     (status,) = client.get("/mars/status", cast_to=dict)["data"]
-    assert (status["mode"], status["engine"]["dtype"]) == ("exact", "float32")
+    assert (status["mode"], status["engine"]["dtype"]) == ("verified", "float32")
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     begin, line = time.monotonic(), "plain: mars-ray engine, float32 on cpu, "
     while not any(line in log.read_text(errors="replace") for log in logs.glob("worker-*.out")):
