@@ -131,6 +131,8 @@ _PLAIN, _FOUR = "one row", "4 rows, 2 of them masks"
 _NINE = "9 rows, 4 of them masks"
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
 _LLAMA, _ORACLE = "llamacpp", "oracle, 4 drafts"
+_LOOKED_UP = "mars-ray verified 1 W=0"
+_EDIT, _SUMMARISE = "ngram_edit", "ngram_summarise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,11 @@ HEADLINES = {
     "smollm2.exact_vs_llamacpp_b4": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 4)),
     "smollm2.exact_vs_llamacpp_b8": Headline("smollm2_decode", _times(_EXACT, _LLAMA, 8)),
     "smollm2.speed_vs_llamacpp_b1": Headline("smollm2_decode", _times(_VERIFIED, _LLAMA, 1)),
+    "ngram.speed_over_exact_editing": Headline(_EDIT, _times(_LOOKED_UP, _EXACT, 1)),
+    "ngram.speed_over_exact_summarising": Headline(_SUMMARISE, _times(_LOOKED_UP, _EXACT, 1)),
+    "ngram.with_adapter_editing": Headline(_EDIT, _times(_VERIFIED, _EXACT, 1)),
+    "ngram.with_adapter_summarising": Headline(_SUMMARISE, _times(_VERIFIED, _EXACT, 1)),
+    "ngram.speed_over_exact_min": Headline("smollm2_decode", _times(_LOOKED_UP, _EXACT)),
     "smollm2.speed_vs_vllm_b8": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 8)),
     # Four drafts a step that are always right: what our own engine could do.
     "smollm2.oracle_over_exact_b1": Headline("smollm2_decode", _times(_ORACLE, _EXACT, 1)),

@@ -454,6 +454,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "summary_smollm2_identity": identity_summary,
     "smollm2_decode": decode,
     "smollm2_decode_epyc": decode,
+    "ngram_edit": decode,
+    "ngram_summarise": decode,
     "adapter_step": train_step,
     "adapter_parts": adapter_parts,
     "adapter_training_gpu": adapter_training,

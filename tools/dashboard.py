@@ -246,6 +246,15 @@ PANELS = (
         },
     ),
     Panel(
+        "Drafts, by what proposed them",
+        "short",
+        "Per second, and how many of them are accepted.",
+        {
+            "{{source}}": _rate("ray_mars_draft_tokens_total", "source"),
+            "{{source}}, accepted": _rate("ray_mars_accepted_draft_tokens_total", "source"),
+        },
+    ),
+    Panel(
         "Masks per forward",
         "short",
         "The window that pays at this load.",

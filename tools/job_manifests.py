@@ -219,6 +219,7 @@ OTHERS = {
     "adapt-smollm2": "an adaptation of hours, whose data lie beside the checkout: `mars-ray adapt`",
     "adapt-smollm2-gpu": "the same for a GPU, for which benchmarks/gpu_adapt.sh needs no cluster",
     "evaluate-smollm2": "its measurement, likewise: `mars-ray evaluate`",
+    "bench-decode-ngram": "likewise, where answers repeat their prompts",
     "bench-decode-smollm2": "its tokens per second beside other engines, which are installed apart",
     "serve-demo": "a service: `mars-ray serve`, or deploy/chart",
     "serve-models": "a service: `mars-ray serve`, or deploy/chart",

@@ -23,6 +23,11 @@ class Limits(Config):
     body_bytes: int = Field(default=1_000_000, ge=1_000)
     body_s: float = Field(default=30.0, gt=0, description="time to send the whole body; then 408")
     new_tokens: int = Field(default=1024, ge=1)
+    beyond_new_tokens: Literal["cut", "refuse"] = Field(
+        default="cut",
+        description="what becomes of a request that asks for more: its answer is cut there, as "
+        "the header X-New-Tokens-Limit says, or it is refused",
+    )
     waiting_requests: int = Field(default=256, ge=1, description="per replica; above: 429")
     choices: int = Field(default=16, ge=1, description="answers that one request may ask for")
     request_s: float = Field(
@@ -193,6 +198,10 @@ class ServeJob(ServedModel):
     )
     keys_file: str | None = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        default=(),
+        description="origins of web pages whose scripts may ask the service; `*` for any",
     )
     request_log: str | None = Field(
         default=None, description="file for a line of JSON per request; default: standard output"

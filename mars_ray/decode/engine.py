@@ -51,6 +51,9 @@ from mars_ray.model.draft_adapter import DraftAdapter
 # Adapters up to this depth always fit.
 _ADAPTERS_DEPTH = 8
 
+# Rows of a prompt whose log-probabilities are computed at once: the vocabulary is large.
+_PROMPT_ROWS = 32
+
 # A sequence's rows, its outcome and the proposals of the masks behind that outcome.
 _Read = tuple[Rows, int, Proposals]
 
@@ -301,6 +304,8 @@ class Engine:
             return []
         forward_s = time.monotonic()
         reader = forward(self._backend, work, self.card.mask_token_id)
+        for number, item in enumerate(work):
+            _read_prompt(reader, number, item)
         read = self._read(work, reader, meanwhile)
         end_s = time.monotonic()
         self.totals.add(work)
@@ -385,15 +390,18 @@ class Engine:
         if not plan.drafts:
             sequence.adapter = self.adapter_name
         event = sequence.commit(kept)
+        if sequence.forwards == 1 and sequence.prompt_logprobs:
+            event = replace(event, prompt_logprobs=tuple(sequence.prompt_logprobs))
         sequence.adapter = self.adapter_name  # its new drafts are this adapter's
         if plan.measure in plan.wanted:
             first = rows.numbers[plan.measure][0]
             event = replace(event, confidences=(first, *proposals.confidences)[: len(kept)])
-        if rows.log_p_NV is not None:
+        asked = sequence.request.logprobs
+        if rows.log_p_NV is not None and asked is not None:
             log_p_NV = rows.log_p_NV[[0, *plan.path(outcome)]]
             if proposals.log_p_NV is not None:
                 log_p_NV = torch.cat([log_p_NV, proposals.log_p_NV])
-            event = replace(event, logprobs=_logprobs(event, log_p_NV, sequence.request))
+            event = replace(event, logprobs=_logprobs(event.tokens, log_p_NV, asked))
         return event
 
     def check_integrity(self) -> None:
@@ -415,13 +423,26 @@ class Engine:
         return [sequence.event((), sequence.completion("deadline")) for sequence in late]
 
 
-def _logprobs(event: TokenEvent, log_p_NV: Tensor, request: Request) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of an event's tokens; row i predicted the i-th token."""
-    count = len(event.tokens)
-    chosen = log_p_NV[:count].gather(
-        -1, torch.tensor(event.tokens, device=log_p_NV.device)[:, None]
-    )
-    top = log_p_NV[:count].topk(min(request.logprobs or 0, log_p_NV.shape[-1]), dim=-1)
+def _read_prompt(reader: Sampler, number: int, item: Work) -> None:
+    """Note the log-probabilities of the prompt's tokens that this item's rows predict, if they are
+    asked for and not known since an earlier, interrupted, reading."""
+    sequence = item.sequence
+    asked, prompt = sequence.request.prompt_logprobs, sequence.request.prompt
+    if asked is None or sequence.forwards:
+        return
+    known = sequence.prompt_logprobs
+    end = min(item.count, len(prompt) - 1 - sequence.cached)
+    for start in range(len(known) - sequence.cached, end, _PROMPT_ROWS):
+        rows = range(start, min(start + _PROMPT_ROWS, end))
+        tokens = prompt[sequence.cached + rows.start + 1 : sequence.cached + rows.stop + 1]
+        known += _logprobs(tokens, reader.log_p(number, rows), asked)
+
+
+def _logprobs(tokens: tuple[int, ...], log_p_NV: Tensor, most: int) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of tokens; row i predicted the i-th, and says so many of the likeliest."""
+    count = len(tokens)
+    chosen = log_p_NV[:count].gather(-1, torch.tensor(tokens, device=log_p_NV.device)[:, None])
+    top = log_p_NV[:count].topk(min(most, log_p_NV.shape[-1]), dim=-1)
     return tuple(
         TokenLogprobs(logprob, tuple(zip(tokens, values, strict=True)))
         for (logprob,), tokens, values in zip(

@@ -84,6 +84,7 @@ class Request:
     priority: int = 0  # smaller goes first
     deadline: float | None = None  # on the clock of `time.monotonic`
     logprobs: int | None = None  # how many of the likeliest tokens to report beside each token
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second on
     grammar: Grammar | None = None  # what the answer must be
     quality: Quality | None = None  # in place of the mode's threshold
 
@@ -124,6 +125,7 @@ class TokenEvent:
     forward: int
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first event, if asked for
     # Of each token, in modes that have a measure, but for steps of plain decoding.
     confidences: tuple[float, ...] = ()
     # Tokens so far that the next step showed to differ from AR decoding's choice. Tokens of a last
@@ -149,6 +151,7 @@ def as_one(events: Several[TokenEvent]) -> TokenEvent:
         events[-1],
         tokens=tuple(chain.from_iterable(event.tokens for event in events)),
         logprobs=tuple(chain.from_iterable(event.logprobs for event in events)),
+        prompt_logprobs=events[0].prompt_logprobs,
         confidences=tuple(chain.from_iterable(event.confidences for event in events)),
     )
 
@@ -225,8 +228,9 @@ def check_request(request: Request, vocabulary: int, card: ModelCard, max_contex
             f"stop_token_ids names a token outside the vocabulary of {vocabulary}",
             field="stop_token_ids",
         )
-    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
-        raise RequestError(f"logprobs must lie in 0 .. {MOST_LOGPROBS}", field="logprobs")
+    for asked in (request.logprobs, request.prompt_logprobs):
+        if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
+            raise RequestError(f"logprobs must lie in 0 .. {MOST_LOGPROBS}", field="logprobs")
     if request.grammar and request.sampling.min_new_tokens:
         raise RequestError(
             "a least length may contradict the format asked for; leave one of the two out",

@@ -50,6 +50,7 @@ class Sampler:
             for item, first, first_mask in real
             if item.plan
         ]
+        self._first = tables.first_S.tolist()
         # Logits of all masks, in their order, if they were computed along with the others.
         self._first_mask = len(position_N) - tables.masks
         self._mask_logits_MV: Tensor | None = None
@@ -98,6 +99,12 @@ class Sampler:
         ]
         position_M = self._position_N[wanted] + 1
         return choose_drafts(self._backend, wanted, logits_MV, position_M, masks)
+
+    @torch.inference_mode()
+    def log_p(self, item: int, rows: range) -> Tensor:
+        """Log-probabilities in some rows of the work's item of this number, (P, V)."""
+        index = [self._first[item] + row for row in rows]
+        return self._banned(self._backend.logits(index)).log_softmax(dim=-1)
 
     def _logits(self, index: list[int]) -> Tensor:
         """Logits of these rows, and if there are few rows, of all masks too."""

@@ -188,7 +188,10 @@ class Scheduler:
         """Let the first in the queue run, if there is room for all that it has to forward."""
         # The last token's row itself is needed, not only its keys and values.
         before = sequence.committed - 1
-        contents = self._contents(sequence, before) if self._config.prefix_cache else []
+        # Of tokens that are found again there are no rows, which say their log-probabilities.
+        has_all_rows = sequence.request.prompt_logprobs is not None and not sequence.forwards
+        is_looked_up = self._config.prefix_cache and not has_all_rows
+        contents = self._contents(sequence, before) if is_looked_up else []
         shared = self._pool.share(contents)
         rows = len(sequence.drafts) + sequence.masks
         needed = self._pages_for(sequence.committed + rows)

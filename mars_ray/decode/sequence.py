@@ -16,6 +16,7 @@ from mars_ray.decode.request import (
     GrammarState,
     Request,
     TokenEvent,
+    TokenLogprobs,
 )
 
 
@@ -50,6 +51,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
     published: int = 0  # number of its first pages that are published
     adapter: str | None = None  # the one that made the waiting drafts
+    # Of the prompt's tokens from the second on, as far as their rows were forwarded.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     disagreed: int = 0  # tokens seen not to be the model's own choice
     submitted_s: float = 0.0
     queue_s: float = 0.0  # from submission to its first rows

@@ -318,8 +318,8 @@ def _checked_adapter(job: ServeJob, base: Place) -> tuple[str, DraftCard]:
 def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
     """Raises ConfigError for a default mode that cannot be served.
 
-    An unnamed default is `verified`, and `exact` as long as nothing drafts. The replicas decide
-    that (`serve/replica/llm_server.py`), because an adapter may come later.
+    An unnamed default is `verified`, and `exact` where that needs an adapter and has none. The
+    replicas decide that (`serve/replica/llm_server.py`), because an adapter may come later.
     """
     if job.default_mode is None:
         return

@@ -112,11 +112,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token as the client sees it, and the model's own log-probability of it."""
+    """A token as the client sees it, and the model's own log-probability of it; none for the first
+    token of a prompt."""
 
     text: str
     bytes: tuple[int, ...]
-    logprob: float
+    logprob: float | None
     top: tuple["TokenText", ...] = ()
 
 

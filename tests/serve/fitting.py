@@ -65,7 +65,7 @@ def _fit_thinking(body: dict[str, Any]) -> None:
         body["chat_template_kwargs"] = {
             name: False if value is True else value for name, value in switches.items()
         }
-    for both in (("echo", "logprobs"), ("ignore_eos", "response_format"), ("ignore_eos", "tools")):
+    for both in (("ignore_eos", "response_format"), ("ignore_eos", "tools")):
         if body.get(both[0]) is True and body.get(both[1]) is not None:
             body[both[0]] = False
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from serve.asking import (
     ASK,
@@ -22,6 +23,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
+from mars_ray.model.load import load_model
 from mars_ray.serve.ingress.routes import build_api
 from mars_ray.serve.protocol import GenerationRequest, OutputDelta
 from mars_ray.serve.replica.llm_server import LLMServer
@@ -150,10 +152,33 @@ def test_echo_begins_with_the_prompt(client, tokenizer, prompt, stream):
         assert text == shown[number] + plain[number].partition("two")[0]
 
 
-def test_echo_with_logprobs_is_refused(client):
-    """They would be those of the prompt, too. Guards a score of the answer taken for the text's."""
-    assert error_of(complete(client, "one", echo=True, logprobs=1), 400)["param"] == "echo"
-    assert texts(complete(client, "one", echo=False)) == texts(complete(client, "one"))
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_have_their_logprobs(client, checkpoint, stream):
+    """With `echo`, as multiple-choice tasks are scored: all but the first token's are those of one
+    forward of the model over prompt and answer."""
+    prompt = [40, 41, 42, 43, 44, 45]
+    reply = complete(client, prompt, echo=True, logprobs=2, stream=stream)
+    parts = [reply.json()] if not stream else streamed(reply)
+    said = [part["choices"][0]["logprobs"] for part in parts]
+    found = {
+        name: [each for part in said if part for each in part[name]]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    assert found["text_offset"] == sorted(found["text_offset"])
+    plain = complete(client, prompt, logprobs=2).json()["choices"][0]["logprobs"]
+    assert found["tokens"][6:] == plain["tokens"]
+    assert found["token_logprobs"][6:] == pytest.approx(plain["token_logprobs"], abs=1e-4)
+    model = load_model(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        log_p_LV = model(torch.tensor([prompt])).logits[0].float().log_softmax(dim=-1)
+    own = [float(log_p_LV[place, token]) for place, token in enumerate(prompt[1:])]
+    assert found["token_logprobs"][1:6] == pytest.approx(own, abs=1e-3)
+    best = [max(top.values()) for top in found["top_logprobs"][1:6]]
+    assert best == pytest.approx(log_p_LV[:5].max(dim=-1).values.tolist(), abs=1e-3)
+    (first, *_), *_ = (complete(client, [40], echo=True, logprobs=0).json()["choices"],)
+    assert first["logprobs"]["token_logprobs"][0] is None
+    assert len(first["logprobs"]["tokens"]) == 9
 
 
 def test_cached_tokens_are_those_that_the_prefix_cache_had(client):

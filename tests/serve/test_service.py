@@ -227,6 +227,8 @@ def test_metrics_reach_prometheus(client):
         "ray_mars_counterfactual_tokens_per_forward",
         "ray_mars_threshold",
         "ray_mars_spec_decode_num_accepted_tokens_per_pos_total",
+        "ray_mars_draft_tokens_total",
+        "ray_mars_accepted_draft_tokens_total",
     }
 
     def missing() -> set[str]:

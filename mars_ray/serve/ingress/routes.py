@@ -5,15 +5,16 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from mars_ray import __version__
@@ -47,7 +48,14 @@ from mars_ray.serve.openai.responses import (
     model_list,
     reply,
 )
-from mars_ray.serve.openai.sse import Chunks, EventStream, internal_error, stream
+from mars_ray.serve.openai.responses_reply import ResponseEvents, whole
+from mars_ray.serve.openai.responses_request import (
+    ResponsesBody,
+    parse_responses,
+    renamed,
+    to_chat,
+)
+from mars_ray.serve.openai.sse import Chunks, Events, EventStream, internal_error, stream
 from mars_ray.serve.openai.validation import to_generation_request, turns_of
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Used
 from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
@@ -55,6 +63,7 @@ from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 logger = logging.getLogger(__name__)
 
 # Lets streams reach the client piece by piece through caches and nginx.
+_LENGTH_HEADER = "X-New-Tokens-Limit"
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -90,6 +99,7 @@ def build_api(
     for path, route in (
         ("/v1/chat/completions", routes.chat),
         ("/v1/completions", routes.complete),
+        ("/v1/responses", routes.respond),
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
@@ -103,6 +113,15 @@ def build_api(
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
     # The middleware added last runs first, so that requests refused by the gate are logged.
+    if job.allowed_origins:
+        # Keys come in a header, never as cookies.
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=job.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", _LENGTH_HEADER],
+        )
     api.add_middleware(gate.around)
     api.add_middleware(logged, observe=observe)
     return api
@@ -173,15 +192,27 @@ class _Routes:
 
     async def chat(self, request: Request) -> Response:
         async def answer(raw: bytes, entry: Entry, key: ApiKey | None) -> Response:
-            return await self._answer(parse(ChatBody, raw), entry, key, ChatShape())
+            body = parse(ChatBody, raw)
+            return await self._answer(body, entry, key, _Choices(body, ChatShape()))
 
         return await self._guarded(request, f"chatcmpl-{uuid.uuid4().hex}", answer)
 
     async def complete(self, request: Request) -> Response:
         async def answer(raw: bytes, entry: Entry, key: ApiKey | None) -> Response:
-            return await self._answer(parse(CompletionBody, raw), entry, key, TextShape())
+            body = parse(CompletionBody, raw)
+            return await self._answer(body, entry, key, _Choices(body, TextShape()))
 
         return await self._guarded(request, f"cmpl-{uuid.uuid4().hex}", answer)
+
+    async def respond(self, request: Request) -> Response:
+        async def answer(raw: bytes, entry: Entry, key: ApiKey | None) -> Response:
+            body = parse_responses(raw)
+            try:
+                return await self._answer(to_chat(body), entry, key, _Response(body))
+            except ApiError as error:
+                raise renamed(error) from error
+
+        return await self._guarded(request, f"resp_{uuid.uuid4().hex}", answer)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._guarded(request, f"tok-{uuid.uuid4().hex}", self._tokenize)
@@ -221,7 +252,7 @@ class _Routes:
         body: ChatBody | CompletionBody,
         entry: Entry,
         key: ApiKey | None,
-        shape: Shape,
+        form: "_Choices | _Response",
     ) -> Response:
         assert entry.id
         model = self._models.asked(body.model, key)
@@ -240,29 +271,22 @@ class _Routes:
             if isinstance(first, ErrorInfo):
                 entry.told(first)
                 raise ApiError(first)
-            forwards = bool(body.return_forwards)
+            # Where the client leaves the length open, it is told where an answer is cut.
+            open_end = {} if call.max_new_tokens else {_LENGTH_HEADER: str(call.new_tokens_limit)}
             if body.stream:
-                chunks = Chunks(
-                    call,
-                    shape,
-                    model.name,
-                    created,
-                    body.wants_usage,
-                    forwards,
-                    body.wants_usage_so_far,
-                )
                 headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}
-                events = stream(chunks, first, messages, entry.told)
-                return EventStream(events, headers, held.pop_all())
+                events = form.events(call, model.name, created)
+                text = stream(events, first, messages, entry.told)
+                return EventStream(text, headers | open_end, held.pop_all())
             answers = [
                 Answer(
                     logprobs=None if call.logprobs is None else [],
-                    forwards=[] if forwards else None,
+                    forwards=[] if body.return_forwards else None,
                 )
                 for _ in range(call.choices)
             ]
             await _collect(answers, first, messages, entry)
-            return JSONResponse(reply(call, shape, model.name, created, answers))
+            return JSONResponse(form.reply(call, model.name, created, answers), headers=open_end)
 
     async def _tokenize(self, raw: bytes, _entry: Entry, key: ApiKey | None) -> Response:
         body = parse(TokenizeBody, raw)
@@ -285,6 +309,45 @@ class _Routes:
         if isinstance(text, ErrorInfo):
             raise ApiError(text)
         return JSONResponse({"prompt": text})
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """How a chat or a completion is answered: by choices, whole or in chunks."""
+
+    body: ChatBody | CompletionBody
+    shape: Shape
+
+    def events(self, call: GenerationRequest, model: str, created: int) -> Events:
+        return Chunks(
+            call,
+            self.shape,
+            model,
+            created,
+            self.body.wants_usage,
+            bool(self.body.return_forwards),
+            self.body.wants_usage_so_far,
+        )
+
+    def reply(
+        self, call: GenerationRequest, model: str, created: int, answers: Sequence[Answer]
+    ) -> Any:
+        return reply(call, self.shape, model, created, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """How a response request is answered: by items, whole or in events."""
+
+    body: ResponsesBody
+
+    def events(self, call: GenerationRequest, model: str, created: int) -> Events:
+        return ResponseEvents(call, self.body, model, created)
+
+    def reply(
+        self, call: GenerationRequest, model: str, created: int, answers: Sequence[Answer]
+    ) -> Any:
+        return whole(self.body, call, model, created, answers[0])
 
 
 async def _settle(entry: Entry, backend: Backend, call_id: str) -> None:

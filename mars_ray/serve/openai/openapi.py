@@ -24,12 +24,15 @@ from mars_ray.serve.openai.response_models import (
     ErrorReply,
     ModelEntry,
     ModelsReply,
+    ResponseEvent,
+    ResponseReply,
     StatusReply,
     TextChunk,
     TextReply,
     TokenizeReply,
     VersionReply,
 )
+from mars_ray.serve.openai.responses_request import ResponsesBody
 from mars_ray.serve.openai.sse import DONE_DATA
 from mars_ray.serve.status import MarsStatusReply, MemoryReply
 
@@ -59,6 +62,7 @@ class _Route:
     body: type | None = None
     chunk: type | None = None
     errors: tuple[int, ...] = ()
+    has_mark: bool = True  # a stream ends with `[DONE]`
     is_open: bool = False  # needs no key
     text: str = ""  # the media type of a reply that is not JSON
     method: str = ""  # otherwise POST with a body and GET without
@@ -130,6 +134,15 @@ _ROUTES = (
         TextChunk,
         _ANSWER_ERRORS,
     ),
+    _Route(
+        "/v1/responses",
+        "The next turn of a conversation in items; nothing is stored.",
+        ResponseReply,
+        ResponsesBody,
+        ResponseEvent,
+        _ANSWER_ERRORS,
+        has_mark=False,
+    ),
     _Route("/tokenize", "A prompt's tokens.", TokenizeReply, TokenizeBody, errors=_TOKEN_ERRORS),
     _Route(
         "/detokenize", "The text of tokens.", DetokenizeReply, DetokenizeBody, errors=_TOKEN_ERRORS
@@ -196,7 +209,7 @@ def _responses(route: _Route) -> dict[str, Any]:
     text = {route.text: {"schema": {"type": "string"}}}
     content = text if route.reply is None else _json(route.reply)
     if route.chunk is not None:
-        content = content | {"text/event-stream": {"schema": _event(route.chunk)}}
+        content = content | {"text/event-stream": {"schema": _event(route)}}
     responses = {"200": {"description": route.summary, "content": content}}
     for status in sorted(route.errors):
         responses[str(status)] = _error(status)
@@ -205,14 +218,19 @@ def _responses(route: _Route) -> dict[str, Any]:
     return responses
 
 
-def _event(chunk: type) -> dict[str, Any]:
+def _event(route: _Route) -> dict[str, Any]:
     """One event of a stream; OpenAPI before 3.2 has no schema for the whole stream."""
     written = {
         "contentMediaType": "application/json",
         "contentSchema": {
-            "anyOf": [{"$ref": _REFS + model.__name__} for model in (chunk, ErrorReply)]
+            "anyOf": [
+                {"$ref": _REFS + model.__name__} for model in (route.chunk, ErrorReply) if model
+            ]
         },
     }
+    if not route.has_mark:
+        data = {"type": "string", "anyOf": [written]}
+        return {"type": "object", "properties": {"data": data}, "required": ["data"]}
     data = {
         "type": "string",
         "description": "`[DONE]` comes last; if an error comes, it is the last.",

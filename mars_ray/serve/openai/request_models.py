@@ -8,24 +8,20 @@ import json
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import ErrorDetails
 
 from mars_ray.config.modes import Threshold
-from mars_ray.serve.openai.no_op_fields import (
-    AnswerNoOps,
-    ChatNoOps,
-    CompletionNoOps,
-    Nothing,
-    Off,
-    no_ops_of,
-)
+from mars_ray.serve.openai import no_op_fields
+from mars_ray.serve.openai.no_op_fields import Nothing, Off
 from mars_ray.serve.openai.wire import Wire
 from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
 
@@ -34,15 +30,16 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 _MAX_STOP_TOKENS = 256
 # The chat template is rendered once for each assistant turn.
-_MAX_MESSAGES = 512
+MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
-_MAX_TOOLS = 128
+MAX_TOOLS = 128
 _MAX_BIASES = 1024
 # Names of the variants of a field; they mark pydantic's error locations.
-_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
-_TOOL = "<tool>"
-_VARIANTS = (_TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL)
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
+_TOOL, ITEMS = "<tool>", "<items>"
+_VARIANTS = (TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS, _TOOL, ITEMS)
+_ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_NAMED = ("system", "developer", "user", "assistant", "tool", "input_text", "output_text")
 # Stops at a list's first fault: a body can hold hundreds of thousands, which take seconds to list.
 _FIRST = Field(fail_fast=True)
 
@@ -68,11 +65,11 @@ class TextPart(Wire):
 
 
 def _content_kind(value: Any) -> str:
-    return _PARTS if isinstance(value, list | tuple) else _TEXT
+    return _PARTS if isinstance(value, list | tuple) else TEXT
 
 
 Content = Annotated[
-    Annotated[str, Tag(_TEXT)] | Annotated[tuple[TextPart, ...], _FIRST, Tag(_PARTS)],
+    Annotated[str, Tag(TEXT)] | Annotated[tuple[TextPart, ...], _FIRST, Tag(_PARTS)],
     Discriminator(_content_kind),
 ]
 
@@ -81,12 +78,16 @@ def _joined(content: str | tuple[TextPart, ...]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+# Frameworks name who speaks in every message. Templates of the models served here do not show it.
+Speaker = Annotated[str, Field(max_length=256)]
+
+
 class PlainMessage(Wire):
     """A message of the client or its user."""
 
     role: Literal["system", "developer", "user"]
     content: Content
-    name: None = None
+    name: Speaker | None = None
 
     def turn(self) -> Turn:
         """The message with its parts joined; `developer` is OpenAI's newer name of `system`."""
@@ -97,19 +98,31 @@ class PlainMessage(Wire):
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
+def _some_json(value: Any) -> Any:
+    """Functions without parameters are called with an empty text, or null, by some clients."""
+    return "{}" if value is None or (isinstance(value, str) and not value.strip()) else value
+
+
+Arguments = Annotated[
+    str, BeforeValidator(_some_json), WithJsonSchema({"type": ["string", "null"]})
+]
+
+
 class CalledFunction(Wire):
     """The function that was called, and with what."""
 
     name: ToolName
-    arguments: str
+    arguments: Arguments
+    parsed_arguments: Any = None  # by the official client
 
 
 class MessageToolCall(Wire):
     """A call that an earlier answer has made, and the id by which its result is found."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # of a client that has joined a stream's deltas
 
 
 class AssistantMessage(Wire):
@@ -123,15 +136,14 @@ class AssistantMessage(Wire):
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
-    name: None = None
+    name: Speaker | None = None
+    parsed: Any = None  # its own reading of the content
     # Thoughts, by vLLM's name and by DeepSeek's.
     reasoning: str | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> "AssistantMessage":
-        if self.content is None and not self.tool_calls:
-            raise ValueError("an assistant's message needs 'content' or 'tool_calls'")
+    def _thinks_once(self) -> "AssistantMessage":
         if len({self.reasoning, self.reasoning_content} - {None}) > 1:
             raise ValueError("'reasoning' and 'reasoning_content' differ")
         return self
@@ -152,7 +164,7 @@ class ToolMessage(Wire):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
-    name: None = None
+    name: Speaker | None = None
 
     def turn(self) -> Turn:
         """The message with its parts joined."""
@@ -163,7 +175,7 @@ ChatMessage = Annotated[
     PlainMessage | AssistantMessage | ToolMessage,
     Field(discriminator="role"),
 ]
-Messages = Annotated[tuple[ChatMessage, ...], _FIRST, Field(min_length=1, max_length=_MAX_MESSAGES)]
+Messages = Annotated[tuple[ChatMessage, ...], _FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionBody(Wire):
@@ -196,11 +208,11 @@ class NamedTool(Wire):
 
 
 def _choice_kind(value: Any) -> str:
-    return _TEXT if isinstance(value, str) else _TOOL
+    return TEXT if isinstance(value, str) else _TOOL
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(_TEXT)] | Annotated[NamedTool, Tag(_TOOL)],
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(_TOOL)],
     Discriminator(_choice_kind),
 ]
 
@@ -244,7 +256,7 @@ _SEVERAL = Field(min_length=1, max_length=_MAX_PROMPTS)
 
 def _prompt_kind(value: Any) -> str:
     if not isinstance(value, list | tuple):
-        return _TEXT
+        return TEXT
     first = value[0] if value else ""
     if isinstance(first, list | tuple):
         return _TOKEN_LISTS
@@ -252,7 +264,7 @@ def _prompt_kind(value: Any) -> str:
 
 
 Prompts = Annotated[
-    Annotated[str, Tag(_TEXT)]
+    Annotated[str, Tag(TEXT)]
     | Annotated[tuple[str, ...], _FIRST, _SEVERAL, Tag(_TEXTS)]
     | Annotated[Tokens, Tag(_TOKENS)]
     | Annotated[tuple[Tokens, ...], _FIRST, _SEVERAL, Tag(_TOKEN_LISTS)],
@@ -261,7 +273,7 @@ Prompts = Annotated[
 
 
 def _stop_kind(value: Any) -> str:
-    return _TEXTS if isinstance(value, list | tuple) else _TEXT
+    return _TEXTS if isinstance(value, list | tuple) else TEXT
 
 
 class StreamOptions(Wire):
@@ -283,11 +295,12 @@ class ThinkingSwitches(Wire):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 Stops = Annotated[
-    Annotated[StopString, Tag(_TEXT)]
+    Annotated[StopString, Tag(TEXT)]
     | Annotated[tuple[StopString, ...], _FIRST, Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
     Discriminator(_stop_kind),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
 # Only one spelling of each number: with another one, the same token could be given twice.
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Biases = Annotated[
@@ -308,11 +321,11 @@ class Body(Wire):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
 
-class AnswerBody(Body, AnswerNoOps):
+class AnswerBody(Body, no_op_fields.AnswerNoOps):
     """What requests for answers have in common."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: TokenCount | None = None
     # OpenAI's default: a client that names no temperature wants sampling at 1.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -370,15 +383,15 @@ class AnswerBody(Body, AnswerNoOps):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class ChatBody(AnswerBody, ChatNoOps):
+class ChatBody(AnswerBody, no_op_fields.ChatNoOps):
     """Body of a chat completion request."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=_MAX_TOOLS)] | None = None
+    tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -393,7 +406,7 @@ class ChatBody(AnswerBody, ChatNoOps):
         return tuple((name, value) for name, value in told.items() if value is not None)
 
 
-class CompletionBody(AnswerBody, CompletionNoOps):
+class CompletionBody(AnswerBody, no_op_fields.CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
@@ -433,7 +446,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     except ValidationError as error:
         faults = [fault for fault in error.errors(include_url=False) if not _is_null(fault)]
         if faults:
-            raise ApiError(_refusal(faults[0], no_ops_of(kind))) from error
+            raise ApiError(_refusal(faults[0], no_op_fields.no_ops_of(kind))) from error
         parsed = kind.model_validate_json(body, extra="ignore")
     # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)
@@ -460,8 +473,9 @@ def _param(error: ErrorDetails) -> str:
     places: list[str] = []
     before = None
     for place in error["loc"]:
-        is_role = isinstance(before, int) and place in _ROLES
-        if not (place in _VARIANTS or is_role or before == "response_format"):
+        is_kind = isinstance(before, int) and place in (*_NAMED, *_ITEM_KINDS)
+        is_form = before in ("response_format", "format", ITEMS) and isinstance(place, str)
+        if not (place in _VARIANTS or is_kind or is_form):
             places.append(str(place))
         before = place
     if error["type"].startswith("union_tag_"):

@@ -5,6 +5,7 @@ them.
 """
 
 from typing import (
+    Any,
     Literal,
     NotRequired,  # pydantic takes typing's from Python 3.12 on
 )
@@ -119,11 +120,11 @@ class ChatLogprobs(Part):
 
 
 class TextLogprobs(Part):
-    """Log-probabilities of a completion."""
+    """Log-probabilities of a completion; the first token of a prompt, with `echo`, has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -273,6 +274,121 @@ class TextChunk(Headed):
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
     usage: NotRequired[Usage | Tokens | None]
+
+
+class InputDetails(Part):
+    """Of a response's input tokens, those that the prefix cache had."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(Part):
+    """Tokens of a response, and how they came about."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+    mars: MarsUsage
+
+
+class ThoughtPart(Part):
+    """Thoughts as they were written."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningOutput(Part):
+    """What the model thought before its answer."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[str]
+    content: list[ThoughtPart]
+    encrypted_content: None
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPartOutput(Part):
+    """Text of an answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[str]
+    logprobs: list[ChosenLogprob]
+
+
+class MessageOutput(Part):
+    """An answer's text."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[TextPartOutput]
+
+
+class CallOutput(Part):
+    """A call that the client is asked to make."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class CutShort(Part):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseReply(Part):
+    """A response; in the first events of a stream it is still empty."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: CutShort | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[ReasoningOutput | MessageOutput | CallOutput]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class ResponseEvent(TypedDict):
+    """An event of a streamed response, with what belongs to its type."""
+
+    type: str
+    sequence_number: int
 
 
 class ModelEntry(Part):

@@ -211,6 +211,7 @@ def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> ChatLogprobs | None:
 
 
 def _logprob(token: TokenText) -> TokenLogprob:
+    assert token.logprob is not None, "chats echo no prompt"
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
@@ -226,13 +227,14 @@ def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> Tex
     }
 
 
-def _top_logprobs(token: TokenText) -> dict[str, float]:
-    """Log-probabilities by text. Among tokens with the same text, as parts of characters have, the
-    chosen one counts, or else the best."""
+def _top_logprobs(token: TokenText) -> dict[str, float] | None:
+    """Log-probabilities by text; None for a prompt's first token. Among tokens with the same text,
+    as parts of characters have, the chosen one counts, or else the best."""
     said: dict[str, float] = {}
     for other in (token, *token.top):
-        said.setdefault(other.text, other.logprob)
-    return said
+        if other.logprob is not None:
+            said.setdefault(other.text, other.logprob)
+    return said or None
 
 
 def reply(

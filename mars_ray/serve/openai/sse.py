@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -88,6 +88,14 @@ class Chunks:
             choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
         return choice
 
+    def end(self) -> str:
+        """What follows the last chunk: one with the usage, if it is asked for, and the mark."""
+        return (self.usage() if self.include_usage else "") + DONE
+
+    def failed(self, error: ErrorInfo) -> str:
+        """The event of an error, after which nothing comes."""
+        return event(error_body(error))
+
     def usage(self) -> str:
         """The last chunk, with the usage."""
         finishes = [self._finishes[choice] for choice in range(self.call.choices)]
@@ -120,6 +128,29 @@ class Chunks:
         }
 
 
+class Events(Protocol):
+    """Writes the events of one request."""
+
+    call: GenerationRequest
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has finished."""
+        ...
+
+    def of(self, piece: OutputDelta) -> Iterator[str]:
+        """Yields the events of a piece."""
+        ...
+
+    def end(self) -> str:
+        """What follows the last event."""
+        ...
+
+    def failed(self, error: ErrorInfo) -> str:
+        """The event of an error, after which nothing comes."""
+        ...
+
+
 class EventStream(StreamingResponse):
     """A response of events; however it ends, the events and the held resources are closed."""
 
@@ -137,7 +168,7 @@ class EventStream(StreamingResponse):
 
 
 async def stream(
-    chunks: Chunks,
+    chunks: Events,
     first: Message,
     rest: AsyncIterator[Message],
     told: Callable[[Message], None] = lambda _: None,
@@ -153,7 +184,7 @@ async def stream(
         while True:
             told(message)
             if isinstance(message, ErrorInfo):
-                yield event(error_body(message))
+                yield chunks.failed(message)
                 return
             text = "".join(chunks.of(message))
             if chunks.is_over:
@@ -161,10 +192,10 @@ async def stream(
             if text:
                 yield text
             message = await anext(rest)
-        yield text + (chunks.usage() if chunks.include_usage else "") + DONE
+        yield text + chunks.end()
     except Exception:
         logger.exception("request %s failed while streaming", chunks.call.id)
-        yield event(error_body(internal_error(chunks.call.id)))
+        yield chunks.failed(internal_error(chunks.call.id))
 
 
 def internal_error(request_id: str) -> ErrorInfo:

@@ -65,7 +65,7 @@ def to_generation_request(
         stop_token_ids=body.stop_token_ids or (),
         ignore_eos=_ignore_eos(body),
         shows_stop=bool(body.include_stop_str_in_output),
-        is_echoed=_is_echoed(body),
+        is_echoed=isinstance(body, CompletionBody) and bool(body.echo),
         switches=body.switches if isinstance(body, ChatBody) else (),
         shows_reasoning=_shows_reasoning(body, job),
         priority=body.priority or 0,
@@ -94,14 +94,6 @@ def _ignore_eos(body: AnswerBody) -> bool:
             "'ignore_eos' contradicts 'response_format' and 'tools', by which an answer is over",
         )
     return bool(body.ignore_eos)
-
-
-def _is_echoed(body: AnswerBody) -> bool:
-    if not isinstance(body, CompletionBody) or not body.echo:
-        return False
-    if body.logprobs is not None:
-        refuse("echo", "'echo' with 'logprobs' needs those of the prompt, which are not computed")
-    return True
 
 
 def _shows_reasoning(body: AnswerBody, job: ServeJob) -> bool | None:
@@ -179,7 +171,7 @@ def _sampling(body: AnswerBody, seed: int) -> Sampling:
 
 
 def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | None:
-    """The length that the client asks for; None if it names none."""
+    """The length that the client asks for; None if it names none, or more than there is."""
     if (body.min_tokens or 0) > limits.new_tokens:
         refuse("min_tokens", f"'min_tokens' is more than this server's {limits.new_tokens}")
     asked = {"max_tokens": body.max_tokens}
@@ -189,20 +181,20 @@ def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | No
     if len(set(given.values())) > 1:
         refuse("max_completion_tokens", "'max_tokens' and 'max_completion_tokens' differ")
     for param, tokens in given.items():
-        if tokens > limits.new_tokens:
+        if tokens > limits.new_tokens and limits.beyond_new_tokens == "refuse":
             refuse(
                 param,
                 f"'{param}' is {tokens}, but this server writes at most {limits.new_tokens} tokens",
             )
         if (body.min_tokens or 0) > tokens:
             refuse("min_tokens", f"'min_tokens' is more than '{param}', {tokens}")
-        return tokens
+        return tokens if tokens <= limits.new_tokens else None
     return None
 
 
 def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
-    """Most tokens of an answer whose length the client leaves open."""
-    if isinstance(body, ChatBody):
+    """Most tokens of an answer whose length the client leaves open, or sets beyond the limit."""
+    if isinstance(body, ChatBody) or body.max_tokens is not None:
         return limits.new_tokens
     return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
 

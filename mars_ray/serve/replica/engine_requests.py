@@ -28,6 +28,7 @@ def engine_requests(
             stop_ids=own_stops.union(call.stop_token_ids),
             priority=call.priority,
             logprobs=call.logprobs,
+            prompt_logprobs=call.logprobs if call.is_echoed else None,
             grammar=grammar,
             quality=call.quality,
             deadline=deadline,

@@ -15,6 +15,8 @@ from mars_ray.serve.replica.reasoning_parser import THINK, THINK_END, Start
 from mars_ray.serve.replica.tool_formats import MARKERS, ToolFormat
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# White space between two parts of JSON: a space, or a new line with some indentation.
+_GAP = r"( |\n[ \t]{0,20})?"
 _MARKERS = re.compile(f"({'|'.join(map(re.escape, (*MARKERS, THINK, THINK_END)))})")
 
 
@@ -60,7 +62,7 @@ def grammar_of(
     answer: list[str] = []
     if call.schema is not None:
         answer.append("json")
-        rules.append(f"json: %json {json.dumps(call.schema)}")
+        rules.append(f"json: {_json(call.schema)}")
     if call.tools is not None:
         is_free = not call.tools.is_required and call.schema is None
         tags = MARKERS if start is None else (*MARKERS, THINK, THINK_END)
@@ -105,11 +107,18 @@ def _bodies(tools: Tools, form: ToolFormat, vocabulary: Vocabulary) -> list[str]
         before = vocabulary.terms(f"{form.before}{function['name']}{form.between}")
         schema = function.get("parameters") or _NO_PARAMETERS
         rules.append(f"body_{place}: {before} arguments_{place} {after}")
-        rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
+        rules.append(f"arguments_{place}: {_json(schema)}")
     if form.is_list:
         more = f"({vocabulary.terms(form.joint)} body)*" if tools.is_parallel else ""
         rules.append(f'list: " "? "[" body {more} "]"')
     return rules
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """JSON by a schema. White space is bounded where the schema itself says nothing of it: a model
+    may write it for ever, and then there is no JSON at its limit (vllm#38696)."""
+    options = schema.get("x-guidance") or {"whitespace_pattern": _GAP}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _free(tools: Tools, form: ToolFormat, vocabulary: Vocabulary, tags: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ _PER_FORWARD = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16]
 # Ray's annotation allows only one tag, its code any number.
 _MODEL: Any = ("model_name",)
 _MODE: Any = (*_MODEL, "mode")
+_SOURCE: Any = (*_MODEL, "source")
 _ADAPTER: Any = (*_MODEL, "adapter")
 _CLASS: Any = (*_MODEL, "quality_class")
 _MODE_AND_REASON: Any = (*_MODE, "finished_reason")
@@ -145,6 +146,14 @@ class EngineMetrics:
             "Tokens that steps committed beyond their first, by place.",
             _MODE_AND_POSITION,
         )
+        self._drafts = Counter(
+            "mars_draft_tokens", "Drafts that were checked, by what proposed them.", _SOURCE
+        )
+        self._accepted_drafts = Counter(
+            "mars_accepted_draft_tokens",
+            "Drafts that were accepted, by what proposed them.",
+            _SOURCE,
+        )
         self._checked = Counter(
             "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
         )
@@ -165,6 +174,11 @@ class EngineMetrics:
         self._since(seen.discarded_tokens, self._discarded)
         self._since(seen.prefix_queries, self._prefix_queries)
         self._since(seen.prefix_hits, self._prefix_hits)
+        totals = seen.totals
+        self._since(totals.mask_drafts, self._drafts, {"source": "masks"})
+        self._since(totals.ngram_drafts, self._drafts, {"source": "ngram"})
+        self._since(totals.mask_accepted, self._accepted_drafts, {"source": "masks"})
+        self._since(totals.ngram_accepted, self._accepted_drafts, {"source": "ngram"})
         for mode, measures in seen.by_mode.items():
             self._since(measures.checked, self._checked, {"mode": mode})
             for threshold, value in measures.tokens_per_forward().items():

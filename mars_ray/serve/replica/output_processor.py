@@ -12,7 +12,7 @@ from operator import itemgetter
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mars_ray.decode.request import FinishReason, Request, TokenEvent, as_one
+from mars_ray.decode.request import FinishReason, Request, TokenEvent, TokenLogprobs, as_one
 from mars_ray.errors import DeadlineError
 from mars_ray.serve.protocol import (
     Finish,
@@ -222,6 +222,7 @@ class OutputProcessor:
             decode, call.stop, request.sampling.min_new_tokens, shows_stop=call.shows_stop
         )
         self._echo = self._prompt_text(decode) if call.is_echoed else ""
+        self._owes_prompt = request.prompt_logprobs is not None
         self._calls = calls
         self._reasoning = reasoning
         self.tokens = 0  # of the answer so far, its end token included
@@ -322,11 +323,20 @@ class OutputProcessor:
         return prompt if isinstance(prompt, str) else decode(self._request.prompt)
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
-        """Log-probabilities of an event's first tokens, if the request asks for them."""
-        return tuple(
-            replace(
-                self._token_text(token, entry.logprob),
-                top=tuple(self._token_text(other, logprob) for other, logprob in entry.top),
-            )
-            for token, entry in zip(event.tokens[:count], event.logprobs, strict=False)
+        """Log-probabilities of an event's first tokens, if the request asks for them, and before
+        the first of all those of the prompt, if they are asked for too."""
+        entries = zip(event.tokens[:count], event.logprobs, strict=False)
+        own = tuple(self._with_others(token, entry) for token, entry in entries)
+        if not self._owes_prompt:
+            return own
+        self._owes_prompt = False
+        first, *others = self._request.prompt
+        prompt = zip(others, event.prompt_logprobs, strict=True)
+        shown = (self._with_others(token, entry) for token, entry in prompt)
+        return (replace(self._token_text(first, 0.0), logprob=None), *shown, *own)
+
+    def _with_others(self, token: int, entry: TokenLogprobs) -> TokenText:
+        return replace(
+            self._token_text(token, entry.logprob),
+            top=tuple(self._token_text(other, logprob) for other, logprob in entry.top),
         )

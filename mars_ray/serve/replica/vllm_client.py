@@ -355,6 +355,12 @@ class VllmClient(EngineThread):
     def _check(self, request: Request) -> None:
         facts = self.facts
         check_request(request, facts.vocabulary, self._card, facts.max_context)
+        if request.prompt_logprobs is not None:
+            raise RequestError(
+                "'echo' with 'logprobs' needs those of the prompt, which a service does not have "
+                "with vLLM as its engine: leave 'echo' out",
+                field="echo",
+            )
         if not self.can_decode(request.mode):
             raise RequestError(without_masks(request.mode), field="mode")
         if problem := self._config.unsupported(request.mode):
