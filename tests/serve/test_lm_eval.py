@@ -95,6 +95,7 @@ test_split: test
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
+target_delimiter: ""
 metric_list:
   - metric: acc
 """
