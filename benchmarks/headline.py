@@ -184,6 +184,7 @@ HEADLINES = {
     "ngram.speed_over_exact_summarising": Headline(_SUMMARISE, _times(_LOOKED_UP, _EXACT, 1)),
     "ngram.with_adapter_editing": Headline(_EDIT, _times(_VERIFIED, _EXACT, 1)),
     "ngram.with_adapter_summarising": Headline(_SUMMARISE, _times(_VERIFIED, _EXACT, 1)),
+    "ngram.speed_over_exact_b1": Headline("smollm2_decode", _times(_LOOKED_UP, _EXACT, 1)),
     "ngram.speed_over_exact_min": Headline("smollm2_decode", _times(_LOOKED_UP, _EXACT)),
     "smollm2.speed_vs_vllm_b8": Headline("smollm2_decode", _times(_VERIFIED, _VLLM, 8)),
     # Four drafts a step that are always right: what our own engine could do.

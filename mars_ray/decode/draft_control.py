@@ -68,7 +68,7 @@ class DraftControl:
         """`most_rows` is the most rows of a step, `own_rows` of a sequence, by default as many."""
         self.cost = cost
         self.most_rows = most_rows
-        self._own_rows = own_rows
+        self._own_rows = most_rows if own_rows is None else own_rows
         # Sampled drafts are accepted less often than greedy ones.
         self.forget(depth)
         self.ngrams = {False: NgramStats(), True: NgramStats()}
@@ -116,15 +116,14 @@ class DraftControl:
             )
         self._look_at_some(members, accept, prospects)
         if self._steps % _PROBE_EVERY == 0:
-            _probe(members[0], min(self.most_rows, self._own_rows or self.most_rows))
+            _probe(members[0], min(self.most_rows, self._own_rows))
         masks = sum(sum(sequence.choice.masks) for sequence in members if sequence.choice)
         self._speed_up.ratio = self._seconds(rows, masks) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
     def _fits(self, least: int, choices: Several[Choice]) -> bool:
         rows = [choice.rows for choice in choices]
-        own = self._own_rows or self.most_rows
-        return least + sum(rows) <= self.most_rows and max(rows) < own
+        return least + sum(rows) <= self.most_rows and max(rows) < self._own_rows
 
     def _price_at(self, rows: int, least: int, speed_up: float) -> float:
         """Tokens that the time of one more row would yield elsewhere."""

@@ -376,7 +376,7 @@ class Engine:
         tokens = strategy_of(sequence).absorb(sequence, plan, rows, outcome, proposals)
         if self.control:
             self.control.observe(sequence, plan, outcome, len(tokens))
-        self.totals.add_drafts(plan, outcome)
+        self.totals.add_drafts(sequence, plan, outcome)
         kept = sequence.kept(tokens)
         self.measures.observe(sequence, plan, rows, outcome, proposals, kept)
         quality = sequence.request.quality

@@ -20,6 +20,7 @@ from operator import ne
 import numpy as np
 from numpy.typing import NDArray
 
+from mars_ray.config.modes import VerifiedMode
 from mars_ray.core.tree import children_of
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.scheduler import Work
@@ -44,7 +45,8 @@ class StepTotals:
     output_tokens: int = 0  # committed, also of requests that were cancelled later
     sequences: int = 0  # decoding ones, counted at every step
     decode_rows: int = 0  # rows of decoding sequences
-    # Drafts that were checked, and those accepted, by who proposed them: both may have.
+    # Drafts of `verified` that were checked, and those accepted, by who proposed them: both may
+    # have. What a grammar forces has no proposer, so with one only looked-up drafts are counted.
     mask_drafts: int = 0
     mask_accepted: int = 0
     ngram_drafts: int = 0
@@ -68,19 +70,16 @@ class StepTotals:
                     self.prompts += 1
                     self.prompt_tokens += item.sequence.committed - (item.sequence.found or 0)
 
-    def add_drafts(self, plan: Plan, outcome: int) -> None:
-        """Count a sequence's drafts, which ended at a node."""
-        if not plan.drafts:
+    def add_drafts(self, sequence: Sequence, plan: Plan, outcome: int) -> None:
+        """Count a sequence's drafts, of which those up to a node were accepted."""
+        if not plan.drafts or not isinstance(sequence.request.mode, VerifiedMode):
             return
         path = plan.path(outcome)
-        if not any(plan.matches):
-            self.mask_drafts += len(plan.drafts)
-            self.mask_accepted += len(path)
-            return
+        if not sequence.grammar:
+            drafted = {node for node, own in enumerate(plan.confidences, start=1) if own}
+            self.mask_drafts += len(drafted)
+            self.mask_accepted += len(drafted.intersection(path))
         looked_up = {node for node, match in enumerate(plan.matches, start=1) if match}
-        drafted = {node for node, own in enumerate(plan.confidences, start=1) if own}
-        self.mask_drafts += len(drafted)
-        self.mask_accepted += len(drafted.intersection(path))
         self.ngram_drafts += len(looked_up)
         self.ngram_accepted += len(looked_up.intersection(path))
 

@@ -8,8 +8,8 @@ from pydantic import TypeAdapter
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.decode.request import Completion, Request, TokenEvent
+from mars_ray.serve.openai.replies import usage
 from mars_ray.serve.openai.response_models import MarsUsage
-from mars_ray.serve.openai.responses import usage
 from mars_ray.serve.protocol import Finish, GenerationRequest, Served, TokenText
 from mars_ray.serve.replica.output_processor import OutputProcessor
 

@@ -93,6 +93,7 @@ def ask(client: TestClient, secret: str, **fields):
         ("GET", "/version"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
     ],

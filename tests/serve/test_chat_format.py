@@ -17,7 +17,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
 from mars_ray.errors import ModelError, RequestError
-from mars_ray.serve.openai.responses import Answer
+from mars_ray.serve.openai.replies import Answer
 from mars_ray.serve.protocol import GenerationRequest, TokenText, ToolCall, Tools, Turn
 from mars_ray.serve.replica.chat_format import ChatFormat
 from mars_ray.serve.replica.output_processor import OutputProcessor

@@ -13,20 +13,20 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.thresholds import Elastic
-from mars_ray.serve.openai.request_models import (
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    parse,
-)
-from mars_ray.serve.openai.responses import (
+from mars_ray.serve.openai.replies import (
     Answer,
     ChatShape,
     TextShape,
     error_body,
     model_list,
     reply,
+)
+from mars_ray.serve.openai.request_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    parse,
 )
 from mars_ray.serve.openai.validation import to_generation_request
 from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta, TokenText, Turn

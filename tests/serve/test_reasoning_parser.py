@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.serve.openai.responses import Answer, ChatShape, reply
+from mars_ray.serve.openai.replies import Answer, ChatShape, reply
 from mars_ray.serve.openai.sse import Chunks
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta
 from mars_ray.serve.replica.reasoning_parser import ReasoningReader, Start, start_of

@@ -9,6 +9,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from serve.asking import ASK, text_of
 from serve.asking import ask as ask_chat
+from serve.test_client_reasoning import PAINT
 from serve.test_client_tools import Paint
 
 from mars_ray.serve.openai.request_models import ApiError
@@ -16,14 +17,7 @@ from mars_ray.serve.openai.response_models import ResponseReply
 from mars_ray.serve.openai.responses_request import parse_responses, to_chat
 
 ASKED = {"model": "tiny", "input": ASK, "max_output_tokens": 24, "temperature": 0}
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "green"]}, "twice": {"type": "boolean"}},
-    "required": ["colour", "twice"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
-TOOL = {"type": "function", "name": "paint", "parameters": SCHEMA, "strict": True}
+TOOL = {"type": "function", "name": "paint", "parameters": PAINT, "strict": True}
 
 
 class Plain(BaseModel):

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.serve.openai.responses import ChatShape, TextShape
+from mars_ray.serve.openai.replies import ChatShape, TextShape
 from mars_ray.serve.openai.sse import DONE, Chunks, EventStream, stream
 from mars_ray.serve.protocol import (
     ErrorInfo,

@@ -12,7 +12,7 @@ from serve.asking import ASK
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.serve.openai.responses import Answer, ChatShape, reply
+from mars_ray.serve.openai.replies import Answer, ChatShape, reply
 from mars_ray.serve.openai.sse import Chunks
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Tools
 from mars_ray.serve.replica.tool_formats import (

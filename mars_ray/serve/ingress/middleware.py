@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_ray.serve.ingress.page_files import FILES
-from mars_ray.serve.openai.responses import error_body
+from mars_ray.serve.openai.replies import error_body
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn, Used
 
 logger = logging.getLogger("mars_ray.requests")

@@ -29,16 +29,7 @@ from mars_ray.serve.ingress.middleware import Entry, Gate, entry_of, logged
 from mars_ray.serve.ingress.models import Backend, Model, Models
 from mars_ray.serve.ingress.proxy import LIMIT_HEADER
 from mars_ray.serve.openai.openapi import openapi
-from mars_ray.serve.openai.request_models import (
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    parse,
-)
-from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply
-from mars_ray.serve.openai.responses import (
+from mars_ray.serve.openai.replies import (
     Answer,
     ChatShape,
     Shape,
@@ -48,6 +39,15 @@ from mars_ray.serve.openai.responses import (
     model_list,
     reply,
 )
+from mars_ray.serve.openai.request_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+)
+from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply
 from mars_ray.serve.openai.responses_reply import ResponseEvents, whole
 from mars_ray.serve.openai.responses_request import (
     ResponsesBody,
@@ -62,8 +62,9 @@ from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 
 logger = logging.getLogger(__name__)
 
-# Lets streams reach the client piece by piece through caches and nginx.
+# Where an answer is cut whose length the client leaves open, or sets beyond the limit.
 _LENGTH_HEADER = "X-New-Tokens-Limit"
+# Lets streams reach the client piece by piece through caches and nginx.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -271,7 +272,6 @@ class _Routes:
             if isinstance(first, ErrorInfo):
                 entry.told(first)
                 raise ApiError(first)
-            # Where the client leaves the length open, it is told where an answer is cut.
             open_end = {} if call.max_new_tokens else {_LENGTH_HEADER: str(call.new_tokens_limit)}
             if body.stream:
                 headers = _STREAM_HEADERS | {LIMIT_HEADER: str(self._job.limits.slow_reader_s)}

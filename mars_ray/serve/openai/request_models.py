@@ -27,13 +27,10 @@ from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
 
 # OpenAI's own limit; every step's text is searched for each stop string.
 _MAX_STOPS = 4
-_MAX_STOP_CHARS = 256
-_MAX_STOP_TOKENS = 256
 # The chat template is rendered once for each assistant turn.
 MAX_MESSAGES = 512
 _MAX_PROMPTS = 128
 MAX_TOOLS = 128
-_MAX_BIASES = 1024
 # Names of the variants of a field; they mark pydantic's error locations.
 TEXT, _PARTS, _TEXTS, _TOKENS, _TOKEN_LISTS = "<text>", "<parts>", "<texts>", "<ids>", "<id lists>"
 _TOOL, ITEMS = "<tool>", "<items>"
@@ -293,7 +290,7 @@ class ThinkingSwitches(Wire):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[
     Annotated[StopString, Tag(TEXT)]
     | Annotated[tuple[StopString, ...], _FIRST, Field(max_length=_MAX_STOPS), Tag(_TEXTS)],
@@ -305,7 +302,7 @@ TokenCount = Annotated[int, Field(ge=1, lt=2**63)]
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Biases = Annotated[
     dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=_MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+    Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
 ]
 
 
@@ -321,11 +318,10 @@ class Body(Wire):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
 
-class AnswerBody(Body, no_op_fields.AnswerNoOps):
-    """What requests for answers have in common."""
+class AnyAnswerBody(Body):
+    """What all requests for answers have in common."""
 
     model: str
-    max_tokens: TokenCount | None = None
     # OpenAI's default: a client that names no temperature wants sampling at 1.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -334,33 +330,37 @@ class AnswerBody(Body, no_op_fields.AnswerNoOps):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops | None = None
-    stop_token_ids: (
-        Annotated[tuple[Token, ...], _FIRST, Field(max_length=_MAX_STOP_TOKENS)] | None
-    ) = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # OpenAI's name for the end user behind the request; it is written to the log.
     user: Annotated[str, Field(max_length=256)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None  # its newer name
     metadata: Metadata | None = None  # written to the log, too
-    # Another number of answers than `n`, of which the best ones are kept, is not supported.
-    best_of: Annotated[int, Field(ge=1)] | None = None
     # The fields from here on are not in OpenAI's API.
     mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
     threshold: Threshold | None = None
     window: Annotated[int, Field(ge=0, le=64)] | None = None
     quality: Annotated[str, Field(max_length=64)] | None = None
     quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
-    return_forwards: bool | None = None
     timeout_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class AnswerBody(AnyAnswerBody, no_op_fields.AnswerNoOps):
+    """What chats and completions have in common."""
+
+    max_tokens: TokenCount | None = None
+    logit_bias: Biases | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[tuple[Token, ...], _FIRST, Field(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    # Another number of answers than `n`, of which the best ones are kept, is not supported.
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    return_forwards: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

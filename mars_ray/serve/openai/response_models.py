@@ -1,4 +1,4 @@
-"""The shapes of replies that `serve/openai/responses.py` writes and the OpenAPI schema describes.
+"""The shapes of replies that `serve/openai/replies.py` writes and the OpenAPI schema describes.
 
 They are plain dicts at run time. They allow no further fields, and tests check replies against
 them.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mars_ray.serve.openai.responses import Answer, error_body, usage
+from mars_ray.serve.openai.replies import Answer, error_body, usage
 from mars_ray.serve.openai.responses_request import ResponsesBody
 from mars_ray.serve.protocol import (
     ErrorInfo,

@@ -12,20 +12,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mars_ray.config.modes import Threshold
 from mars_ray.serve.openai.no_op_fields import Nothing, Off
 from mars_ray.serve.openai.request_models import (
     ITEMS,
     MAX_MESSAGES,
     MAX_TOOLS,
     TEXT,
+    AnyAnswerBody,
     ApiError,
     Arguments,
-    Body,
     ChatBody,
     Effort,
-    Metadata,
-    Penalty,
+    FunctionBody,
+    NamedSchema,
     ThinkingSwitches,
     TokenCount,
     ToolName,
@@ -170,14 +169,10 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Item):
+class FunctionTool(Item, FunctionBody):
     """A function that answers may call; tools that the service itself would run are none."""
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ToolOfName(Item):
@@ -208,14 +203,10 @@ class PlainFormat(Item):
     type: Literal["text", "json_object"]
 
 
-class SchemaOfName(Item):
+class SchemaOfName(Item, NamedSchema):
     """Asks for JSON of one schema."""
 
     type: Literal["json_schema"]
-    name: ToolName
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Item):
@@ -239,26 +230,19 @@ class ResponsesStreamOptions(Item):
     include_obfuscation: Off | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(AnyAnswerBody):
     """Body of a response request."""
 
-    model: str
     input: Input
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[tuple[FunctionTool, ...], _FIRST, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    metadata: Metadata | None = None
-    user: Annotated[str, Field(max_length=256)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     # Without effect: nothing is stored, and beginnings of prompts are shared anyway.
     store: bool | None = None
     include: Annotated[tuple[str, ...], _FIRST, Field(max_length=16)] | None = None
@@ -267,48 +251,10 @@ class ResponsesBody(Body):
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
     background: Off | None = None
-    # The fields from here on are not in OpenAI's API.
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    chat_template_kwargs: ThinkingSwitches | None = None
-    mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
-    threshold: Threshold | None = None
-    window: Annotated[int, Field(ge=0, le=64)] | None = None
-    quality: Annotated[str, Field(max_length=64)] | None = None
-    quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    chat_template_kwargs: ThinkingSwitches | None = None  # not in OpenAI's API
 
 
-# Fields that a chat has by the same name.
-_SAME_NAME = (
-    "model",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "stream",
-    "metadata",
-    "user",
-    "safety_identifier",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "priority",
-    "chat_template_kwargs",
-    "mode",
-    "threshold",
-    "window",
-    "quality",
-    "quality_budget",
-    "timeout_s",
-)
+_OF_CHAT = {*AnyAnswerBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
 _NEEDS_A_MEMORY = ("previous_response_id", "conversation", "prompt")
 
 
@@ -329,30 +275,24 @@ def _explained(refusal: ErrorInfo, raw: bytes) -> ErrorInfo:
             "hand the earlier items back in 'input'"
         )
         return replace(refusal, message=message, code="unsupported_parameter")
-    if refusal.code == "invalid_value" and param.startswith(("tools.", "input.")):
-        kind = _at(json.loads(raw), [*param.split("."), "type"])
-        if param.startswith("tools.") and isinstance(kind, str) and kind != "function":
-            message = f"'{param}': tools of type {kind!r} would run in the service; it has none"
-            return replace(refusal, message=message, code="unsupported_parameter")
-        if kind == "item_reference":
-            message = f"'{param}': nothing is stored that could be referred to; hand the item back"
-            return replace(refusal, message=message, code="unsupported_parameter")
+    outer, _, rest = param.partition(".")
+    number = rest.partition(".")[0]
+    if outer in ("tools", "input") and number.isdecimal():
+        part = json.loads(raw)[outer][int(number)]
+        kind, place = part.get("type") if isinstance(part, dict) else None, f"{outer}.{number}"
+        message = ""
+        if outer == "tools" and isinstance(kind, str) and kind != "function":
+            message = f"'{place}': tools of type {kind!r} would run in the service; it has none"
+        elif kind == "item_reference":
+            message = f"'{place}': nothing is stored that could be referred to; hand the item back"
+        if message:
+            return replace(refusal, message=message, param=place, code="unsupported_parameter")
     return refusal
-
-
-def _at(value: Any, path: Sequence[str]) -> Any:
-    """What stands there in the body; as far as it goes, the last part is optional."""
-    for place in path:
-        if isinstance(value, list) and place.isdecimal() and int(place) < len(value):
-            value = value[int(place)]
-        elif isinstance(value, dict) and place in value:
-            value = value[place]
-    return value
 
 
 def to_chat(body: ResponsesBody) -> ChatBody:
     """The chat that a request is. Raises ApiError."""
-    chat = body.model_dump(include=set(_SAME_NAME))
+    chat = body.model_dump(include=_OF_CHAT)
     chat["messages"] = _messages(body)
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["reasoning_effort"] = body.reasoning and body.reasoning.effort

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mars_ray.serve.openai.replies import Shape, error_body, tool_call_delta, usage
 from mars_ray.serve.openai.response_models import Tokens
-from mars_ray.serve.openai.responses import Shape, error_body, tool_call_delta, usage
 from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta
 
 logger = logging.getLogger(__name__)
