@@ -26,8 +26,9 @@ PLAIN = (
 )
 # How the generated requests are spread.
 SHARES = {
-    "/v1/chat/completions": 0.4,
-    "/v1/completions": 0.4,
+    "/v1/chat/completions": 0.3,
+    "/v1/completions": 0.3,
+    "/v1/responses": 0.2,
     "/tokenize": 0.1,
     "/detokenize": 0.1,
 }
@@ -130,4 +131,5 @@ def streams_end(_context: Any, response: Any, _case: Any) -> None:
     """The shape of the events is the schema's to check; that the last one is an end is not."""
     if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
         last = response.text.removesuffix("\n\n").split("\n\n")[-1]
-        assert last == "data: [DONE]" or last.startswith('data: {"error":'), last
+        ends = ('data: {"error":', "event: response.completed", "event: response.incomplete")
+        assert last == "data: [DONE]" or last.startswith((*ends, "event: error")), last

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from mars_ray.serve.openai.no_op_fields import Nothing, Off
 from mars_ray.serve.openai.request_models import (
@@ -49,6 +49,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 class Item(Wire):
     """Part of the input, also as the official client hands it back: null is a field not given."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
 
     @model_validator(mode="before")
     @classmethod
@@ -95,7 +97,7 @@ def _text(content: str | Sequence[InputText | OutputText]) -> str:
 class MessageItem(Item):
     """A message of either side."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: ItemContent
     id: str | None = None
@@ -136,15 +138,15 @@ class ReasoningItem(Item):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Annotated[tuple[ReasoningPart, ...], _FIRST] = ()
-    content: Annotated[tuple[ReasoningPart, ...], _FIRST] = ()
+    summary: Annotated[tuple[ReasoningPart, ...], _FIRST] | None = None
+    content: Annotated[tuple[ReasoningPart, ...], _FIRST] | None = None
     encrypted_content: str | None = None  # of another service: it cannot be read here
     status: Status | None = None
 
     @property
     def text(self) -> str:
         """The thoughts themselves where there are any, else their summary."""
-        return "".join(part.text for part in self.content or self.summary)
+        return "".join(part.text for part in self.content or self.summary or ())
 
 
 def _item_kind(value: Any) -> str:
