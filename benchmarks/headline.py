@@ -19,7 +19,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 Result = dict[str, Any]
 # Errors from reading a result that has another shape or is not complete yet.
-_MISSING = (FileNotFoundError, KeyError, TypeError)
+_MISSING = (FileNotFoundError, KeyError, TypeError, ValueError)
 
 
 def speed_ratios(own: Result, other: Result) -> list[float]:
@@ -127,6 +127,36 @@ def _test_minutes(result: Result) -> float:
     return (result["fast_s"] + result["ray_s"]) / 60
 
 
+def _sampled(model: str, threads: int) -> Callable[[Result], list[tuple[float, float]]]:
+    """Of each sampled way, against greedy in the same round: the median of milliseconds added and
+    of ratios."""
+
+    def values(result: Result) -> list[tuple[float, float]]:
+        (run,) = (r for r in result["runs"] if (r["model"], r["threads"]) == (model, threads))
+        greedy = run["step_ms"]["greedy"]
+        ways = [rounds for name, rounds in run["step_ms"].items() if name.startswith("T=")]
+        return [
+            (
+                statistics.median(a - b for a, b in zip(rounds, greedy, strict=True)),
+                statistics.median(a / b for a, b in zip(rounds, greedy, strict=True)),
+            )
+            for rounds in ways
+        ]
+
+    return values
+
+
+def _ms_per_row(model: str) -> Callable[[Result], float]:
+    """Milliseconds that the dearest way of sampling adds to a row, on one thread."""
+    return lambda result: max(ms for ms, _ in _sampled(model, 1)(result)) / result["batch"]
+
+
+def _sampled_over_greedy(result: Result) -> float:
+    """The largest ratio of a sampled step over a greedy one, on two threads."""
+    models = ("smollm2", "wide")
+    return max(ratio for model in models for _, ratio in _sampled(model, 2)(result))
+
+
 _PLAIN, _FOUR = "one row", "4 rows, 2 of them masks"
 _NINE = "9 rows, 4 of them masks"
 _EXACT, _VERIFIED, _VLLM = "mars-ray exact", "mars-ray verified 1", "vllm"
@@ -193,6 +223,18 @@ HEADLINES = {
     "smollm2.verified_over_exact_least": Headline(
         "smollm2_decode", _times(_VERIFIED, _EXACT, None, min)
     ),
+    # With another process that keeps one of two cores busy.
+    "smollm2.busy_over_exact": Headline(
+        "busy", lambda result: statistics.median(result["busy"]["ratios"])
+    ),
+    # The service over the bare engine at batch 8, in the mode in which that is less.
+    "smollm2.http_over_engine": Headline(
+        "serve_load_smollm2",
+        lambda result: min(result["engine"][mode]["share"] for mode in ("exact", "verified")),
+    ),
+    "sampled.ms_per_row_49k": Headline("sampling", _ms_per_row("smollm2")),
+    "sampled.ms_per_row_152k": Headline("sampling", _ms_per_row("wide")),
+    "sampled.step_over_greedy_max": Headline("sampling", _sampled_over_greedy),
     "vllm.identical_share": Headline("vllm_plugin", _at("identical_share")),
     "vllm.bf16_identical_share": Headline("vllm_bfloat16", _at("identical_share")),
     "vllm.bf16_compiled_identical_share": Headline("vllm_bfloat16", _at("compiled_share")),

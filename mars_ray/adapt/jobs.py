@@ -11,11 +11,14 @@ from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.modes import ExactMode
+from mars_ray.config.shipped import found
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 
 STAGE = "draft"
 # Most of a job's minutes, as a share, for prompts and answers; the rest goes to training.
 _ANSWERS_SHARE = 0.4
+# Over the same answers, however many minutes are left.
+_MOST_PASSES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,16 @@ class Places:
 def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) -> GenerateJob:
     """The job that writes prompts and answers, without the prompts used for measurement."""
     answers = job.answers
+    prompts = tuple(
+        source.model_copy(update={"paths": tuple(str(found(path)) for path in source.paths)})
+        if isinstance(source, FilesSource)
+        else source
+        for source in answers.prompts
+    )
     measured = [path for source in job.measure.kinds.values() for path in source.paths]
     return GenerateJob(
         checkpoint=str(base),
-        prompts=answers.prompts,
+        prompts=prompts,
         exclude=tuple(dict.fromkeys([*answers.exclude, *measured])),
         output=str(places.answers),
         keep_cut=True,
@@ -58,6 +67,7 @@ def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) ->
         sampling=answers.sampling,
         max_new_tokens=answers.max_new_tokens,
         minutes=None if job.minutes is None else _ANSWERS_SHARE * job.minutes,
+        least_answers=answers.least,
         workers=devices.engines,
         cpus_per_worker=devices.cpus_per_engine,
         gpus_per_worker=devices.gpus_per_worker or None,
@@ -70,7 +80,7 @@ def train_job(
 ) -> TrainJob:
     """The job that trains the adapter, for `minutes` or for the recipe's epochs."""
     recipe = job.recipe
-    epochs = recipe.epochs or (None if minutes else 1.0)
+    epochs = recipe.epochs or (_MOST_PASSES if minutes else 1.0)
     workers = recipe.workers or devices.workers
     stage = StageConfig(
         objective=recipe.objective,

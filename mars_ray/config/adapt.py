@@ -32,13 +32,20 @@ class AnswersConfig(Config):
     """The model's answers, on which the adapter is trained."""
 
     prompts: tuple[PromptSource, ...] = Field(
-        default=(OwnPrompts(count=1000),), min_length=1, description="default: its own"
+        default=(FilesSource(paths=("jobs/requests.jsonl",)), OwnPrompts(count=1000)),
+        min_length=1,
+        description="default: the plain requests of jobs/requests.jsonl, and its own",
     )
     exclude: tuple[str, ...] = Field(
         default=(), description="files whose texts must not be among them, besides `measure.kinds`"
     )
     sampling: Sampling = Sampling()
     max_new_tokens: int = Field(default=128, ge=8)
+    least: int = Field(
+        default=100,
+        ge=0,
+        description="refused before the first one if `minutes` cannot give so many",
+    )
     engine: EngineConfig = EngineConfig(max_batch=48, max_context=640)
 
 
@@ -48,7 +55,9 @@ class RecipeConfig(Config):
     objective: DraftObjective = DraftObjective()
     adapter: DraftAdapterConfig = DraftAdapterConfig()
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-3, betas=(0.9, 0.99))
-    epochs: float | None = Field(default=None, gt=0, description="default: 1, or `minutes`")
+    epochs: float | None = Field(
+        default=None, gt=0, description="default: 1, or as `minutes` allow"
+    )
     conversations_per_worker: int = Field(default=1, ge=1, description="per optimizer step")
     precision: Precision | None = Field(
         default=None, description="default: bfloat16 where all workers' devices multiply it"

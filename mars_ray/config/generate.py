@@ -63,9 +63,16 @@ class GenerateJob(Config):
         default=None,
         gt=0,
         description=(
-            "time for all of it once an engine is ready, half for own prompts; prompts left then "
-            "get no answer, but at least ten do"
+            "time for all of it once an engine is ready: a quarter for answers to prompts that "
+            "are there, at most a quarter for own prompts, the rest for answers to both; prompts "
+            "left then get no answer, but at least ten do"
         ),
+    )
+    least_answers: int = Field(
+        default=0,
+        ge=0,
+        description="refused before the first one if `minutes` cannot give so many, by the speed "
+        "that is measured then",
     )
     workers: int | None = Field(
         default=None, ge=1, description="engines; default: as many as the cluster has room for"

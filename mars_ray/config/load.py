@@ -20,6 +20,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.config.shipped import found
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
+from mars_ray.config.vllm_engine import VLLM_NAMES
 from mars_ray.errors import ConfigError
 
 Kinds = Mapping[str, type[Config]]
@@ -123,7 +124,7 @@ def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
         known = list(_walk(location, job))
         key = ".".join(str(part) for part, _ in known)
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}{_nearest(known)}")
+            lines.append(f"unknown key {key!r}{_nearest(known, job)}")
         elif item["type"] == "missing":
             lines.append(f"missing key {key!r}")
         elif item["type"] == "union_tag_not_found":
@@ -136,14 +137,26 @@ def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
     return "\n".join(f"{source}: {line}" for line in lines)
 
 
-def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]]) -> str:
+def _nearest(known: list[tuple[str | int, tuple[type[BaseModel], ...]]], job: type[Config]) -> str:
     key, sections = known[-1]
     for section in sections:
         if issubclass(section, Config) and (instead := section.gone.get(str(key))):
             return f"; it is gone: {instead}"
+    if elsewhere := _places(job).get(VLLM_NAMES.get(str(key), str(key))):
+        return f"; did you mean {elsewhere!r}?"
     fields = sorted({name for section in sections for name in section.model_fields})
     close = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(fields)}"
+
+
+def _places(job: type[Config]) -> dict[str, str]:
+    """Where a job has its fields, by name, down to those of its sections."""
+    places = {name: name for name in job.model_fields}
+    for name, field in job.model_fields.items():
+        for section in filter(_is_section, _members(field.annotation)):
+            for inner in section.model_fields:
+                places.setdefault(inner, f"{name}.{inner}")
+    return places
 
 
 def _walk(

@@ -134,7 +134,7 @@ class StageConfig(Config):
     minutes: float | None = Field(
         default=None,
         gt=0,
-        description="instead of both: as many steps as fit, by the time of the first ten",
+        description="as many steps as fit, by the time of the first ten, but no more than `epochs`",
     )
     global_batch_size: int = Field(ge=1, description="rows per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
@@ -151,8 +151,8 @@ class StageConfig(Config):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if sum(length is not None for length in (self.steps, self.epochs, self.minutes)) != 1:
-            raise ValueError("give exactly one of steps, epochs and minutes")
+        if (self.steps is None) == (self.epochs is None and self.minutes is None):
+            raise ValueError("give either steps, or epochs or minutes, or both of these")
         return self
 
     @model_validator(mode="after")

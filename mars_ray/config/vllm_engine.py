@@ -17,13 +17,17 @@ from mars_ray.config.base import Config
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 
-# Names of vLLM for what has a field of its own here, or is decided elsewhere.
-_SAID_BY = {
+# Names of vLLM for what has a field of its own here.
+VLLM_NAMES = {
     "max_num_seqs": "max_batch",
     "max_model_len": "max_context",
     "max_num_batched_tokens": "max_step_tokens",
     "kv_cache_memory_bytes": "cache_bytes",
     "enable_prefix_caching": "prefix_cache",
+    "served_model_name": "model_name",
+}
+# And for what is decided elsewhere.
+_SAID_BY = VLLM_NAMES | {
     "speculative_config": "draft_adapter, or a checkpoint trained by `mars-ray train`",
     "model": "the job's checkpoint",
     "tokenizer": "the job's checkpoint",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -226,8 +227,9 @@ class Engine:
         """Run steps of every size and measure them; call it before the first request."""
         assert not self.has_work, "the engine is at work"
         assert not self.pool.kept, "warming up would overwrite what is kept"
-        self._backend.warm_up()
-        self.cost = measure_steps(StepTimer(self._backend, self.card, self.config, clock))
+        with self._torch_threads():
+            self._backend.warm_up()
+            self.cost = measure_steps(StepTimer(self._backend, self.card, self.config, clock))
         if self.config.window_control:
             depth = max(1, self.card.block_size)
             rows = decoding_rows(self.step_tokens)
@@ -237,7 +239,8 @@ class Engine:
         """Seconds of a step of `sequences` with `positions` rows each; only for an idle engine."""
         assert not self.has_work, "the engine is at work"
         timer = StepTimer(self._backend, self.card, self.config)
-        return timer.seconds(timer.decoding(sequences * positions, sequences))
+        with self._torch_threads():
+            return timer.seconds(timer.decoding(sequences * positions, sequences))
 
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
@@ -294,6 +297,22 @@ class Engine:
         launched on the device; it must not touch the engine. If a step raises, nothing was
         committed: `step_apart` (`decode/isolation.py`) finds the sequence that is to blame.
         """
+        with self._torch_threads():
+            return self._step(meanwhile)
+
+    @contextmanager
+    def _torch_threads(self) -> Iterator[None]:
+        """Beside the compiled step, which has threads of its own, torch gets one: the others would
+        go on spinning for a while after an operation, and the next step would wait for its own."""
+        threads = torch.get_num_threads()
+        if self._backend.instructions:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def _step(self, meanwhile: Callable[[], None]) -> list[TokenEvent]:
         begin_s = time.monotonic()
         if late := self._expire():
             return late

@@ -188,9 +188,6 @@ def _picked(logits_MV: Tensor, rows: list[int]) -> Tensor:
     """Some of the rows, in increasing order; as a view if they follow each other."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return logits_MV[rows[0] : rows[-1] + 1]
-    if logits_MV.device.type == "cpu":
-        # Threads of torch would go on spinning beside those of the next step.
-        return torch.from_numpy(logits_MV.numpy()[rows])
     return logits_MV.index_select(0, upload(torch.tensor(rows), logits_MV.device))
 
 

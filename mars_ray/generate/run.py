@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mars_ray.data.chat import ChatEncoder, UserTurn, encoder_of
 from mars_ray.data.sources import BadRows
 from mars_ray.data.texts import beginning_key
 from mars_ray.decode.request import Completion, Request
-from mars_ray.errors import DataError
+from mars_ray.errors import ConfigError, DataError
 from mars_ray.files import sole_writer, write_whole
 from mars_ray.generate.answers import Found, Generated, summary, write_answers
 from mars_ray.generate.left_out import LeftOut, has_room
@@ -45,7 +45,7 @@ from mars_ray.provenance import provenance
 from mars_ray.storage.copies import WANTED
 
 # Settings of place and speed, on which the answers do not depend.
-_HARMLESS = {"minutes", "workers", "cpus_per_worker", "gpus_per_worker"}
+_HARMLESS = {"minutes", "least_answers", "workers", "cpus_per_worker", "gpus_per_worker"}
 Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[Engines]]
 
 
@@ -67,8 +67,12 @@ def run_generation(job: GenerateJob, console: Console, start: Start) -> Generate
         return generation.run(output, console)
 
 
-# The share of a job's minutes for prompts that the model writes itself.
-_OWN_SHARE = 0.5
+# Shares of a job's minutes that are over when the first answers end, to prompts that are there, and
+# when the model has written prompts itself. A model that is slow here has answers then.
+_FIRST_SHARE, _OWN_SHARE = 0.25, 0.5
+# Speed is measured with so many tokens of each answer; with a whole batch only if a few answers
+# took less than these seconds.
+_PROBE_TOKENS, _PROBE_REQUESTS, _QUICK_S = 16, (1, 8), 2.0
 
 
 class _Clock:
@@ -124,8 +128,21 @@ class _Generation:
         part = Part(part_file, self._made_from)
         clock = _Clock(self._job.minutes, part)
         with Bars(console) as bars, self._start(self._job, bars.say) as engines:
-            prompts, found = self._all_prompts(part, clock, engines, bars)
-            self._answer(prompts, part, clock, engines, bars)
+            is_over = False
+            if self._job.minutes is not None and not part.answers:
+                try:
+                    answers = self._check_minutes(self._job.minutes, clock, engines, bars)
+                except ConfigError:
+                    part_file.unlink()
+                    raise
+                if self._turns:
+                    first = self._asked.prompts[: max(LEAST, int(_FIRST_SHARE * answers))]
+                    is_over = self._answer(first, part, clock, engines, bars)
+            if is_over:
+                prompts, found = self._asked.prompts, Found(len(self._asked.excluded), 0, {})
+            else:
+                prompts, found = self._all_prompts(part, clock, engines, bars)
+                self._answer(prompts, part, clock, engines, bars)
         clock.note()
         if not part.answers:
             # Nothing to resume, so a job with other settings may begin.
@@ -146,6 +163,58 @@ class _Generation:
         write_whole(done, json.dumps(table, indent=1) + "\n")
         part_file.unlink()
         return generated
+
+    def _check_minutes(self, minutes: float, clock: _Clock, engines: Engines, bars: Bars) -> float:
+        """How many answers the minutes would give without own prompts, by the tokens a second that
+        are measured. Raises ConfigError if there will be fewer than the job wants."""
+        job = self._job
+        rate = self._tokens_per_s(clock, engines)
+        most = 60 * minutes * rate / job.max_new_tokens
+        answers = most * (1 - (_OWN_SHARE - _FIRST_SHARE) * bool(self._turns))
+        told = (
+            f"{rate:.0f} tokens a second: {minutes:.1f} minutes give about {answers:.0f} answers "
+            f"of {job.max_new_tokens} tokens"
+        )
+        bars.say(told)
+        if answers < job.least_answers:
+            raise ConfigError(
+                f"{told}, and at least {job.least_answers} are wanted: give "
+                f"{job.least_answers / answers:.1f} times the minutes, or lower max_new_tokens"
+            )
+        return most
+
+    def _tokens_per_s(self, clock: _Clock, engines: Engines) -> float:
+        """New tokens a second of all engines, the reading of prompts included. The time that this
+        takes is none of the job's minutes."""
+        job = self._job
+        asked = (prompt for prompt in self._asked.prompts if has_room(prompt, job))
+        prompts = [tuple(prompt.ids.tolist()) for prompt in asked]
+        prompts = prompts or [turn.before for turn in self._turns.values()]
+        if not prompts:
+            return math.inf
+        engines.start(job.engine.max_batch)
+        rate = 0.0
+        for count in (*_PROBE_REQUESTS, job.engine.max_batch):
+            requests = [
+                Request(
+                    str(number),
+                    prompts[number % len(prompts)],
+                    job.mode,
+                    job.sampling,
+                    min(_PROBE_TOKENS, job.max_new_tokens),
+                    frozenset(),
+                )
+                for number in range(count)
+            ]
+            begun = time.monotonic()
+            done = list(chain.from_iterable(engines.decode(requests)))
+            seconds = time.monotonic() - begun
+            rate = sum(len(each.tokens) for each in done) / seconds
+            # The first answer waits for engines that start later.
+            if seconds > _QUICK_S and count > 1:
+                break
+        clock.skip()
+        return rate
 
     def _all_prompts(
         self, part: Part, clock: _Clock, engines: Engines, bars: Bars
@@ -207,7 +276,9 @@ class _Generation:
         clock: _Clock,
         engines: Engines,
         bars: Bars,
-    ) -> None:
+    ) -> bool:
+        """Answers the prompts that have no answer yet, until the minutes are over. Returns whether
+        they are; requests in progress are then dropped with the engines."""
         task = bars.add_task("answers", total=len(prompts))
         requests = list(self._requests(prompts, part))
         bars.update(task, completed=len(prompts) - len(requests))
@@ -218,8 +289,8 @@ class _Generation:
             part.add_answers({int(c.request_id): _answer_of(c) for c in completions})
             bars.advance(task, len(completions))
             if time.monotonic() > clock.until(1.0) and len(part.answers) >= LEAST:
-                # Requests in progress are dropped with the engines.
-                break
+                return True
+        return False
 
     def _requests(self, prompts: Sequence[Prompt], part: Part) -> Iterator[Request]:
         """Requests of those prompts that have no answer yet and room for one."""

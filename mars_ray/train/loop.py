@@ -175,15 +175,18 @@ class TrainLoop:
         return self._parts.plan.config.minutes is not None
 
     def _set_length(self, elapsed_s: float) -> None:
-        """Set the number of steps that fit the minutes, by the time of rank 0's first steps."""
+        """Set the number of steps that fit the minutes, by the time of rank 0's first steps, but no
+        more than the epochs have if they are given too."""
         if self._step == 1:
             self._first_step_s = elapsed_s
             return
-        minutes = self._parts.plan.config.minutes
-        assert minutes is not None
+        config = self._parts.plan.config
+        assert config.minutes is not None
         step_s = (elapsed_s - self._first_step_s) / (self._step - 1)
-        left_s = 60 * minutes - self._seconds()
+        left_s = 60 * config.minutes - self._seconds()
         wanted = self._step + max(0, int(left_s / step_s))
+        if config.epochs is not None:
+            wanted = max(self._step, min(wanted, self._parts.total_steps))
         own = torch.tensor([float(wanted if self._parts.ranks.is_main else 0)])
         self._total_steps = int(self._parts.ranks.sum(own).item())
         if self._writer is not None:

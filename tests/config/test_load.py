@@ -85,6 +85,20 @@ def test_unknown_keys_name_file_key_and_nearest():
     assert "known here: " in refusal("data.train.zzz=1")
 
 
+def test_keys_of_another_section_and_names_of_vllm_are_understood():
+    """Guards suggestions of what merely looks alike: `model_name` for `max_model_len`."""
+    table = {"kind": "serve", "checkpoint": "m"}
+    for key, meant in {
+        "draft_adapter": "engine.draft_adapter",
+        "max_model_len": "engine.max_context",
+        "tensor_parallel_size": "engine.tensor_parallel_size",
+        "served_model_name": "model_name",
+        "new_tokens": "limits.new_tokens",
+    }.items():
+        with pytest.raises(ConfigError, match=f"unknown key '{key}'; did you mean '{meant}'"):
+            parse_job(dict(table), source="job.toml", overrides=[f"{key}=1"])
+
+
 def test_the_member_of_a_union_is_no_key():
     """Guards 'model.preset.x', which nobody can write, and an empty list of what is known."""
     message = refusal("model.vocab_sizee=3")
@@ -161,7 +175,7 @@ def test_other_errors_name_the_key():
     with pytest.raises(ConfigError, match="missing key 'name'"):
         parse_job(table, source="job.toml")
     assert "stages.mars.steps: " in refusal("stages.mars.steps=0")
-    assert "exactly one of steps, epochs and minutes" in refusal("stages.mars.epochs=1")
+    assert "either steps, or epochs or minutes" in refusal("stages.mars.epochs=1")
     assert "4 does not divide by 3 workers" in refusal("cluster.workers=3")
     assert "'nonsense'" in refusal(kind="nonsense")
     assert "not ['train']" in refusal("kind=['train']")

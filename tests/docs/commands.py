@@ -46,6 +46,7 @@ EXECUTED_BY = {
     "mars-ray demo": _FIRST + "test_the_demo_goes_on_where_it_was",
     "mars-ray demo jobs/demo-tiny.toml": _FIRST + "demo",
     "mars-ray serve jobs/serve-demo.toml": _FIRST + "service",
+    "mars-ray serve models/smollm2 ": _FIRST + "test_a_model_is_served_with_an_adapter",
     "mars-ray serve runs/demo-smollm2/": _FIRST + "test_what_the_demo_measured_is_served",
     "mars-ray chat": _FIRST + "test_a_chat",
     "curl http://127.0.0.1:8000/": _FIRST + "test_any_client",

@@ -108,6 +108,15 @@ def test_what_the_demo_measured_is_served(adapted: Checkout):
         pass
 
 
+def test_a_model_is_served_with_an_adapter(adapted: Checkout):
+    """The README's first command, of the model and the adapter that are here."""
+    (command,) = runs("test_a_model_is_served_with_an_adapter")
+    own = {"models/smollm2": "models/plain", "adapters/smollm2": "runs/demo-smollm2/adapter"}
+    here = replace(adapted, places=adapted.places | own)
+    with serving(here, f"{command} port={free_port()}"):
+        pass
+
+
 def test_the_tiny_demo_goes_on_where_it_was(demo: Checkout):
     """The same of models that were trained whole."""
     model = demo.directory / "runs" / "demo" / "models" / "mars" / "model.safetensors"

@@ -75,6 +75,9 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "metrics_size.json",
         "token_sums.json",
         "service_fuzz.json",
+        "busy.json",
+        "sampling.json",
+        "serve_load_smollm2.json",
         "vllm_plugin.json",
         "vllm_bfloat16.json",
     }
@@ -116,6 +119,31 @@ def test_figures_of_the_service(tmp_path):
         "service.token_sums_equal": 1,
         "service.fuzz_requests": 5100,
         "service.fuzz_5xx": 0,
+    }
+
+
+def test_figures_of_sampling_and_a_busy_machine(tmp_path):
+    """By hand: 10 ms a greedy step, 12 and 11 in the dearest of three ways, eight rows."""
+    ways = {"greedy": [10.0] * 3, "T=1": [11.0] * 3, "T=0.7": [10.0, 12.0, 13.0], "penalties": [99]}
+    runs = [
+        {"model": model, "threads": threads, "step_ms": ways}
+        for model in ("smollm2", "wide")
+        for threads in (1, 2)
+    ]
+    results = {
+        "sampling": {"batch": 8, "runs": runs},
+        "busy": {"idle": {"ratios": [2.0]}, "busy": {"ratios": [0.8, 1.2, 1.0]}},
+        "serve_load_smollm2": {"engine": {"exact": {"share": 0.9}, "verified": {"share": 0.8}}},
+    }
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == {
+        "smollm2.busy_over_exact": 1.0,
+        "smollm2.http_over_engine": 0.8,
+        "sampled.ms_per_row_49k": 0.25,
+        "sampled.ms_per_row_152k": 0.25,
+        "sampled.step_over_greedy_max": 1.2,
     }
 
 

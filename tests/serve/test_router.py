@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from ray import serve
@@ -23,14 +26,25 @@ TOPICS = ("tides", "bread", "chess")
 
 
 @pytest.fixture(scope="module")
-def handle(ray_cluster) -> Iterator[DeploymentHandle]:
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a file for each request that a replica holds, until there is one named `go`."""
+    return tmp_path_factory.mktemp("begun")
+
+
+@pytest.fixture(scope="module")
+def handle(ray_cluster, begun: Path) -> Iterator[DeploymentHandle]:
     # Defined here, so that it travels to the replicas with its code.
     class Who:
+        def __init__(self, begun: Path) -> None:
+            self.begun = begun
+
         def pid(self, _call: GenerationRequest) -> int:
             return os.getpid()
 
-        async def slow_pid(self, _call: GenerationRequest) -> int:
-            await asyncio.sleep(1.0)
+        async def held_pid(self, _call: GenerationRequest) -> int:
+            (self.begun / uuid4().hex).touch()
+            while not (self.begun / "go").exists():
+                await asyncio.sleep(0.01)
             return os.getpid()
 
         def die(self, _call: GenerationRequest) -> None:
@@ -43,7 +57,7 @@ def handle(ray_cluster) -> Iterator[DeploymentHandle]:
         request_router_config={"request_router_class": PrefixRouter},
     )(Who)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-    yield serve.run(who.bind(), name="routing", route_prefix=None)
+    yield serve.run(who.bind(begun), name="routing", route_prefix=None)
     serve.shutdown()
 
 
@@ -65,9 +79,12 @@ def test_conversations_stay_with_their_replica(handle):
     assert [len(pids) for pids in seen.values()] == [1, 1, 1]
 
 
-def test_load_spreads(handle):
+def test_load_spreads(handle, begun: Path):
     """One prefix that everybody shares: the replica that holds it is not left alone with it."""
-    responses = [handle.slow_pid.remote(call("shared")) for _ in range(4 * MAX_IMBALANCE)]
+    responses = [handle.held_pid.remote(call("shared")) for _ in range(4 * MAX_IMBALANCE)]
+    while len(list(begun.iterdir())) < len(responses):
+        time.sleep(0.01)
+    (begun / "go").touch()
     counts = Counter(response.result(timeout_s=60) for response in responses)
     assert len(counts) == 2
     assert min(counts.values()) >= MAX_IMBALANCE

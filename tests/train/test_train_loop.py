@@ -287,3 +287,12 @@ def test_a_stage_of_minutes_sets_its_length_by_its_first_steps(model, tmp_path):
     assert last["lr"] < 5e-3 / 2
     again = run_alone(make_plan(job, model), outcome.checkpoint)
     assert (again.step, again.total_steps) == (outcome.step, outcome.total_steps)
+
+
+def test_minutes_that_outlast_the_epochs_end_with_them(model, tmp_path):
+    """Guards a long budget on few rows: 314 steps on nine answers."""
+    job = changed(make_job(model, tmp_path), steps=None, minutes=60.0, epochs=3.0)
+    outcome = run_alone(make_plan(job, model))
+    once = changed(make_job(model, tmp_path / "once"), steps=None, epochs=3.0)
+    assert outcome.finished
+    assert outcome.total_steps == max(10, run_alone(make_plan(once, model)).total_steps)

@@ -78,7 +78,7 @@ def kill_one_worker() -> None:
     workers[1].kill()
 
 
-def test_both_stages_end_to_end(undisturbed, capfd):
+def test_both_stages_end_to_end(undisturbed, capfd, monkeypatch):
     """Guards the whole way: two workers, two stages, exported models that any tool loads."""
     job, result = undisturbed
     assert list(result.models) == ["ar", "mars"]
@@ -96,9 +96,9 @@ def test_both_stages_end_to_end(undisturbed, capfd):
     for stage in ("ar", "mars"):
         kept = [path.name for path in (Path(job.output_dir) / "stages" / stage).glob("step_*")]
         assert kept == [f"step_{STEPS:08d}"]
-    started = time.monotonic()
+    # A finished job starts no workers.
+    monkeypatch.delattr("mars_ray.train.run.fit_stage")
     assert run_training(job) == result
-    assert time.monotonic() - started < 2, "a finished job must not start workers"
 
 
 def test_a_killed_worker_does_not_change_the_result(model, undisturbed, tmp_path):
