@@ -300,14 +300,12 @@ def simulate(
     from mars_ray.simulator.config import SimulateJob
 
     job = _job(SimulateJob, job_file, overrides, dry_run)
-    from mars_ray.simulator.comparison import run_simulations
-    from mars_ray.simulator.page import write_report
-    from mars_ray.simulator.printed import print_comparison
+    from mars_ray.simulator.report import policy_table, run_simulations, write_report
 
     result = run_simulations(job, _console(), output, workers)
     if output:
         write_report(result, output)
-    print_comparison(result, _console())
+    _console().print(policy_table(result))
     _print_result({key: value for key, value in result.items() if key != "timelines"})
 
 

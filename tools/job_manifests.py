@@ -154,53 +154,9 @@ SUBMISSIONS = (
         gpus=1,
     ),
     Submission(
-        "simulate",
-        "simulate",
-        "scaling policies on nine traces, in three regimes, at two cold starts",
-        options="--output /shared/runs/simulate "
-        "traces.azure-code.path=/shared/data/AzureLLMInferenceTrace_code.csv "
-        "traces.mooncake.path=/shared/data/conversation_trace.jsonl.gz "
-        + " ".join(
-            f"traces.{trace}.{kind}_path=/shared/data/{source}_clients_{file}.gz"
-            for trace, rates, lengths in (
-                ("reasoning", "deepseek-r1", "deepseek-r1"),
-                ("reasoning-evening", "deepseek-r1", "deepseek-r1"),
-                ("bursty", "m-mid", "deepseek-r1"),
-            )
-            for kind, source, file in (
-                ("rates", rates, "trace.csv"),
-                ("lengths", lengths, "lengths.jsonl"),
-            )
-        ),
-        cpus=2,
-    ),
-    Submission(
-        "simulate-days",
-        "simulate",
-        "scaling policies over two days",
-        options="--output /shared/runs/simulate-days "
-        "traces.days.rates_path=/shared/data/m-small_clients_trace.csv.gz "
-        "traces.days.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
-        cpus=2,
-    ),
-    Submission(
-        "simulate-overloads",
-        "simulate",
-        "what lower thresholds keep in time while replicas are on their way",
-        options="--output /shared/runs/simulate-overloads",
-        cpus=2,
-    ),
-    Submission(
-        "simulate-measured",
-        "simulate",
-        "the same on a small model that was measured",
-        options="--output /shared/runs/simulate-measured",
-        cpus=2,
-    ),
-    Submission(
         "simulate-demo",
         "simulate",
-        "a first look at the same, in a minute",
+        "scaling policies on made traces, in a minute",
         options="--output /shared/runs/simulate-demo",
         cpus=2,
     ),

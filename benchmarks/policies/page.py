@@ -5,10 +5,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mars_ray.page import html
-from mars_ray.simulator.plots import cell_map, timelines
-from mars_ray.simulator.printed import policy_rows
-from mars_ray.simulator.verdict import best_fixed, margin, percent, verdicts
+from mars_ray import page as pages
+from mars_ray.simulator.report import policy_rows, timelines
+from policies.plots import cell_map
+from policies.verdict import best_fixed, margin, percent, verdicts
 
 # What the tables of cells need beside the style of all reports; the shades of cells are light ones.
 _STYLE = """
@@ -42,7 +42,7 @@ def page(result: dict[str, Any]) -> str:
     """The comparison as HTML."""
     title = result["job"]["name"]
     parts = [
-        f"<h1>{escape(title)}</h1>{_head(result)}",
+        _head(result),
         _verdicts(result),
         f"<h2>Over all cells</h2>{_policies(result)}",
         f"<h2>Cell by cell</h2>{_map(result)}",
@@ -51,7 +51,7 @@ def page(result: dict[str, Any]) -> str:
         *_timelines(result),
         _foot(result),
     ]
-    return html(title, "".join(parts), _STYLE)
+    return pages.page(title, [("html", part) for part in parts], _STYLE)
 
 
 def _head(result: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""Ray Serve's default policy, with the arithmetic of ray 2.60.
+"""The policies that are simulated: ours, a fleet that stays, and Ray Serve's default.
 
-`serve/autoscaling_policy.py`: the default policy (`_core_replica_queue_length_policy`), the delays
-around every policy (`_apply_delay_logic`); `serve/_private/autoscaling_state.py`: total ongoing
-requests as the time-weighted mean of the look-back period; `serve/config.py`: the defaults.
+Ray's has the arithmetic of ray 2.60. `serve/autoscaling_policy.py`: the default policy
+(`_core_replica_queue_length_policy`), the delays around every policy (`_apply_delay_logic`);
+`serve/_private/autoscaling_state.py`: total ongoing requests as the time-weighted mean of the
+look-back period; `serve/config.py`: the defaults.
 """
 
 import math
@@ -10,12 +11,55 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mars_ray.autoscale.sample import Sample
+from mars_ray.autoscale.service_model import Level
 from mars_ray.autoscale.state import Decision, State
+from mars_ray.simulator.cases import Case
+from mars_ray.simulator.config import PolicyName
+from mars_ray.simulator.engine.result import Outcome
+from mars_ray.simulator.engine.run import EXACT, Deciding, simulate
 
+OURS: PolicyName = "mars"
+# Nobody ships a fixed fleet: operators take twice what they need on average.
+FIXED_SHARE = 2.0
 # Requests that each replica should have under way (`AutoscalingConfig.target_ongoing_requests`).
 TARGET_ONGOING = 2.0
 _LOOK_BACK_S, _PUSH_S = 30.0, 10.0
 _UPSCALE_S, _DOWNSCALE_S = 30.0, 600.0
+
+
+def run(case: Case, policy: PolicyName) -> Outcome:
+    """Simulate a policy with what it ships with. A fleet that changes begins with what its first
+    minutes need."""
+    config, model = case.config, case.model
+    if policy == OURS:
+        levels, set_point = model.levels, config.threshold.set_point
+    else:
+        levels, set_point = model.levels[:1] if policy.endswith("-verified") else EXACT, 1.0
+    if policy.startswith("fixed"):
+        wanted = math.ceil(FIXED_SHARE * case.need(levels[0]) - 1e-9)
+        size = min(max(wanted, config.min_replicas), config.max_replicas)
+        return simulate(case.unwatched().fixture(levels, set_point, size), Fixed(size))
+    begin = first_replicas(case, levels, set_point, config.min_replicas)
+    ray = RayDefault(TARGET_ONGOING, config.min_replicas, config.max_replicas)
+    made = Deciding(config, model) if policy == OURS else ray
+    return simulate(case.fixture(levels, set_point, begin), made)
+
+
+def first_replicas(case: Case, levels: tuple[Level, ...], set_point: float, least: int) -> int:
+    """Replicas that a fleet which changes begins with, at the lowest level above its set-point."""
+    level = next(level for level in reversed(levels) if level.threshold >= min(1.0, set_point))
+    return case.begins_with(level, least)
+
+
+class Fixed:
+    """A policy that always wants the same number of replicas."""
+
+    def __init__(self, replicas: int, threshold: float = 1.0) -> None:
+        self._decision = Decision(replicas, threshold, 0.0, "fixed", State())
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """The same decision at every tick."""
+        return self._decision
 
 
 def ongoing(sample: Sample) -> float:

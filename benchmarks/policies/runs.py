@@ -8,30 +8,16 @@ from typing import Any
 import numpy as np
 
 from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.simulator.baselines.clairvoyant import clairvoyant
-from mars_ray.simulator.baselines.contenders import KNOWING, Knob, run
-from mars_ray.simulator.baselines.fixed import Fixed
-from mars_ray.simulator.cells import Cell, make_case
-from mars_ray.simulator.config import Cluster, PolicyName, SimulateJob
-from mars_ray.simulator.engine.result import Timeline, summarise
+from mars_ray.simulator.cases import Cell, make_case
+from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.run import EXACT, Fixture, simulate
-from mars_ray.simulator.lower_bound import lower_bound
+from mars_ray.simulator.policies import Fixed
+from mars_ray.simulator.report import figures_of, thinned
 from mars_ray.simulator.traces.trace import Trace
-
-# What is kept of a run.
-FIGURES = (
-    "attainment",
-    "mean_replicas",
-    "replica_s",
-    "points_lost",
-    "effective_accuracy",
-    "below_set_point_s",
-    "in_time",
-    "shed",
-    "failed",
-)
-# Points of a timeline in the result, few enough to keep its file small.
-_TICKS = 150
+from policies.clairvoyant import clairvoyant
+from policies.contenders import KNOWING, Knob, run
+from policies.job import ComparisonJob, PolicyName
+from policies.lower_bound import lower_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +33,24 @@ class Run:
         return f"{self.cell}, {self.policy} ({self.knob}), seed {self.seed}"
 
 
-def figures(one: Run, job: SimulateJob, model: ServiceModel) -> dict[str, Any]:
+def figures(one: Run, job: ComparisonJob, model: ServiceModel) -> dict[str, Any]:
     """Figures of a run, and what it took to compute."""
     _compile()
     case = make_case(job, model, one.cell, one.seed)
     began = time.process_time()
-    if one.policy == KNOWING:
-        summary = clairvoyant(case)
-    else:
-        summary = summarise(run(case, one.policy, one.knob), case.slo, case.accuracy)
-    summary["in_time"] = round(summary["attainment"] * summary["requests"])
-    kept = {name: summary[name] for name in FIGURES}
+    knows = one.policy == KNOWING
+    outcome = clairvoyant(case) if knows else run(case, one.policy, one.knob)
+    kept = figures_of(outcome, case)
     return kept | {"cpu_s": round(time.process_time() - began, 3)}
 
 
-def timeline(one: Run, job: SimulateJob, model: ServiceModel) -> dict[str, list[float]]:
+def timeline(one: Run, job: ComparisonJob, model: ServiceModel) -> dict[str, list[float]]:
     """The timeline of a run."""
     case = make_case(job, model, one.cell, one.seed)
-    return _thinned(run(case, one.policy, one.knob).timeline)
+    return thinned(run(case, one.policy, one.knob).timeline)
 
 
-def bounds(cell: Cell, job: SimulateJob, model: ServiceModel) -> dict[str, float]:
+def bounds(cell: Cell, job: ComparisonJob, model: ServiceModel) -> dict[str, float]:
     """Replicas, on average until the last arrival, that no schedule can do without: lossless, and
     at any threshold that may be in force. The mean over seeds."""
     cases = [make_case(job, model, cell, seed) for seed in job.seeds_of(cell.trace)]
@@ -81,7 +64,11 @@ def bounds(cell: Cell, job: SimulateJob, model: ServiceModel) -> dict[str, float
 
 
 def hindsight(
-    cell: Cell, policy: PolicyName, between: tuple[int, int], job: SimulateJob, model: ServiceModel
+    cell: Cell,
+    policy: PolicyName,
+    between: tuple[int, int],
+    job: ComparisonJob,
+    model: ServiceModel,
 ) -> dict[str, Any] | None:
     """The smallest fixed fleet above the first size and up to the second one that attains on
     average over the seeds, and its runs; None if none does.
@@ -107,18 +94,6 @@ def hindsight(
         if np.mean([one["attainment"] for one in found]) >= slo.attainment:
             return {"replicas": size, "runs": found}
     return None
-
-
-def _thinned(timeline: Timeline) -> dict[str, list[float]]:
-    """The timeline as means over equal spans; for the threshold, the lowest value."""
-    spans = np.array_split(np.arange(len(timeline.at_s)), min(_TICKS, len(timeline.at_s)))
-    columns = {
-        "at_s": [timeline.at_s[i[0]] for i in spans],
-        "arrivals_per_s": [timeline.arrivals_per_s[i].mean() for i in spans],
-        "ready": [timeline.ready[i].mean() for i in spans],
-        "threshold": [timeline.threshold[i].min() for i in spans],
-    }
-    return {name: [round(float(v), 3) for v in values] for name, values in columns.items()}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""mars-ray simulate from job to page."""
+"""The comparison of policies from job to page."""
 
 import io
 import json
@@ -11,20 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from policies import comparison
+from policies.contenders import Knob, Setting, shipped
+from policies.job import KINDS, ComparisonJob
+from policies.page import page
+from policies.printed import print_comparison
+from policies.runs import Run, figures
+from policies.verdict import percent
 from rich.console import Console
 
 from mars_ray.autoscale.service_model import load_service_model
 from mars_ray.config.load import load_job
 from mars_ray.errors import ConfigError, DataError
-from mars_ray.simulator import cells, comparison
-from mars_ray.simulator.baselines.contenders import Knob, Setting, shipped
-from mars_ray.simulator.config import KINDS, SimulateJob
-from mars_ray.simulator.page import page
-from mars_ray.simulator.printed import print_comparison
-from mars_ray.simulator.rows import half_width
-from mars_ray.simulator.runs import Run, figures
+from mars_ray.simulator import cases, report
+from mars_ray.simulator.config import SimulateJob
+from mars_ray.simulator.report import half_width
 from mars_ray.simulator.traces.trace import Trace
-from mars_ray.simulator.verdict import percent
 
 ROOT = Path(__file__).parents[2]
 _FLASH = "{type='flash', duration_s=120, from_s=40, to_s=80, base_rps=2, peak_rps=10}"
@@ -44,7 +46,7 @@ SMALL = (
 def folder(tmp_path_factory) -> Path:
     """Of one run by the command line, with what it said."""
     path = tmp_path_factory.mktemp("simulate")
-    command = ["-m", "mars_ray", "simulate", "jobs/simulate-demo.toml", *SMALL]
+    command = ["benchmarks/compare_policies.py", "jobs/simulate-demo.toml", *SMALL]
     command += ["--workers", 1, "--output", path]
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=True
@@ -60,9 +62,9 @@ def result(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def job(*overrides: str) -> SimulateJob:
+def job(*overrides: str) -> ComparisonJob:
     made = load_job("jobs/simulate-demo.toml", [*SMALL, *overrides], KINDS)
-    assert isinstance(made, SimulateJob)
+    assert isinstance(made, ComparisonJob)
     return made
 
 
@@ -125,7 +127,7 @@ def test_hindsight_is_the_smallest_fleet_that_attains(result):
     for cell, row in known:
         assert row["mean"]["attainment"] >= wanted
         if row["replicas"] > 1:
-            where = cells.Cell(cell["trace"], cell["regime"], 5.0)
+            where = cases.Cell(cell["trace"], cell["regime"], 5.0)
             made = job()
             model = load_service_model(made.service_model)
             fewer = Knob(None, row["replicas"] - 1)
@@ -223,7 +225,7 @@ def test_what_is_finished_belongs_to_the_trace_as_it_was(monkeypatch):
     made = job()
     model = load_service_model(made.service_model)
     where = {"mars_ray": "1", "commit": "abc"}
-    trace = cells.loaded(made.traces["flash"], 0)
+    trace = cases.loaded(made.traces["flash"], 0)
     others = [
         replace(trace, prompt_tokens=trace.prompt_tokens + 1),
         replace(trace, pinned_threshold=np.ones(len(trace))),
@@ -232,8 +234,8 @@ def test_what_is_finished_belongs_to_the_trace_as_it_was(monkeypatch):
     ]
 
     def work(one: Trace, where: dict[str, str]) -> str:
-        monkeypatch.setattr(comparison, "loaded", lambda *_: one)
-        return comparison._work(made, model, where)
+        monkeypatch.setattr(report, "loaded", lambda *_: one)
+        return report.work_of(made, model, where, comparison._CHOSEN)
 
     assert work(trace, where) == work(replace(trace), where)
     assert len({work(one, where) for one in [trace, *others]}) == 5
@@ -247,3 +249,25 @@ def test_a_missing_trace_is_found_before_anything_runs(monkeypatch):
     monkeypatch.setattr(comparison, "run_parts", lambda *_, **__: pytest.fail("too late"))
     with pytest.raises(DataError, match=r"nowhere\.csv: no such file"):
         comparison.run_simulations(made, Console(quiet=True))
+
+
+def test_policies_fare_as_the_command_says(result):
+    """Guards two simulators: what policies ship with, here and by `mars-ray simulate`."""
+    made = job()
+    facts = made.model_dump(exclude={"tune", "tuned_seeds", "policies"})
+    policies = ("mars", "fixed-verified", "ray")
+    same = SimulateJob.model_validate(facts | {"policies": policies})
+    cells = {(c["trace"], c["cold_start_s"]): c for c in result["cells"]}
+    for cell in report.run_simulations(same, Console(quiet=True), workers=1)["cells"]:
+        other = cells[cell["trace"], cell["cold_start_s"]]
+        assert cell["lossless"] == other["lossless"]
+        for policy in policies:
+            mean = other["policies"][policy]["default"]["mean"]
+            assert cell["policies"][policy]["default"]["mean"] == mean
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "policies").glob("*.toml")))
+def test_every_job_file_is_a_complete_run(path):
+    """Guards a renamed field that a job still uses."""
+    made = load_job(path, kinds=KINDS)
+    assert ComparisonJob.model_validate_json(made.model_dump_json()) == made

@@ -30,7 +30,7 @@ import math
 import numpy as np
 
 from mars_ray.autoscale.service_model import Level, Shape
-from mars_ray.simulator.cells import Case
+from mars_ray.simulator.cases import Case
 from mars_ray.simulator.engine.arrays import make_world
 from mars_ray.simulator.engine.context_limit import within_context
 from mars_ray.simulator.traces.trace import Trace

@@ -4,19 +4,22 @@ All have the same freedoms: a smallest fleet, a warm beginning, and one grid of 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.simulator.baselines.fixed import Fixed, Recorded, Unlowered
-from mars_ray.simulator.baselines.keda import QUEUE_LENGTH, Keda
-from mars_ray.simulator.baselines.knative import TARGET, Knative
-from mars_ray.simulator.baselines.llm_d import BACKLOG_S, LlmD, LlmDTokens
-from mars_ray.simulator.baselines.ray_serve import TARGET_ONGOING, RayDefault
-from mars_ray.simulator.cells import Case, Needs
-from mars_ray.simulator.config import PolicyName
+from mars_ray.autoscale.state import Decision
+from mars_ray.simulator.cases import Case
 from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import EXACT, Deciding, Policy, simulate
+from mars_ray.simulator.policies import TARGET_ONGOING, Fixed, RayDefault, first_replicas
+from policies.job import PolicyName
+from policies.keda import QUEUE_LENGTH, Keda
+from policies.knative import TARGET, Knative
+from policies.llm_d import BACKLOG_S, LlmD, LlmDTokens
 
 OURS, UNLOWERED, KNOWING = "mars", "mars-lossless", "clairvoyant"
 FIXED: tuple[PolicyName, ...] = ("fixed", "fixed-verified")
@@ -24,6 +27,8 @@ _VERIFIED = "-verified"
 # Smallest fleets of the grid, and sizes of fixed ones, over what the trace needs on average.
 _SMALLEST = (0.0, 1.5, 3.0)
 _SIZES = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 14.0)
+# Load varies if within this many seconds the mean of some window is less than half of another's.
+_SPAN_S, _WINDOW_S = 3600.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,42 @@ class Knob:
     def __str__(self) -> str:
         target = "as shipped" if self.target is None else f"target {self.target:g}"
         return f"{target}, {self.replicas} replica{'s' * (self.replicas != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What settings of a cell are shares of, by the trace of its first seed."""
+
+    requests: int
+    duration_s: float
+    plain: float  # replicas that plain decoding needs on average
+    lossless: float  # and the model's lossless level
+    varies: bool
+    step_rows: int
+
+
+def needs_of(case: Case) -> Needs:
+    """The needs of a case."""
+    return Needs(
+        requests=len(case.trace),
+        duration_s=case.trace.duration_s,
+        plain=case.need(EXACT[0]),
+        lossless=case.need(case.model.levels[0]),
+        varies=_varies(case),
+        step_rows=case.model.step_rows,
+    )
+
+
+def _varies(case: Case) -> bool:
+    """Whether within an hour the load of five minutes is less than half of that of others."""
+    trace = case.trace
+    work = trace.prompt_tokens / case.model.step_rows + trace.output_tokens
+    window = (trace.arrival_s / _WINDOW_S).astype(int)
+    # The last window is not whole.
+    loads = np.bincount(window, work)[:-1]
+    span = int(_SPAN_S / _WINDOW_S)
+    parts = [loads[i : i + span] for i in range(max(1, len(loads) - span + 1))]
+    return any(len(part) and part.min() < 0.5 * part.max() for part in parts)
 
 
 # What makes a policy: the case, the requests that a replica holds at its capacity, the target and
@@ -159,16 +200,46 @@ def run(case: Case, policy: PolicyName, knob: Knob) -> Outcome:
     """Simulate one run. A fleet that changes begins with what its first minutes need."""
     case = case.unwatched() if policy in FIXED else case
     levels = levels_of(policy, case.model)
-    made = _RULES[_rule_name(policy)].make(case, case.load(levels[0]), knob.target, knob.replicas)
+    # Requests that a replica holds at its capacity.
+    load = case.model.capacity(levels[0], case.mix(), case.slo.time_per_token_s).batch
+    made = _RULES[_rule_name(policy)].make(case, load, knob.target, knob.replicas)
     set_point = case.config.threshold.set_point if policy in (OURS, UNLOWERED) else 1.0
     if policy in FIXED:
         replicas = knob.replicas
     else:
-        level = next(lv for lv in reversed(levels) if lv.threshold >= min(1.0, set_point))
-        replicas = case.begins_with(level, knob.replicas)
+        replicas = first_replicas(case, levels, set_point, knob.replicas)
     fixture = case.fixture(levels, set_point, replicas)
     if policy != UNLOWERED:
         return simulate(fixture, made)
     recorded = Recorded(made)
     simulate(fixture, recorded)
     return simulate(fixture, Unlowered(recorded.decisions))
+
+
+@dataclass(slots=True)
+class Recorded:
+    """Another policy, with all of its decisions kept."""
+
+    policy: Policy
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """What the policy decides."""
+        self.decisions.append(self.policy(sample, now))
+        return self.decisions[-1]
+
+
+class Unlowered:
+    """Decisions of another run, tick by tick, but for the threshold, which stays at 1.
+
+    What lowering it brought is the difference between the two runs: same requests, same replicas.
+    """
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self._decisions = [replace(one, threshold_setpoint=1.0) for one in decisions]
+        self._tick = -1
+
+    def __call__(self, sample: Sample, now: float) -> Decision:
+        """The decision of this tick; the last one if that run had ended."""
+        self._tick = min(self._tick + 1, len(self._decisions) - 1)
+        return self._decisions[self._tick]

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from policies.contenders import Knob, run
+from policies.job import PolicyName
+from policies.lower_bound import lower_bound, request_costs
 from simulator.simulated import MODEL, poisson, trace
 
 from mars_ray.autoscale.service_model import PLAIN, Level, ServiceModel, Shape
 from mars_ray.config.scaling import ScalingConfig, Slo
-from mars_ray.simulator.baselines.contenders import Knob, run
-from mars_ray.simulator.cells import Case
-from mars_ray.simulator.config import Cluster, PolicyName
-from mars_ray.simulator.lower_bound import lower_bound, request_costs
+from mars_ray.simulator.cases import Case
+from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.traces.trace import Trace
 
 # A step of n rows takes 10 ms and 10 us a row: large ones are cheap and slow.

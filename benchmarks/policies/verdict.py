@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mars_ray.simulator.baselines.contenders import FIXED, OURS, UNLOWERED
-from mars_ray.simulator.config import SimulateJob
+from policies.contenders import FIXED, OURS, UNLOWERED
+from policies.job import ComparisonJob
 
 # What is wanted: attained in so many of the cells in which others do; replicas over those of the
 # best fixed fleet.
@@ -30,7 +30,7 @@ class Verdict:
     holds: bool | None
 
 
-def claims(cells: list[Row], job: SimulateJob) -> dict[str, Any]:
+def claims(cells: list[Row], job: ComparisonJob) -> dict[str, Any]:
     """What follows from the cells, as JSON values; empty if our policy was not run."""
     if OURS not in job.policies:
         return {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.state import Decision, State
-from mars_ray.simulator.baselines.pod_autoscaler import Behaviour, PodAutoscaler, average_value
+from policies.pod_autoscaler import Behaviour, PodAutoscaler, average_value
 
 QUEUE_LENGTH = 5.0
 

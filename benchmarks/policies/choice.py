@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mars_ray.simulator.baselines.contenders import Setting
+from policies.contenders import Setting
 
 
 @dataclass(frozen=True, slots=True)

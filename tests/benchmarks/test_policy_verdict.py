@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from policies.choice import Trial, best_elsewhere
+from policies.contenders import Setting
+from policies.job import ComparisonJob
+from policies.verdict import claims, verdicts
 
 from mars_ray.config.scaling import Slo
-from mars_ray.simulator.baselines.contenders import Setting
-from mars_ray.simulator.choice import Trial, best_elsewhere
-from mars_ray.simulator.config import SimulateJob
-from mars_ray.simulator.verdict import claims, verdicts
 
 CHEAP, MIDDLE, SAFE = Setting(None, 0.0), Setting(0.5, 0.0), Setting(0.5, 2.0)
 
@@ -36,7 +36,7 @@ def cell(trace: str, varies: bool = False, **policies: dict[str, Any]) -> dict[s
     return where | {"policies": {name.replace("_", "-"): one for name, one in policies.items()}}
 
 
-JOB = SimulateJob(
+JOB = ComparisonJob(
     name="t",
     service_model="none",
     traces={"a": {"type": "ramp"}},  # pyright: ignore

@@ -15,13 +15,13 @@ from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import Slo
-from mars_ray.simulator.baselines.pod_autoscaler import (
+from mars_ray.simulator.engine.observe import Observed
+from policies.pod_autoscaler import (
     SYNC_S,
     Behaviour,
     PodAutoscaler,
     average_value,
 )
-from mars_ray.simulator.engine.observe import Observed
 
 _UP, _DOWN, _CAP, _SMOOTH_S = 0.55, 0.40, 2.0, 45.0
 _LATENCY_BEHAVIOUR = Behaviour(

@@ -6,44 +6,41 @@ that did best on the other traces; then these settings, and those that policies 
 in all cells with their other seeds. No run is made twice.
 """
 
-import hashlib
-import json
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.autoscale.step_size import contradiction
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
-from mars_ray.simulator.baselines.contenders import (
+from mars_ray.simulator.cases import Cell, make_case
+from mars_ray.simulator.parts import run_parts
+from mars_ray.simulator.report import KEPT_FILE, warn_of_steps, work_of
+from policies.contenders import (
     FIXED,
     OURS,
     UNLOWERED,
     Knob,
+    Needs,
     Setting,
     grid,
+    needs_of,
     shipped,
 )
-from mars_ray.simulator.cells import Cell, Needs, loaded, make_case, needs_of
-from mars_ray.simulator.config import PolicyName, SimulateJob
-from mars_ray.simulator.matrix import Matrix
-from mars_ray.simulator.parts import run_parts
-from mars_ray.simulator.rows import made_row, valve_row
-from mars_ray.simulator.runs import Run, bounds, hindsight, timeline
-from mars_ray.simulator.verdict import claims
+from policies.job import ComparisonJob, PolicyName
+from policies.matrix import Matrix
+from policies.rows import made_row, valve_row
+from policies.runs import Run, bounds, hindsight, timeline
+from policies.verdict import claims
 
 _Bounds = dict[Cell, dict[str, float]]
 _Hindsights = dict[tuple[Cell, PolicyName], dict[str, Any] | None]
-_KEPT = "parts.jsonl"
 # Policies that are drawn over time, with the groups of their settings.
 _DRAWN: tuple[tuple[PolicyName, str], ...] = (
     (OURS, "default"),
@@ -58,7 +55,7 @@ _SEARCH = 6
 
 
 def run_simulations(
-    job: SimulateJob, console: Console, directory: Path | None = None, workers: int | None = None
+    job: ComparisonJob, console: Console, directory: Path | None = None, workers: int | None = None
 ) -> dict[str, Any]:
     """The comparison as JSON values: cells with their policies, and what follows from them.
 
@@ -66,11 +63,11 @@ def run_simulations(
     Workers are processes, by default one per core. Raises ConfigError or DataError.
     """
     model = load_service_model(job.service_model)
-    _warn(job, model, console)
+    warn_of_steps(job, model, console)
     # Loading all traces now shows at once if one is missing.
     needs = _needs(job, model)
     where = provenance()
-    kept = Kept(directory / _KEPT if directory else None, _work(job, model, where))
+    kept = Kept(directory / KEPT_FILE if directory else None, work_of(job, model, where, _CHOSEN))
     parts = partial(run_parts, kept=kept, workers=workers, console=console)
     matrix = Matrix(job, model, needs, parts)
     _estimate(matrix, workers, console)
@@ -89,15 +86,7 @@ def run_simulations(
     }
 
 
-def _warn(job: SimulateJob, model: ServiceModel, console: Console) -> None:
-    """Say where the job's own step size contradicts what it owes to requests."""
-    if rows := job.cluster.step_tokens:
-        for regime, slo in job.slos.items():
-            if message := contradiction(model, rows, slo.time_per_token_s):
-                console.print(f"cluster.step_tokens, {regime}: {message}", markup=False)
-
-
-def _needs(job: SimulateJob, model: ServiceModel) -> dict[tuple[str, str], Needs]:
+def _needs(job: ComparisonJob, model: ServiceModel) -> dict[tuple[str, str], Needs]:
     """What each trace needs in each regime."""
     return {
         (trace, regime): needs_of(
@@ -106,21 +95,6 @@ def _needs(job: SimulateJob, model: ServiceModel) -> dict[tuple[str, str], Needs
         for trace in job.traces
         for regime in job.slos
     }
-
-
-def _work(job: SimulateJob, model: ServiceModel, where: dict[str, Any]) -> str:
-    """A digest of all that a part's result depends on besides the part. Code with uncommitted
-    changes has no name, so each run of it gets a different digest."""
-    facts = job.model_dump(mode="json", exclude=_CHOSEN)
-    code = [where["mars_ray"], where["commit"]]
-    if str(where["commit"]).endswith("+"):
-        code.append(secrets.token_hex())
-    work = hashlib.sha256(json.dumps([facts, asdict(model), code], sort_keys=True).encode())
-    for name, source in job.traces.items():  # their files may change
-        trace = loaded(source, job.seeds_of(name)[0])
-        for column in fields(trace)[1:]:
-            work.update(np.ascontiguousarray(getattr(trace, column.name)).tobytes())
-    return work.hexdigest()[:16]
 
 
 def _estimate(matrix: Matrix, workers: int | None, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The report's pictures: a map of all cells, and load and replicas over time."""
+"""The report's map of all cells."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -6,13 +6,9 @@ from itertools import groupby
 from typing import Any
 
 from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.figure import Figure
 
-from mars_ray.page import GREY, plain, svg
-from mars_ray.simulator.verdict import best_fixed
+from policies.verdict import best_fixed
 
-# Okabe and Ito's, of which more are needed than other pages have.
-_COLOURS = ("#D55E00", "#009E73", "#56B4E9", "#000000", "#CC79A7", "#E69F00")
 # Replicas over those of the best fixed fleet: half of them, as many, and three times as many.
 _SHADES = LinearSegmentedColormap.from_list("cost", ["#1b7f5c", "#b7e0c8", "#fbe6b5", "#f0a35c"])
 _CHEAP, _DEAR = 0.5, 3.0
@@ -74,32 +70,3 @@ def _square(cell: dict[str, Any], policy: str, group: str, wanted: float) -> str
     over = mean["replica_s"] / best
     shade = to_hex(_SHADES((over - _CHEAP) / (_DEAR - _CHEAP)))
     return f"<td style='background:{shade}' title='{title}'>{over:.{2 if over < 9.95 else 1}f}"
-
-
-def timelines(lines: dict[str, dict[str, list[float]]]) -> str:
-    """Load, replicas and threshold over time, for the first seed, as SVG."""
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
-    load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.4, 0.8))
-    first = next(iter(lines.values()))
-    # Who takes longer to answer has the longer line.
-    last_min = max(line["at_s"][-1] for line in lines.values()) / 60
-    load.fill_between(
-        [at / 60 for at in first["at_s"]], first["arrivals_per_s"], color=GREY, alpha=0.4, lw=0
-    )
-    load.set_ylabel("requests/s")
-    for (name, line), colour in zip(lines.items(), _COLOURS, strict=False):
-        at = [second / 60 for second in line["at_s"]]
-        style: dict[str, Any] = {"color": colour, "lw": 1.4, "label": name}
-        replicas.plot(at, line["ready"], drawstyle="steps-post", **style)
-        if min(line["threshold"]) < 1:
-            threshold.plot(at, line["threshold"], drawstyle="steps-post", **style)
-    replicas.set_ylabel("replicas ready")
-    replicas.set_ylim(0, 1.25 * replicas.get_ylim()[1])
-    replicas.legend(frameon=False, ncols=4, loc="upper left", fontsize=9)
-    threshold.set_ylabel("threshold")
-    threshold.set_ylim(0, 1.08)
-    threshold.set_xlabel("minutes")
-    for axes in (load, replicas, threshold):
-        axes.set_xlim(0, last_min)
-        plain(axes)
-    return svg(figure)

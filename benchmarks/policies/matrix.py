@@ -6,20 +6,21 @@ from functools import partial
 from typing import Any
 
 from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.simulator.baselines.contenders import (
+from mars_ray.simulator.cases import Cell
+from policies.choice import Trial, best_elsewhere
+from policies.contenders import (
     FIXED,
     KNOWING,
     Knob,
+    Needs,
     Setting,
     grid,
     knob_of,
     mean_need,
     shipped,
 )
-from mars_ray.simulator.cells import Cell, Needs
-from mars_ray.simulator.choice import Trial, best_elsewhere
-from mars_ray.simulator.config import PolicyName, SimulateJob
-from mars_ray.simulator.runs import Run, figures
+from policies.job import ComparisonJob, PolicyName
+from policies.runs import Run, figures
 
 # A tick takes about as long as so many requests.
 _TICK_REQUESTS = 20
@@ -32,7 +33,7 @@ Parts = Callable[[Mapping[str, Callable[[], Any]]], dict[str, Any]]
 class Matrix:
     """Runs by cell, policy, setting and seed. Settings that are the same on a trace are one run."""
 
-    job: SimulateJob
+    job: ComparisonJob
     model: ServiceModel
     needs: dict[tuple[str, str], Needs]  # by trace and regime
     parts: Parts
