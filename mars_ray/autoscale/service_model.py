@@ -39,8 +39,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from mars_ray.config.base import found
 from mars_ray.config.decode import PROMPTS_SHARE
-from mars_ray.config.shipped import found
 from mars_ray.core.step_cost import StepCost
 from mars_ray.errors import ConfigError
 

@@ -210,7 +210,7 @@ def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
         ({"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}}, "belong together"),
         ({"job": {"name": "simulate-demo"}}, "kind=RayJob"),
         ({"kind": "RayJob"}, "set job.name"),
-        ({"kind": "RayJob", "job": {"name": "demo"}}, "there are bench-decode-0.5b, "),
+        ({"kind": "RayJob", "job": {"name": "demo"}}, "there are bench-demo, "),
         ({"kind": "RayJob", "job": {"name": "train-qwen2.5-7b"}}, "machines-gpu.yaml"),
         ({"kind": "RayJob", "job": {"name": "simulate-demo", "cpus": 5}}, "no worker has 5"),
         ({"kind": "RayCluster", "ingress": example("object-store")["ingress"]}, "kind=RayService"),

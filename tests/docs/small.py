@@ -6,8 +6,6 @@ import shlex
 _MODEL = ("model={type='preset', preset='tiny', vocab_size=400}", "log_every_steps=1")
 _SIMULATE = ("policies=['mars', 'fixed']", "seeds=[0]", "scaling.max_replicas=4")
 _ONE_CELL = ("slos={short={ttft_s=2, time_per_token_s=0.015}}", "cold_starts_s=[5]")
-_BENCH = ("peers=[]", "modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "repeats=1")
-_BENCH += ("max_new_tokens=4",)
 _STAGE = {"epochs": 1, "global_batch_size": 4, "micro_batch_size": 2}
 
 
@@ -56,8 +54,10 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "generate-demo": ("prompts.count=8", "max_new_tokens=8"),
     "evaluate-gsm8k": ("task.count=4", "modes=[{type='verified'}]", "max_new_tokens=8"),
-    "bench-decode-demo": (*_BENCH, "lockstep=[]"),
-    "bench-decode-0.5b": (*_BENCH, "random_weights=tiny", "step_positions=[1]"),
+    "bench-demo": (
+        *("modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "rounds=1"),
+        *("max_new_tokens=4", "transformers=false"),
+    ),
     "simulate-overloads": (*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
     "simulate-demo": (*_SIMULATE, *_crowds("flash"), "traces.sine.duration_s=60"),
     "export-demo": (),

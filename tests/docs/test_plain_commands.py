@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from compare_decoders import random_checkpoint
 from docs.checkout import Checkout, make_checkout
 from docs.commands import runs
 from docs.published import publish
@@ -15,7 +16,6 @@ from policies.job import KINDS, ComparisonJob
 
 from mars_ray.config.load import load_job
 from mars_ray.config.train import DraftAdapterConfig
-from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.draft_adapter import write_draft_adapter
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.train.draft_adapter import untrained_adapter

@@ -1,17 +1,20 @@
 """Compares the decoding speed of this engine and of others on the same checkpoint and prompts.
 
-Every peer is a process that waits while the others work. One round runs each (peer, batch) once, in
-the same order. Rounds are repeated and medians taken, so that a drift of the machine affects all.
-What a stopped run has measured is kept, and the next one goes on from there.
+    python benchmarks/compare_decoders.py JOB.toml --output RESULT.json [KEY=VALUE ...]
+
+with a job of `benchmarks/decoders/`. Every peer is a process that waits while the others work. One
+round runs each (peer, batch) once, in the same order. Rounds are repeated and medians taken, so
+that a drift of the machine affects all. What a stopped run has measured is kept, and the next one
+goes on from there.
 """
 
+import argparse
 import json
 import math
 import os
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -20,24 +23,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
+from decoders.job import ALONE, KINDS, BenchDecodeJob
 from rich.console import Console
-from rich.table import Table
 
-from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.decode import EngineConfig
+from mars_ray.config.load import load_job
 from mars_ray.config.model import PresetModel, PresetName
-from mars_ray.config.modes import ExactMode, SpeculativeMode
+from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.frontier import mode_label
-from mars_ray.core.statistics import ratio_fault
-from mars_ray.data.chat import Message, encode_prompt
+from mars_ray.data.chat import encode_prompt
 from mars_ray.data.corpus import problems
 from mars_ray.decode.loading import drafting_card
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError, MarsError
-from mars_ray.evaluate.peers.transformers_peer import ALONE
-from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
-from mars_ray.files import Kept
+from mars_ray.evaluate.bench import (
+    asked_problems,
+    check_room,
+    counted,
+    in_batches,
+    most_ratio,
+    print_cases,
+    timed,
+)
+from mars_ray.files import Kept, check_writable
 from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import create_model
 from mars_ray.model.load import load_model, load_tokenizer
@@ -45,7 +53,7 @@ from mars_ray.model.stop import stop_at_turn_end, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 
-_PEERS = Path(__file__).parent / "peers"
+_PEERS = Path(__file__).parent / "decoders"
 # Variants of a peer by what comes before the hyphen, but for those with a script of their own.
 _VARIANTS = ("vllm-ngram", "transformers-lookup", "llamacpp-q8")
 # Peers with drafts.
@@ -56,8 +64,6 @@ _ENVIRONMENTS = {
     "llamacpp": ("llama_cpp", "tools/llamacpp_env.sh"),
     "pace": ("pace", "tools/pace_env.sh"),
 }
-# Differs from the seeds of training, evaluation and the demo question.
-_PROMPT_SEED = 77
 # Masks per step of an untrained model.
 _RANDOM_DEPTH = 4
 
@@ -332,9 +338,10 @@ def _contenders(job: BenchDecodeJob) -> list[_Contender]:
         _Contender(f"mars-ray {mode_label(own)}", "mars", {"mode": own}, is_plain=is_plain)
         for own, is_plain in ((m.model_dump(), isinstance(m, ExactMode)) for m in job.modes)
     ]
+    plain = VerifiedMode(window=0, ngram=False).model_dump()
     oracles = [
-        _Contender(f"oracle, {own.draft_tokens} drafts", "mars", {"mode": own.model_dump()}, True)
-        for own in (SpeculativeMode(window=0, draft_tokens=count) for count in job.oracle_drafts)
+        _Contender(f"oracle, {count} drafts", "mars", {"mode": plain, "drafts": count}, True)
+        for count in job.oracle_drafts
     ]
     lockstep = [
         _Contender(f"lockstep {own.threshold:g}, cache: {own.cache}", "lockstep", own.model_dump())
@@ -357,35 +364,20 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         stops: Sequence[int] = ()
     else:
         tokenizer = load_tokenizer(checkpoint)
-        prompts = [encode_prompt(messages, tokenizer) for messages in _asked(job, count)]
+        asked = asked_problems(job.task, count)
+        prompts = [encode_prompt(problem.messages, tokenizer) for problem in asked]
         model = load_model(checkpoint, dtype=None)
         stop_at_turn_end(model, tokenizer)
         stops = sorted(stop_ids(model))
-    needed = max(map(len, prompts)) + job.max_new_tokens
-    if needed > job.max_context:
-        raise ConfigError(
-            f"max_context {job.max_context} is too small: the longest prompt and its answer take "
-            f"{needed} tokens; set it to that at least, or lower max_new_tokens"
-        )
+    check_room(prompts, job.max_new_tokens, job.max_context, "max_context")
     return {
         batch: {
-            "batches": [prompts[i : i + batch] for i in range(0, max(job.prompts, batch), batch)],
+            "batches": in_batches(prompts, batch, job.prompts),
             "max_new_tokens": job.max_new_tokens,
             "stop_ids": list(stops),
         }
         for batch in job.batch_sizes
     }
-
-
-def _asked(job: BenchDecodeJob, count: int) -> list[list[Message]]:
-    """`count` prompts: equally many of each kind from the job's files, or from the corpus. Raises
-    DataError and ConfigError."""
-    if job.task is None:
-        return [[Message("user", p.question)] for p in problems("test", count, _PROMPT_SEED)]
-    asked = kinds_in_turn(problems_of(job.task))
-    if len(asked) < count:
-        raise ConfigError(f"the task has {len(asked)} prompts: set prompts to that at most")
-    return [problem.messages for problem in asked[:count]]
 
 
 def _case(
@@ -399,95 +391,45 @@ def _case(
         if (other.temperature, other.batch) == (cell.temperature, cell.batch)
     )
     base = measured.answers[first]
-    answer, seconds = answers[-1], [each["seconds"] for each in answers]
-    same = [a == b for a, b in zip(answer["tokens"], base[-1]["tokens"], strict=True)]
-    tokens = sum(map(len, answer["tokens"]))
     case: dict[str, Any] = {
         "label": own.label,
         "temperature": cell.temperature,
         "batch": cell.batch,
-        "tokens": tokens,
-        "same_output": sum(same) / len(same),
-    }
-    if "steps" in answer:
-        case["tokens_per_forward"] = tokens / answer["forwards"]
-    if "rows" in answer:
-        case["positions_per_token"] = answer["rows"] / tokens
+    } | counted(answers, base)
     if not job.window_control and own.peer == "mars" and not own.is_plain:
         return case | {"fault": "all masks are forced, also those that do not pay: no speed"}
-    # Compared round by round, so that a drift of the machine affects both.
-    ratios = [_speed(one) / _speed(other) for one, other in zip(answers, base, strict=True)]
-    fault = ratio_fault(ratios, _most(own, first.contender, answer, base[-1]))
-    speed = statistics.median(map(_speed, answers))
-    case |= {
-        "tokens_per_s": speed,
-        "speed_up": None if fault else statistics.median(ratios),
-        "speed_ups": [] if fault else ratios,
-        "fault": fault,
-        "seconds": seconds,
-    }
+    # Another engine may be any number of times as fast.
+    is_bounded = own.peer == "mars" and first.contender.is_plain
+    case |= timed(answers, base, most_ratio(answers[-1], base[-1]) if is_bounded else math.inf)
     if own.is_plain and cell.batch == 1:
         weights = hellos[own.peer].get("weight_bytes") or hellos["mars"]["weight_bytes"]
-        case["read_share"] = weights * speed / statistics.median(measured.read_bytes_per_s)
-    if "steps" in answer:
-        case["ms_per_step"] = 1e3 * statistics.median(seconds) / answer["steps"]
-    if "model_seconds" in answer:
-        # In the last round, the share of a step's time outside the model's forward.
-        case["own_share"] = 1 - answer["model_seconds"] / seconds[-1]
+        read_per_s = statistics.median(measured.read_bytes_per_s)
+        case["read_share"] = weights * case["tokens_per_s"] / read_per_s
     return case
-
-
-def _speed(answer: dict[str, Any]) -> float:
-    return sum(map(len, answer["tokens"])) / answer["seconds"]
-
-
-def _most(
-    own: _Contender, first: _Contender, answer: dict[str, Any], base: dict[str, Any]
-) -> float:
-    """The largest ratio of speeds that can be: within our engine a step with drafts costs no less
-    than one without, so time falls at most as forwards or steps do. Another engine may be any
-    number of times as fast."""
-    if own.peer != "mars" or not first.is_plain:
-        return math.inf
-    tokens, base_tokens = (sum(map(len, each["tokens"])) for each in (answer, base))
-    return max(
-        tokens / answer["forwards"],
-        (base["steps"] / base_tokens) / (answer["steps"] / tokens),
-    )
-
-
-# Columns of the table: the heading, the key in a case and the form of its value.
-_COLUMNS = (
-    ("tokens/s", "tokens_per_s", ".1f"),
-    ("same output", "same_output", ".0%"),
-    ("ms/step", "ms_per_step", ".2f"),
-    ("ours", "own_share", ".0%"),
-    ("T/F", "tokens_per_forward", ".2f"),
-    ("pos. /token", "positions_per_token", ".1f"),
-    ("of read", "read_share", ".0%"),
-)
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
     name = result["job"]["checkpoint"] or result["job"]["random_weights"]
-    title = f"decoding {name} in {result['job']['dtype']}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for column in ("temp.", "batch", "decoder", "x", "rounds", *(head for head, *_ in _COLUMNS)):
-        is_name = column == "decoder"
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
-    for case in result["cases"]:
-        ratios = case.get("speed_ups")
-        table.add_row(
-            f"{case['temperature']:g}",
-            str(case["batch"]),
-            case["label"],
-            f"{case['speed_up']:.2f}" if ratios else "-",
-            f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
-            *(format(case[key], form) if key in case else "-" for _, key, form in _COLUMNS),
-        )
-    console.print(table)
-    faults = Counter(case["fault"] for case in result["cases"] if case["fault"])
-    for fault, count in faults.items():
-        console.print(f"{count} of {len(result['cases'])} without a ratio: {fault}")
+    print_cases(f"decoding {name} in {result['job']['dtype']}", result["cases"], console)
     for peer, reason in result["left_out"].items():
         console.print(f"{peer} is left out: {reason}")
+
+
+def main() -> None:
+    """Run the comparison, print its table and its result as one line of JSON, and write that."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_intermixed_args()
+    job = load_job(given.job, given.overrides, KINDS)
+    assert isinstance(job, BenchDecodeJob)
+    check_writable(given.output, "--output")
+    result = run_bench_decode(job, Console(stderr=True), given.output)
+    # First, so that it is somewhere if the disk is full.
+    print(json.dumps(result), flush=True)
+    given.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

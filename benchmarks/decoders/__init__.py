@@ -1,4 +1,5 @@
-"""Decoders measured side by side, each a process of its own that answers JSON lines.
+"""Decoders that `compare_decoders.py` measures side by side, each a process of its own that answers
+JSON lines.
 
 A peer is a script run by any Python, so that its environment need not have this package. Its one
 argument is JSON: {"peer", "checkpoint", "dtype", "max_context", "max_batch", "threads", "depths",

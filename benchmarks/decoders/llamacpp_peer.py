@@ -26,7 +26,7 @@ _TYPES = {"bfloat16": GGMLQuantizationType.BF16, "float32": GGMLQuantizationType
 
 
 def main() -> None:
-    """Argument: the settings (`peers/__init__.py`)."""
+    """Argument: the settings (`decoders/__init__.py`)."""
     settings = json.loads(sys.argv[1])
     llama: Any = importlib.import_module("llama_cpp")
     kind = _TYPES[settings["dtype"]]

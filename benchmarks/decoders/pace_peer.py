@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def main() -> None:
-    """Argument: the settings (`peers/__init__.py`)."""
+    """Argument: the settings (`decoders/__init__.py`)."""
     settings = json.loads(sys.argv[1])
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # its own prints, which must not mix with replies

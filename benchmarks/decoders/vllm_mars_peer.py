@@ -16,7 +16,7 @@ vllm_peer: Any = importlib.import_module("vllm_peer")
 
 
 def main() -> None:
-    """Argument: the settings (`peers/__init__.py`)."""
+    """Argument: the settings (`decoders/__init__.py`)."""
     if "mars" not in entry_points(group="vllm.general_plugins").names:
         sys.exit(
             f"{sys.executable} has no mars-ray: install it there without its dependencies, or name "

@@ -3,17 +3,20 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
+import compare_decoders as driver
 import pytest
+from compare_decoders import run_bench_decode
+from decoders.job import KINDS, BenchDecodeJob
 from pydantic import ValidationError
 from rich.console import Console
 from serve.bigram import write_base, write_perfect
 
-from mars_ray.config.bench import BenchDecodeJob
+from mars_ray.config.load import load_job
 from mars_ray.core.frontier import mode_label
 from mars_ray.errors import ConfigError, MarsError
-from mars_ray.evaluate import bench_decode
-from mars_ray.evaluate.bench_decode import run_bench_decode
+from mars_ray.evaluate.bench import asked_problems
 
 QUIET = Console(quiet=True)
 SMALL = {
@@ -87,30 +90,26 @@ def test_a_peer_that_died_while_it_waited(monkeypatch):
     program = "print('{}', flush=True)"
     popen = subprocess.Popen
     monkeypatch.setattr(
-        bench_decode.subprocess, "Popen", lambda _, **o: popen([sys.executable, "-c", program], **o)
+        driver.subprocess,
+        "Popen",
+        lambda _, **o: popen([sys.executable, "-c", program], **o),
     )
     job = BenchDecodeJob.model_validate(SMALL)
     with (
         pytest.raises(MarsError, match="the peer mars ended"),
-        bench_decode._running("mars", job, "nowhere", 0) as peer,
+        driver._running("mars", job, "nowhere", 0) as peer,
     ):
         ask_when_it_is_gone(peer)
 
 
-def ask_when_it_is_gone(peer: bench_decode._Peer) -> None:
+def ask_when_it_is_gone(peer: driver._Peer) -> None:
     peer._process.wait()
     peer.ask({"step": (1, 1)})
 
 
-def test_a_mode_without_its_draft_model_is_refused():
-    """Guards a run that fails when all peers have been loaded: there is no key to name one."""
-    with pytest.raises(ValidationError, match="no draft model for speculative"):
-        BenchDecodeJob.model_validate(SMALL | {"modes": [{"type": "speculative"}]})
-
-
 def test_prompts_that_have_no_room_are_refused_before_any_peer_starts(monkeypatch):
     """Guards a traceback of a peer, behind the loading of all."""
-    monkeypatch.setattr(bench_decode, "_running", None)
+    monkeypatch.setattr(driver, "_running", None)
     job = BenchDecodeJob.model_validate(SMALL | {"max_context": 10})
     with pytest.raises(ConfigError, match=r"max_context 10 is too small: .* take 11 tokens"):
         run_bench_decode(job, Console(quiet=True))
@@ -119,7 +118,7 @@ def test_prompts_that_have_no_room_are_refused_before_any_peer_starts(monkeypatc
 def test_a_peer_with_masks_needs_some(monkeypatch, tmp_path):
     """Guards vLLM's plug-in started for a model that nobody has trained, and its refusal behind the
     loading of all others."""
-    monkeypatch.setattr(bench_decode, "_running", None)
+    monkeypatch.setattr(driver, "_running", None)
     base = write_base(tmp_path)
     plain = {"random_weights": None, "checkpoint": str(base), "modes": [{"type": "exact"}]}
     job = BenchDecodeJob.model_validate(SMALL | plain | {"peers": ["vllm-mars"]})
@@ -135,7 +134,7 @@ def test_an_interpreter_that_is_not_there_is_named():
     job = BenchDecodeJob.model_validate(SMALL | {"peers": ["vllm"], "peer_pythons": pythons})
     with (
         pytest.raises(ConfigError, match=r"peer_pythons\.vllm /nowhere/python cannot be run"),
-        bench_decode._running("vllm", job, "nowhere", 0),
+        driver._running("vllm", job, "nowhere", 0),
     ):
         pass
 
@@ -163,10 +162,10 @@ def test_a_draft_adapter_is_measured_on_prompts_of_files(tmp_path):
         "threads": 1,
     }
     job = BenchDecodeJob.model_validate(settings)
-    asked = [messages[0].content for messages in bench_decode._asked(job, 4)]
+    asked = [problem.question for problem in asked_problems(job.task, 4)]
     assert asked == ["letters 0", "digits 0", "letters 1", "digits 1"]
     with pytest.raises(ConfigError, match="the task has 8 prompts: set prompts to that at most"):
-        bench_decode._asked(job, 9)
+        asked_problems(job.task, 9)
     result = run_bench_decode(job, Console(file=io.StringIO(), width=120))
     assert result["draft_adapter"] == "perfect"
     exact, verified, theirs = result["cases"]
@@ -183,14 +182,14 @@ def test_the_oracle_gives_the_same_answers_in_fewer_forwards(monkeypatch, tmp_pa
         | {"max_new_tokens": 9}
     )
     output = tmp_path / "result.json"
-    monkeypatch.setattr(bench_decode, "_print", stop)
+    monkeypatch.setattr(driver, "_print", stop)
     with pytest.raises(KeyboardInterrupt):
         run_bench_decode(job, QUIET, output)
     monkeypatch.undo()
     asked = []
-    ask = bench_decode._Peer.ask
+    ask = driver._Peer.ask
     monkeypatch.setattr(
-        bench_decode._Peer, "ask", lambda peer, task: asked.append(task) or ask(peer, task)
+        driver._Peer, "ask", lambda peer, task: asked.append(task) or ask(peer, task)
     )
     result = run_bench_decode(job, QUIET, output)
     # The reading, and both contenders at two temperatures and batch sizes, to warm up.
@@ -212,9 +211,12 @@ def stop(*_: object) -> None:
 def test_no_speed_of_forced_masks_and_no_ratio_that_cannot_be():
     """Guards figures that say nothing: of masks that do not pay, of one round, and of a round in
     which something else had the processor."""
-    exact = bench_decode._Contender("exact", "mars", is_plain=True)
-    drafts, other = bench_decode._Contender("drafts", "mars"), bench_decode._Contender("o", "vllm")
-    cells = [bench_decode._Cell(own, 0.0, 1) for own in (exact, drafts, other)]
+    exact = driver._Contender("exact", "mars", is_plain=True)
+    drafts, other = (
+        driver._Contender("drafts", "mars"),
+        driver._Contender("o", "vllm"),
+    )
+    cells = [driver._Cell(own, 0.0, 1) for own in (exact, drafts, other)]
     answer = {"tokens": [[1, 2, 3, 4]], "seconds": 4.0, "forwards": 4, "steps": 4}
     fast = answer | {"seconds": 1.0, "forwards": 2, "steps": 2}
     foreign = {"tokens": [[1, 2, 3, 4]], "seconds": 1.0}
@@ -222,9 +224,9 @@ def test_no_speed_of_forced_masks_and_no_ratio_that_cannot_be():
 
     def case(cell, rounds, **changes):
         answers = dict(zip(cells, ([own] * rounds for own in (answer, fast, foreign)), strict=True))
-        measured = bench_decode._Measured(answers, {}, [16.0] * rounds)
+        measured = driver._Measured(answers, {}, [16.0] * rounds)
         job = BenchDecodeJob.model_validate(SMALL | changes)
-        return bench_decode._case(cells[cell], measured, hellos, job)
+        return driver._case(cells[cell], measured, hellos, job)
 
     assert case(0, 2)["read_share"] == 8 * 1.0 / 16
     assert case(1, 2)["fault"] == "4.00 times exact is more than its forwards allow, 2.00"
@@ -239,12 +241,12 @@ def test_no_speed_of_forced_masks_and_no_ratio_that_cannot_be():
 
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
     """And its variants, with what to do about it; an interpreter that is named is for all."""
-    monkeypatch.setattr(bench_decode, "find_spec", lambda _: None)
+    monkeypatch.setattr(driver, "find_spec", lambda _: None)
     job = BenchDecodeJob.model_validate(SMALL | {"peer_pythons": {"vllm": "v", "vllm-mars": "m"}})
-    assert bench_decode._not_installed("vllm-ngram", job) is None
-    assert [bench_decode._python(own, job) for own in ("vllm-ngram", "vllm-mars")] == ["v", "m"]
-    assert bench_decode._not_installed("transformers-lookup", job) is None
-    assert bench_decode._not_installed("llamacpp-q8", job) == (
+    assert driver._not_installed("vllm-ngram", job) is None
+    assert [driver._python(own, job) for own in ("vllm-ngram", "vllm-mars")] == ["v", "m"]
+    assert driver._not_installed("transformers-lookup", job) is None
+    assert driver._not_installed("llamacpp-q8", job) == (
         "not installed: run tools/llamacpp_env.sh DIR, and set peer_pythons.llamacpp=DIR/bin/python"
     )
 
@@ -259,3 +261,13 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
 def test_what_cannot_be_measured_together(changes, message):
     with pytest.raises(ValidationError, match=message):
         BenchDecodeJob.model_validate(SMALL | changes)
+
+
+JOBS = sorted((Path(driver.__file__).parent / "decoders").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_every_job_file_is_a_complete_run(path):
+    """Guards a renamed field that a job still uses."""
+    job = load_job(path, kinds=KINDS)
+    assert BenchDecodeJob.model_validate_json(job.model_dump_json()) == job

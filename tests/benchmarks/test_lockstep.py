@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from decode.models import CARD, pattern, request, trained_model
+from decoders.lockstep_peer import Lockstep
 
 from mars_ray.config.modes import BlockCachedMode, ConfidenceMode
 from mars_ray.decode import reference
-from mars_ray.evaluate.peers.lockstep_peer import Lockstep
 
 PROMPTS = [pattern(3 * j, 1 + j % 4, 2 + j) for j in range(5)]
 

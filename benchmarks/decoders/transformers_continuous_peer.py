@@ -8,13 +8,13 @@ from typing import Any
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from mars_ray.evaluate.peers.transformers_peer import load, sampling
+from mars_ray.evaluate.peers import load_transformers, transformers_sampling
 
 
 def main() -> None:
-    """Argument: the settings (`peers/__init__.py`)."""
+    """Argument: the settings (`decoders/__init__.py`)."""
     settings = json.loads(sys.argv[1])
-    model = load(settings["checkpoint"], settings["dtype"])
+    model = load_transformers(settings["checkpoint"], settings["dtype"])
     version = {"peer": "transformers-continuous", "version": transformers.__version__}
     print(json.dumps(version), flush=True)
     # Sized for the largest batch: a manager kept between tasks keeps the first task's cache.
@@ -33,7 +33,7 @@ def _answer(
 ) -> dict[str, Any]:
     config = GenerationConfig(
         max_new_tokens=task["max_new_tokens"],
-        **sampling(task["temperature"]),
+        **transformers_sampling(task["temperature"]),
         # -1 means that no token ends a sequence.
         eos_token_id=task["stop_ids"] or -1,
         pad_token_id=0,

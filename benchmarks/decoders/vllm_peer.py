@@ -24,7 +24,7 @@ _NGRAM = {
 
 
 def main() -> None:
-    """Argument: the settings (`peers/__init__.py`)."""
+    """Argument: the settings (`decoders/__init__.py`)."""
     replies, settings = own_stdout(), json.loads(sys.argv[1])
     drafts = {"speculative_config": _NGRAM} if settings["peer"] == "vllm-ngram" else {}
     llm = load(settings, **drafts)

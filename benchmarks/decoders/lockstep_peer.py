@@ -22,7 +22,7 @@ from mars_ray.model.load import load_model
 
 
 def main() -> None:
-    """Argument: the settings (`peers/__init__.py`)."""
+    """Argument: the settings (`decoders/__init__.py`)."""
     settings = json.loads(sys.argv[1])
     model = load_model(settings["checkpoint"], dtype=getattr(torch, settings["dtype"]))
     card = read_card(settings["checkpoint"])

@@ -1,4 +1,4 @@
-"""Benchmarks that take a job file."""
+"""A job of `benchmarks/compare_decoders.py`."""
 
 from typing import Annotated, Literal, Self
 
@@ -20,6 +20,8 @@ Peer = Literal[
     "llamacpp-q8",
     "pace",
 ]
+# Peers that decode one sequence at a time.
+ALONE = ("transformers-lookup",)
 Temperature = Annotated[float, Field(ge=0, le=2)]
 
 
@@ -43,7 +45,7 @@ class BenchDecodeJob(Config):
         description="adapter of our modes and of vllm-mars, as a service's `engine.draft_adapter`",
     )
     modes: Modes = Field(default=(ExactMode(), VerifiedMode()), min_length=1)
-    oracle_drafts: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], DISTINCT] = Field(
+    oracle_drafts: Annotated[tuple[Annotated[int, Field(ge=1, le=63)], ...], DISTINCT] = Field(
         default=(),
         description="replay `exact`'s answers as so many drafts a step: our engine's ceiling",
     )
@@ -97,11 +99,6 @@ class BenchDecodeJob(Config):
             raise ValueError("lockstep is greedy: leave it out, or let temperatures be [0]")
         return self
 
-    @model_validator(mode="after")
-    def _no_draft_model(self) -> Self:
-        if any(mode.needs_draft_model for mode in self.modes):
-            raise ValueError(
-                "modes: this benchmark has no draft model for speculative; leave it out, and "
-                "measure it by `mars-ray evaluate` with engine.draft_model"
-            )
-        return self
+
+# Job kinds in the form that `load_job` needs.
+KINDS: dict[str, type[Config]] = {"bench-decode": BenchDecodeJob}
