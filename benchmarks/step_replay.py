@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.autoscale.service_model_fit import acceptance_rate, verified_level
+from mars_ray.autoscale.service_model import Level, ServiceModel, acceptance_rate, verified_level
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job

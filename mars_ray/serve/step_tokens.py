@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.autoscale.service_model_fit import prior_model
+from mars_ray.autoscale.service_model import ServiceModel, prior_model
 from mars_ray.autoscale.step_size import contradiction, step_rows
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
