@@ -22,7 +22,7 @@ from policies.job import ComparisonJob
 from policies.runs import Run, figures
 from rich.console import Console
 
-from mars_ray.autoscale import decide, demand, feedback, floor, operating_points
+from mars_ray.autoscale import policy, threshold
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.files import Kept, write_whole
 from mars_ray.provenance import provenance
@@ -36,19 +36,19 @@ def _nothing(*_: object) -> float:
 
 # What a part's absence is: other values of a module's names.
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "all parts": (floor, {"_UNSEEN": floor._UNSEEN}),
-    "no room for what nobody has seen": (floor, {"_UNSEEN": 0.0}),
-    "no record of the last hour": (floor, {"quantile": _nothing}),
-    "no record of the same hour": (floor, {"_season": _nothing}),
-    "utilisation not learnt": (feedback, {"_LESS": 0.0, "_MORE": 0.0, "_MUCH_MORE": 0.0}),
-    "tried at one speed": (feedback, {"_MUCH_MORE": 0.0}),
-    "empty replicas teach": (feedback, {"_TRIED": 0.0}),
-    "no error budget": (feedback, {"_HALF": 1e9}),
-    "overloads lower the utilisation": (feedback, {"_ABOVE": 1e9}),
-    "no backlog": (decide, {"backlog": _nothing}),
-    "seconds count with their noise": (demand, {"_NOISE": 0.0}),
-    "no seconds, windows alone": (demand, {"_NOISE": 1e9}),
-    "every lower threshold is used": (operating_points, {"_LEAST_GAIN": -1.0}),
+    "all parts": (policy, {"_UNSEEN": policy._UNSEEN}),
+    "no room for what nobody has seen": (policy, {"_UNSEEN": 0.0}),
+    "no record of the last hour": (policy, {"quantile": _nothing}),
+    "no record of the same hour": (policy, {"_season": _nothing}),
+    "utilisation not learnt": (policy, {"_LESS": 0.0, "_MORE": 0.0, "_MUCH_MORE": 0.0}),
+    "tried at one speed": (policy, {"_MUCH_MORE": 0.0}),
+    "empty replicas teach": (policy, {"_TRIED": 0.0}),
+    "no error budget": (policy, {"_HALF": 1e9}),
+    "overloads lower the utilisation": (policy, {"_ABOVE": 1e9}),
+    "no backlog": (policy, {"backlog": _nothing}),
+    "seconds count with their noise": (threshold, {"_NOISE": 0.0}),
+    "no seconds, windows alone": (threshold, {"_NOISE": 1e9}),
+    "every lower threshold is used": (threshold, {"_LEAST_GAIN": -1.0}),
 }
 
 
@@ -57,7 +57,7 @@ def run_variant(
 ) -> dict[str, Any]:
     """Figures of our policy without a part, in a cell."""
     # A ladder that is kept may be that of another variant.
-    operating_points._ladder.cache_clear()
+    threshold._ladder.cache_clear()
     module, changes = VARIANTS[variant]
     seed = job.seeds_of(cell.trace)[0]
     with patch.multiple(module, **changes):

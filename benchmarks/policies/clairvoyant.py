@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.state import Decision, State
 from mars_ray.simulator.cases import Case
 from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import simulate

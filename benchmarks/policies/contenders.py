@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mars_ray.autoscale.policy import Decision
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.autoscale.state import Decision
 from mars_ray.simulator.cases import Case
 from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import EXACT, Deciding, Policy, simulate

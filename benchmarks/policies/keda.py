@@ -8,8 +8,8 @@ and leaves the rest to the pod autoscaler that KEDA creates, with Kubernetes' ow
 
 from dataclasses import dataclass, field
 
+from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.state import Decision, State
 from policies.pod_autoscaler import Behaviour, PodAutoscaler, average_value
 
 QUEUE_LENGTH = 5.0

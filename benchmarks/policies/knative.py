@@ -10,8 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.state import Decision, State
 from mars_ray.simulator.policies import ongoing
 
 # Its container-concurrency-target-default, and container-concurrency-target-percentage of that.

@@ -11,9 +11,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import Slo
 from mars_ray.simulator.engine.observe import Observed
 from policies.pod_autoscaler import (

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.autoscale.step_size import step_rows
+from mars_ray.autoscale.service_model import Level, ServiceModel, step_rows
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.simulator.cases import Case
 from mars_ray.simulator.config import Cluster

@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from pydantic import TypeAdapter
 
-from mars_ray.autoscale.service_model import Level, Mix, ServiceModel
-from mars_ray.autoscale.step_size import step_rows
+from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, step_rows
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.config import Cluster, Simulation, TraceSource
 from mars_ray.simulator.engine.run import Fixture

@@ -10,9 +10,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import Level
-from mars_ray.autoscale.state import Decision, State
 from mars_ray.simulator.cases import Case
 from mars_ray.simulator.config import PolicyName
 from mars_ray.simulator.engine.result import Outcome

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table as Printed
 
-from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.autoscale.step_size import contradiction
+from mars_ray.autoscale.service_model import ServiceModel, contradiction, load_service_model
 from mars_ray.files import Kept
 from mars_ray.page import GREY, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance

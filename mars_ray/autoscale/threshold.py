@@ -14,16 +14,40 @@ spent, so nothing winds up while the threshold is at its floor.
 Each replica runs the same law over its own queue (`LocalLoop`), because the policy sees the fleet
 half a second late and takes the load to be spread evenly. A replica chooses among the thresholds
 that the policy allows at the moment, never above the policy's, also when no policy is heard.
+
+How much arrives (`Demand`) is counted in windows of 30 s, in replicas that they need: as many as
+their requests per second are times what one replica carries at the set-point with all its sequences
+within the time per token. The windows of the last hour are kept, and the rate of the last seconds
+for what is younger than a window.
+
+The thresholds worth using, and what a replica carries at each for the present traffic, are the
+rungs. Work adds up: with share s_c of the requests at a level that carries K_c of them per second,
+a replica carries 1 / sum(s_c / K_c). Pinned requests stay lossless and a quality class stays at its
+floor. So the fewer requests may be lowered, the less capacity a lower threshold gains.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from statistics import fmean, median
 
-from mars_ray.autoscale.demand import Demand, observe
-from mars_ray.autoscale.operating_points import Rung
+from mars_ray.autoscale.sample import PINNED, Traffic
+from mars_ray.autoscale.service_model import Mix, ServiceModel
 from mars_ray.config.scaling import ScalingConfig
 
+WINDOW_S = 30.0
+# Windows that are remembered: those of an hour.
+KEPT = 120
+# The newest windows' rates, from which the burst index is taken.
+_RATES = 20
+# A rate of seconds counts without this many standard deviations of its noise.
+_NOISE = 2.0
+# A burst index above the first is not believed; the second holds before anything is known.
+_MOST_BURST, _UNKNOWN_BURST = 25.0, 4.0
+# A rung must carry at least this much more than the one before; less is within the model's error.
+_LEAST_GAIN = 0.03
 # A higher rung must carry this much more than the load, or it would be left again soon.
 _MARGIN = 1.05
 # Seconds between two lower thresholds, and before a higher one.
@@ -38,6 +62,160 @@ _RECOVERED = 0.8
 _WAITING = 2.0
 # Some requests are always let in, because without any there is nothing to measure.
 _MOST_SHED = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Memory of the arrivals."""
+
+    fast_per_s: float = 0.0  # requests per second over the last seconds
+    fast_span_s: float = 0.0  # how long that reaches back, at most
+    open_s: float = 0.0  # seconds of the window being filled
+    open_requests: float = 0.0
+    windows: tuple[float, ...] = ()  # replicas that each full window needed, the newest last
+    rates: tuple[float, ...] = ()  # requests per second of the newest of them
+
+    @property
+    def newest(self) -> float:
+        """Replicas that the last two windows needed."""
+        return fmean(self.windows[-2:] or (0.0,))
+
+    @property
+    def usual(self) -> float:
+        """Replicas that the last five minutes needed."""
+        return fmean(self.windows[-10:] or (0.0,))
+
+
+def observe_arrivals(
+    demand: Demand, rate: float, dt: float, span_s: float, capacity: float
+) -> Demand:
+    """The demand after `dt` more seconds with `rate` requests per second.
+
+    A replica carries `capacity` requests per second; the fast rate reaches `span_s` back.
+    """
+    span = min(demand.fast_span_s + dt, span_s)
+    # An exponential mean, but a plain one until a whole span has been seen.
+    weight = 1 - math.exp(-dt / span) if demand.fast_span_s and span else 1.0
+    demand = replace(
+        demand,
+        fast_per_s=demand.fast_per_s + weight * (rate - demand.fast_per_s),
+        fast_span_s=span,
+        open_s=demand.open_s + dt,
+        open_requests=demand.open_requests + rate * dt,
+    )
+    if demand.open_s < WINDOW_S:
+        return demand
+    count = min(KEPT, int(demand.open_s / WINDOW_S))
+    mean = demand.open_requests / demand.open_s
+    return replace(
+        demand,
+        open_s=0.0,
+        open_requests=0.0,
+        windows=(*demand.windows, *[mean / capacity] * count)[-KEPT:],
+        rates=(*demand.rates, *[mean] * count)[-_RATES:],
+    )
+
+
+def present_demand(demand: Demand, capacity: float) -> float:
+    """Replicas needed now: by the last windows, or by the last seconds where these surely need
+    more."""
+    if not demand.fast_span_s:
+        return 0.0
+    noise = math.sqrt(burst_index(demand.rates) * demand.fast_per_s / demand.fast_span_s)
+    return max(demand.newest, (demand.fast_per_s - _NOISE * noise) / capacity)
+
+
+def burst_index(rates: Sequence[float]) -> float:
+    """Variance over mean of the counts of windows: 1 for Poisson arrivals.
+
+    It comes from the differences of neighbours, so that slow change does not count. Half a squared
+    difference has the variance as its mean; its median, which a jump of the load does not move, is
+    less by a constant factor (chi-square with one degree of freedom).
+    """
+    indices = [(b - a) ** 2 * WINDOW_S / (a + b) for a, b in pairwise(rates) if a + b > 0]
+    if len(indices) < 4:
+        return _UNKNOWN_BURST
+    return min(_MOST_BURST, max(1.0, median(indices) / 0.455))
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A replica's capacity at one threshold, with all its sequences within the time per token."""
+
+    threshold: float
+    requests_per_s: float
+    sequences: float
+    points_lost: float  # mean over all requests
+
+
+def ladder(model: ServiceModel, config: ScalingConfig, traffic: Traffic) -> tuple[Rung, ...]:
+    """The set-point first, then every lower threshold that carries more than the one before."""
+    floors = tuple(sorted(config.quality_classes.items()))
+    bounds = config.threshold
+    return _ladder(
+        model,
+        traffic.rounded(),
+        bounds.set_point,
+        bounds.floor,
+        floors,
+        config.slo.time_per_token_s,
+    )
+
+
+# A fleet's traffic changes slowly: a service uses one entry, simulations use the others.
+@lru_cache(maxsize=256)
+def _ladder(
+    model: ServiceModel,
+    traffic: Traffic,
+    set_point: float,
+    floor: float,
+    class_floors: tuple[tuple[str, float], ...],
+    time_per_token_s: float,
+) -> tuple[Rung, ...]:
+    lower = [level.threshold for level in model.levels if floor <= level.threshold < set_point]
+    rungs: list[Rung] = []
+    for threshold in [set_point, *lower]:
+        rung = _rung(model, traffic, threshold, dict(class_floors), time_per_token_s)
+        if not rungs or _worth(rung, rungs[-1]):
+            rungs.append(rung)
+    return tuple(rungs)
+
+
+def _worth(rung: Rung, above: Rung) -> bool:
+    """Whether a rung's answers in time outweigh its additional wrong answers.
+
+    In an overload a late answer is worth nothing, so a percent more capacity is worth a point.
+    """
+    gain = rung.requests_per_s / above.requests_per_s - 1
+    return gain > max(_LEAST_GAIN, (rung.points_lost - above.points_lost) / 100)
+
+
+def _rung(
+    model: ServiceModel,
+    traffic: Traffic,
+    threshold: float,
+    class_floors: Mapping[str, float],
+    time_per_token_s: float,
+) -> Rung:
+    shares, gains = dict(traffic.class_shares), dict(traffic.gains)
+    free = max(0.0, 1 - sum(shares.values()))
+    parts = [(free, threshold)] + [
+        # A request of an undeclared class counts as pinned.
+        (share, 1.0 if name == PINNED else max(threshold, class_floors.get(name, 1.0)))
+        for name, share in shares.items()
+    ]
+    mix = Mix(traffic.prompt_tokens, traffic.output_tokens)
+    work = occupied = points = total = 0.0
+    for share, at in parts:
+        level = model.level(at)
+        level = level.with_gain(gains.get(level.threshold, 1.0))
+        carried = model.capacity(level, mix, time_per_token_s / traffic.slowness)
+        work += share / carried.requests_per_s
+        occupied += share / carried.requests_per_s * carried.batch
+        points += share * level.points_lost
+        total += share
+    rate = total / work
+    return Rung(threshold, rate / traffic.slowness, occupied / work, points / total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +343,7 @@ class LocalLoop:
         rate = (arrived - self._arrived) / dt if dt > 0 else 0.0
         self._tick_s, self._arrived = now, arrived
         if dt > 0:
-            self._demand = observe(self._demand, rate, dt, fast_span_s(self.config), 1.0)
+            self._demand = observe_arrivals(self._demand, rate, dt, fast_span_s(self.config), 1.0)
         if not self.rungs:
             return self.threshold
         pressure = Pressure(self._demand.fast_per_s, in_system, 1, max(self.config.slo.ttft_s, dt))
