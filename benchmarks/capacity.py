@@ -9,8 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, load_service_model
-from mars_ray.autoscale.service_model_fit import measured_steps, verified_level
+from service_models import measured_steps
+
+from mars_ray.autoscale.service_model import (
+    Level,
+    Mix,
+    ServiceModel,
+    load_service_model,
+    verified_level,
+)
 from mars_ray.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,10 +2,10 @@
 
     python benchmarks/policy_ablation.py TABLE.json OUTPUT.json [TRACE ...]
 
-TABLE.json is the result of `mars-ray simulate jobs/simulate.toml`: its job, its cells and, for each
-cell, the smallest fixed fleet known in hindsight. Our policy runs in every cell (or in those of the
-named traces) with the first seed, as it is and without one part at a time. Finished runs are kept
-in OUTPUT.parts.
+TABLE.json is the result of `compare_policies.py policies/simulate.toml`: its job, its cells and,
+for each cell, the smallest fixed fleet known in hindsight. Our policy runs in every cell (or in
+those of the named traces) with the first seed, as it is and without one part at a time. Finished
+runs are kept in OUTPUT.parts.
 """
 
 import json
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from policies.contenders import OURS, Knob
+from policies.job import ComparisonJob
+from policies.runs import Run, figures
 from rich.console import Console
 
-from mars_ray.autoscale import decide, demand, feedback, floor, operating_points
+from mars_ray.autoscale import policy, threshold
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.files import Kept, write_whole
 from mars_ray.provenance import provenance
-from mars_ray.simulator.baselines.contenders import OURS, Knob
-from mars_ray.simulator.cells import Cell
-from mars_ray.simulator.config import SimulateJob
+from mars_ray.simulator.cases import Cell
 from mars_ray.simulator.parts import run_parts
-from mars_ray.simulator.runs import Run, figures
 
 
 def _nothing(*_: object) -> float:
@@ -36,28 +36,28 @@ def _nothing(*_: object) -> float:
 
 # What a part's absence is: other values of a module's names.
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "all parts": (floor, {"_UNSEEN": floor._UNSEEN}),
-    "no room for what nobody has seen": (floor, {"_UNSEEN": 0.0}),
-    "no record of the last hour": (floor, {"quantile": _nothing}),
-    "no record of the same hour": (floor, {"_season": _nothing}),
-    "utilisation not learnt": (feedback, {"_LESS": 0.0, "_MORE": 0.0, "_MUCH_MORE": 0.0}),
-    "tried at one speed": (feedback, {"_MUCH_MORE": 0.0}),
-    "empty replicas teach": (feedback, {"_TRIED": 0.0}),
-    "no error budget": (feedback, {"_HALF": 1e9}),
-    "overloads lower the utilisation": (feedback, {"_ABOVE": 1e9}),
-    "no backlog": (decide, {"backlog": _nothing}),
-    "seconds count with their noise": (demand, {"_NOISE": 0.0}),
-    "no seconds, windows alone": (demand, {"_NOISE": 1e9}),
-    "every lower threshold is used": (operating_points, {"_LEAST_GAIN": -1.0}),
+    "all parts": (policy, {"_UNSEEN": policy._UNSEEN}),
+    "no room for what nobody has seen": (policy, {"_UNSEEN": 0.0}),
+    "no record of the last hour": (policy, {"quantile": _nothing}),
+    "no record of the same hour": (policy, {"_season": _nothing}),
+    "utilisation not learnt": (policy, {"_LESS": 0.0, "_MORE": 0.0, "_MUCH_MORE": 0.0}),
+    "tried at one speed": (policy, {"_MUCH_MORE": 0.0}),
+    "empty replicas teach": (policy, {"_TRIED": 0.0}),
+    "no error budget": (policy, {"_HALF": 1e9}),
+    "overloads lower the utilisation": (policy, {"_ABOVE": 1e9}),
+    "no backlog": (policy, {"backlog": _nothing}),
+    "seconds count with their noise": (threshold, {"_NOISE": 0.0}),
+    "no seconds, windows alone": (threshold, {"_NOISE": 1e9}),
+    "every lower threshold is used": (threshold, {"_LEAST_GAIN": -1.0}),
 }
 
 
 def run_variant(
-    variant: str, cell: Cell, replicas: int, job: SimulateJob, model: ServiceModel
+    variant: str, cell: Cell, replicas: int, job: ComparisonJob, model: ServiceModel
 ) -> dict[str, Any]:
     """Figures of our policy without a part, in a cell."""
     # A ladder that is kept may be that of another variant.
-    operating_points._ladder.cache_clear()
+    threshold._ladder.cache_clear()
     module, changes = VARIANTS[variant]
     seed = job.seeds_of(cell.trace)[0]
     with patch.multiple(module, **changes):
@@ -68,7 +68,7 @@ def ablation(
     table: dict[str, Any], traces: list[str], kept: Kept, console: Console
 ) -> dict[str, Any]:
     """Attained cells and replicas over the best fixed fleet, by variant."""
-    job = SimulateJob.model_validate(table["job"])
+    job = ComparisonJob.model_validate(table["job"])
     model = load_service_model(job.service_model)
     rows = [row for row in table["cells"] if not traces or row["trace"] in traces]
     cells = {Cell(row["trace"], row["regime"], row["cold_start_s"]): row for row in rows}
@@ -86,7 +86,7 @@ def ablation(
 
 
 def _summed(
-    made: Mapping[Cell, dict[str, Any]], cells: Mapping[Cell, dict[str, Any]], job: SimulateJob
+    made: Mapping[Cell, dict[str, Any]], cells: Mapping[Cell, dict[str, Any]], job: ComparisonJob
 ) -> dict[str, Any]:
     attained = [run["attainment"] >= job.slos[c.regime].attainment for c, run in made.items()]
     ratios = []

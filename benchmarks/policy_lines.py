@@ -26,6 +26,7 @@ _NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+# As they are called now, and as they were called in BEFORE.
 _OTHERS = ("__init__", "sample", "service_model", "service_model_fit", "step_size")
 
 

@@ -3,10 +3,10 @@
 import statistics
 from typing import Any
 
+from policies.verdict import best_fixed, margin, verdicts
 from render_sweeps import machine
 
-from mars_ray.simulator.printed import policy_rows
-from mars_ray.simulator.verdict import best_fixed, margin, verdicts
+from mars_ray.simulator.report import policy_rows
 
 
 def _fleet(mean: dict[str, float], wanted: float) -> str:

@@ -3,7 +3,7 @@
     python benchmarks/repeating_prompts.py ../shared/data OUTPUT_DIRECTORY
 
 writes summarise.jsonl and edit.jsonl there, with a `prompt` each, which
-`jobs/bench-decode-ngram.toml` reads. The texts are of the news-summary templates of P3, the
+`decoders/bench-decode-ngram.toml` reads. The texts are of the news-summary templates of P3, the
 programs of GPTeacher's code instructions; neither is part of this repository.
 """
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mars_ray.autoscale.service_model_fit import spread_of
+from service_models import spread_of
 
 MODE = "verified 1 G=5, with adapter, batch 16"
 

@@ -20,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from compare_decoders import random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from mars_ray.config.decode import EngineConfig, Sampling
@@ -28,7 +29,6 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Grammar, Request
 from mars_ray.decode.structured_output import Grammars
-from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance

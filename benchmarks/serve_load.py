@@ -26,6 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from compare_decoders import random_checkpoint
 from load_client import Client, Load, load
 from load_servers import mars_command, started, vllm_command
 
@@ -39,7 +40,6 @@ from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
 from mars_ray.serve.protocol import GenerationRequest, OutputDelta, Turn

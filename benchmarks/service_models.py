@@ -4,20 +4,25 @@ They are made from committed results and published figures; every model's proven
 """
 
 import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
-from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.autoscale.service_model_fit import (
+from mars_ray.autoscale.service_model import (
+    Level,
+    ServiceModel,
     acceptance_rate,
     confidence_level,
-    data_sheet_steps,
     levels_of,
-    measured_steps,
     verified_level,
 )
 from mars_ray.core.frontier import Frontier
+from mars_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,6 +40,52 @@ _CONTEXT = 131_072
 # Scores and sums of values, 2 FLOP each, of 28 layers of 28 heads of 128, at the speed of the rest
 # of a row, which has 2 FLOP a weight.
 _ATTENTION_S = 4 * 28 * 28 * 128 * (_READ_S / _KNEE_ROWS) / (2 * _WEIGHTS)
+
+
+# Tokens of the shortest reply whose T/F counts for the spread, and quantiles of it.
+_LEAST_REPLY, _QUANTILES = 16, 20
+
+
+def measured_steps(bench: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """(rows, seconds) of steps in a `compare_decoders.py` result, the engine's own work included.
+
+    They are the result's `steps` if it has any, else the mean steps of mars-ray's own decoders.
+    Raises ConfigError when it has neither at two numbers of rows.
+    """
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for step in bench["steps"]:
+        seconds[step["batch"] * step["positions"]].append(step["seconds"])
+    if not bench["steps"]:
+        for case in bench["cases"]:
+            if case["label"].startswith("mars-ray "):
+                step_s = case["ms_per_step"] / 1e3
+                rows = case["tokens_per_s"] * step_s * case["positions_per_token"]
+                seconds[max(1, round(rows))].append(step_s)
+    if len(seconds) < 2:
+        raise ConfigError("the benchmark has no steps; run it with step_positions")
+    return tuple((rows, median(seconds[rows])) for rows in sorted(seconds))
+
+
+def data_sheet_steps(
+    read_s: float, row_s: float, launch_s: float = 0.0
+) -> tuple[tuple[int, float], ...]:
+    """max(read_s, row_s * rows) + launch_s as a table: reading the weights, a row's arithmetic."""
+    corner = max(2, round(read_s / row_s))
+    return tuple((n, max(read_s, row_s * n) + launch_s) for n in (1, corner, 8 * corner))
+
+
+def spread_of(tokens: Sequence[int], forwards: Sequence[int]) -> tuple[float, ...]:
+    """Quantiles, over tokens, of what masks bring single replies: tokens beyond one a forward, as
+    multiples of what all forwards together have. The mean over forwards is 1.
+
+    Short replies are left out: their T/F is mostly chance.
+    """
+    pairs = [(t, f) for t, f in zip(tokens, forwards, strict=True) if t >= _LEAST_REPLY]
+    more = sum(t for t, _ in pairs) / sum(f for _, f in pairs) - 1
+    gains = sorted(((t / f - 1) / more, t) for t, f in pairs)
+    reached = list(accumulate(t for _, t in gains))
+    marks = [(i + 0.5) / _QUANTILES * reached[-1] for i in range(_QUANTILES)]
+    return tuple(round(gains[bisect_left(reached, mark)][0], 3) for mark in marks)
 
 
 def demo() -> ServiceModel:

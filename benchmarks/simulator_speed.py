@@ -12,9 +12,9 @@ from typing import Any
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.provenance import provenance
-from mars_ray.simulator.baselines.fixed import Fixed
 from mars_ray.simulator.config import Cluster, Lengths, SineTrace
 from mars_ray.simulator.engine.run import Deciding, Fixture, Policy, simulate
+from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.load import load_trace
 
 MODEL = Path(__file__).parents[1] / "jobs" / "models" / "7b-paper.json"

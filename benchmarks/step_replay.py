@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.autoscale.service_model_fit import acceptance_rate, verified_level
+from mars_ray.autoscale.service_model import Level, ServiceModel, acceptance_rate, verified_level
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
@@ -45,9 +44,9 @@ from mars_ray.decode.scheduler import decoding_rows
 from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
-from mars_ray.simulator.baselines.fixed import Fixed
 from mars_ray.simulator.config import AzureTrace, Cluster
 from mars_ray.simulator.engine.run import EXACT, Fixture, simulate
+from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 

@@ -17,7 +17,6 @@ from typing import Any
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.config.scaling import Slo
 from mars_ray.provenance import provenance
-from mars_ray.simulator.baselines.fixed import Fixed
 from mars_ray.simulator.config import (
     AzureTrace,
     Cluster,
@@ -27,6 +26,7 @@ from mars_ray.simulator.config import (
     TraceSource,
 )
 from mars_ray.simulator.engine.run import EXACT, Fixture, simulate
+from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 

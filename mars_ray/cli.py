@@ -19,12 +19,11 @@ from mars_ray.cluster.ending import sigterm_ends_at_once
 from mars_ray.cluster.environment import NODE_ENVIRONMENT, ask_for_token, haproxy_environment
 from mars_ray.config.adapt import AdaptJob, adaptation_of
 from mars_ray.config.base import Config
-from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.demo import DemoJob, TinyDemoJob
-from mars_ray.config.evaluate import EvaluateJob, evaluation_of
-from mars_ray.config.export import ExportJob
+from mars_ray.config.evaluate import BenchJob, EvaluateJob, evaluation_of
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
+from mars_ray.config.model import ExportJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
@@ -36,8 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Side-by-side measurements.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="A file of jobs/.")]
@@ -300,14 +297,12 @@ def simulate(
     from mars_ray.simulator.config import SimulateJob
 
     job = _job(SimulateJob, job_file, overrides, dry_run)
-    from mars_ray.simulator.comparison import run_simulations
-    from mars_ray.simulator.page import write_report
-    from mars_ray.simulator.printed import print_comparison
+    from mars_ray.simulator.report import policy_table, run_simulations, write_report
 
     result = run_simulations(job, _console(), output, workers)
     if output:
         write_report(result, output)
-    print_comparison(result, _console())
+    _console().print(policy_table(result))
     _print_result({key: value for key, value in result.items() if key != "timelines"})
 
 
@@ -369,27 +364,31 @@ def export(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fal
     _print_result({"destination": shown(job.destination)} | asdict(written))
 
 
-@bench.command("decode")
-def bench_decode(
-    job_file: JobFile,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")],
+@app.command()
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|JOB.toml", help="Directory of a model; or a job.")
+    ],
     overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes, too.")] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure tokens per second of our modes and of other decoders, side by side."""
-    job = _job(BenchDecodeJob, job_file, overrides, dry_run)
+    """Measure tokens per second here: plain, with drafts, and transformers', in turn."""
+    if model == "decode" and overrides:  # what the command was called
+        model, *overrides = overrides
+    table = {"kind": "bench", "checkpoint": model}
+    job = _job(BenchJob, Path(model) if model.endswith(".toml") else table, overrides, dry_run)
     from mars_ray.files import check_writable
 
-    check_writable(output, "--output")
-    from mars_ray.evaluate.bench_decode import run_bench_decode
+    if output:
+        check_writable(output, "--output")
+    from mars_ray.evaluate.bench import run_bench
 
-    _keep(run_bench_decode(job, _console(), output), output)
-
-
-def _keep(result: dict[str, Any], output: Path) -> None:
+    result = run_bench(job, _console())
     # First, so that it is somewhere if the disk is full.
     _print_result(result)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    if output:
+        output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _job(

@@ -1,8 +1,24 @@
-"""What the HTML pages of reports have in common: each is one file that needs no other."""
+"""Pages of reports: each is one HTML file that needs no other, made by one template.
+
+A page is a title and parts, each a kind and its content:
+
+    heading, text, facts, pre   a string; in text and facts `code` and **bold** are marked
+    items, small_items          strings
+    numbers                     pairs of a number and what it is
+    table                       a Table
+    details                     a summary and what it hides
+    svg, html                   markup that is there already
+"""
 
 import io
-from html import escape
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -10,30 +26,34 @@ from matplotlib.figure import Figure
 
 # Okabe and Ito's, which differ also for readers who see few colours.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#888888"
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color: light-dark(#222, #ddd); background: light-dark(#fff, #181818) }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-table { border-collapse: collapse; font-size: 14px; margin: .8rem 0 }
-th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #8884 }
-th { border-bottom: 1px solid #888 } th:first-child, td:first-child { text-align: left }
-.wide { overflow-x: auto } svg { max-width: 100%; height: auto; background: #fff; margin: .5rem 0 }
-.facts { color: light-dark(#555, #aaa); font-size: 13px }
-pre { background: #8882; padding: .6rem .8rem; overflow-x: auto; font-size: 13px }
-.numbers { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; margin: 1rem 0 }
-.numbers b { display: block; font-size: 1.7rem; font-weight: 600 }
-"""
+Part = tuple[str, Any]
+# A text, or a text with attributes such as "colspan=2".
+Cell = str | tuple[str, str]
 
 
-def html(title: str, body: str, style: str = "") -> str:
-    """A page of this body, which is HTML already; the title is plain text, and `style` is CSS of
-    this page alone."""
-    viewport = "<meta name=viewport content='width=device-width, initial-scale=1'>"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8>{viewport}"
-        f"<title>{escape(title)}</title><style>{_STYLE}{style}</style><body>{body}</body></html>\n"
-    )
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of headings, and rows."""
+
+    heads: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[Cell]]
+
+
+def page(title: str, parts: Sequence[Part], style: str = "") -> str:
+    """The page's HTML; `style` is CSS of this page alone."""
+    return _TEMPLATES.get_template("page.html.j2").render(title=title, parts=parts, style=style)
+
+
+def _marked(text: str) -> Markup:
+    """Text with code between backticks, and bold between pairs of asterisks."""
+    code = re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", code))
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+)
+_TEMPLATES.filters["marked"] = _marked
 
 
 def plain(axes: Axes) -> None:

@@ -63,8 +63,8 @@ ONLY_IN = {
     "fastapi": {"serve/"},
     "llguidance": {"decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
-    "gguf": {"model/gguf.py", "evaluate/peers/llamacpp_peer.py"},
-    "vllm": {"vllm/", "evaluate/peers/vllm_peer.py", "serve/replica/vllm_"},
+    "gguf": {"model/gguf.py"},
+    "vllm": {"vllm/", "serve/replica/vllm_"},
     "torch": {
         "core/",
         "model/",
@@ -76,6 +76,51 @@ ONLY_IN = {
         "serve/",
         "importing.py",
     },
+}
+
+# Files below 60 lines, and why each is one.
+SHORT = {
+    "__main__.py": "entry point",
+    "adapt/devices.py": "keeps Ray out of adapt/jobs.py",
+    "advise/config.py": "checked without numba",
+    "advise/objectives.py": "to be merged",
+    "cluster/direct.py": "to be merged",
+    "cluster/ending.py": "to be merged",
+    "cluster/environment.py": "to be merged",
+    "cluster/port.py": "to be merged",
+    "core/loops.py": "one rule",
+    "core/randomness.py": "one rule",
+    "data/hub.py": "to be merged",
+    "decode/info.py": "to be merged",
+    "decode/model_runner.py": "one step of the engine",
+    "decode/strategies/block_cached.py": "to be merged",
+    "decode/strategies/confidence.py": "to be merged",
+    "decode/strategies/exact.py": "to be merged",
+    "decode/strategies/jacobi.py": "to be merged",
+    "decode/strategies/speculative.py": "to be merged",
+    "demo/asking.py": "to be merged",
+    "generate/left_out.py": "to be merged",
+    "memory.py": "level 0: all packages ask it",
+    "model/forward.py": "how a model is called, by training and evaluation",
+    "model/lora_product.py": "one product, in training and decoding",
+    "page.py": "level 0: all reports have it",
+    "serve/ingress/body.py": "to be merged",
+    "serve/ingress/page_files.py": "to be merged",
+    "serve/ingress/usage_metrics.py": "to be merged",
+    "serve/openai/wire.py": "to be merged",
+    "serve/preflight.py": "imported before torch and Ray",
+    "serve/replica/adapters.py": "to be merged",
+    "serve/replica/admission.py": "to be merged",
+    "serve/replica/call_usage.py": "to be merged",
+    "serve/replica/engine_requests.py": "to be merged",
+    "serve/replica/template_switches.py": "to be merged",
+    "serve/replica/vllm_warm_up.py": "to be merged",
+    "simulator/engine/compiled.py": "to be merged",
+    "simulator/engine/context_limit.py": "to be merged",
+    "simulator/traces/prefixes.py": "to be merged",
+    "train/optim.py": "to be merged",
+    "vllm/cpu.py": "a repair of vLLM's CPU build, to go with its cause",
+    "vllm/relaxed.py": "one rule",
 }
 
 
@@ -143,16 +188,30 @@ def test_first_party_imports_stand_at_the_top():
                 )
 
 
-def test_files_and_functions_stay_short():
-    """A file has at most 500 lines, a function 60."""
+def test_files_and_functions_are_neither_long_nor_cut_small():
+    """A file has at most 800 lines, a function 100. A thought in five files of 40 lines is harder
+    to read than in one: a file below 60 lines stands in `SHORT` with its reason."""
     wrong = []
     for path in FILES:
-        text = path.read_text()
-        if text.count("\n") > 500:
-            wrong.append(f"{path.name}: {text.count(chr(10))} lines")
+        text, name = path.read_text(), path.relative_to(PACKAGE).as_posix()
+        lines = text.count("\n")
+        if lines > 800:
+            wrong.append(f"{name}: {lines} lines; divide it")
+        if lines < 60 and path.name != "__init__.py" and name not in SHORT:
+            wrong.append(f"{name}: {lines} lines; merge it, or give a reason in SHORT")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > 60:
-                    wrong.append(f"{path.name}: {node.name} has {length} lines")
+                if length > 100:
+                    wrong.append(f"{name}: {node.name} has {length} lines")
     assert not wrong
+
+
+def test_the_list_of_short_files_is_no_longer_than_it_must_be():
+    """Guards reasons of files that have grown, moved or gone."""
+    short = {
+        name
+        for name in SHORT
+        if (PACKAGE / name).exists() and (PACKAGE / name).read_text().count("\n") < 60
+    }
+    assert set(SHORT) == short

@@ -16,9 +16,9 @@ from mars_ray import cli
 from mars_ray.cli import app
 from mars_ray.cluster.environment import ask_for_token
 from mars_ray.errors import ConfigError
-from mars_ray.evaluate import bench_decode
+from mars_ray.evaluate import bench as bench_module
 
-BENCH = ["bench", "decode", "jobs/bench-decode-demo.toml"]
+BENCH = ["bench", "jobs/bench-demo.toml"]
 
 
 @pytest.mark.parametrize("command", ["serve", "update"])
@@ -55,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("done")
         return {"tokens_per_s": 1.5}
 
-    monkeypatch.setattr(bench_decode, "run_bench_decode", bench)
+    monkeypatch.setattr(bench_module, "run_bench", bench)
     return calls
 
 
@@ -163,7 +163,7 @@ for path in sorted(root.rglob("*.py")):
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             # vLLM lives in an environment of its own, and so does what is made for it.
-            assert error.name.partition(".")[0] in ("vllm", "vllm_peer") and "vllm" in name, name
+            assert error.name.partition(".")[0] == "vllm" and "vllm" in name, name
 assert not any(name.startswith("mars_ray.simulator") for name in sys.modules)
 sys.argv = ["mars-ray", "simulate", "jobs/simulate-demo.toml"]
 cli.main()

@@ -13,9 +13,8 @@ from rich.console import Console
 from mars_ray import progress
 from mars_ray.config.load import load_job
 from mars_ray.progress import Bars, Lines
-from mars_ray.simulator import comparison, matrix
+from mars_ray.simulator import report
 from mars_ray.simulator.config import KINDS, SimulateJob
-from mars_ray.simulator.runs import figures
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.progress import StageProgress
 from mars_ray.tune.ledger import Ledger, ended
@@ -77,19 +76,20 @@ def test_a_terminal_has_its_bar_only(monkeypatch):
 
 
 def test_simulating_says_which_part_it_is_at(log, monkeypatch):
-    """Each takes minutes where it is tuned."""
-    small = ["policies=['fixed']", "seeds=[0]", "tune=false"]
+    """Each may take minutes."""
+    small = ["policies=['fixed']", "seeds=[0]"]
     small += ["traces={flash={type='flash', duration_s=60, from_s=20, to_s=40}}"]
     job = load_job("jobs/simulate-demo.toml", small, KINDS)
     assert isinstance(job, SimulateJob)
 
     def waited(*given: Any) -> dict[str, Any]:
         wait_for(lambda: said(log))
-        return figures(*given)
+        return one_run(*given)
 
-    monkeypatch.setattr(matrix, "figures", waited)
-    comparison.run_simulations(job, log, workers=1)
-    expected = "flash, 6 ms, cold start 100 s, fixed (as shipped, 1 replica), seed 0: 0 of 1, "
+    one_run = report._run
+    monkeypatch.setattr(report, "_run", waited)
+    report.run_simulations(job, log, workers=1)
+    expected = "flash, 6 ms, cold start 100 s, fixed, seed 0: 0 of 1, "
     assert said(log)[0].startswith(expected)
 
 

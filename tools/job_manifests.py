@@ -130,77 +130,16 @@ SUBMISSIONS = (
         cpus=2,
     ),
     Submission(
-        "bench-decode-demo",
-        "bench decode",
-        "our modes beside other decoders, on the tiny demo's model",
-        options="--output /shared/runs/bench-decode-demo.json "
-        "checkpoint=/shared/runs/demo/models/mars",
-        cpus=2,
-    ),
-    Submission(
-        "bench-decode-0.5b",
-        "bench decode",
-        "the cost of a step at the shape of Qwen2.5-0.5B",
-        options="--output /shared/runs/bench-decode-0.5b.json",
-        cpus=2,
-    ),
-    Submission(
-        "bench-decode-gpu",
-        "bench decode",
-        "the cost of a step, and other decoders, on a GPU",
-        "gpu",
-        options="--output /shared/runs/bench-decode-gpu.json",
-        cpus=8,
-        gpus=1,
-    ),
-    Submission(
-        "simulate",
-        "simulate",
-        "scaling policies on nine traces, in three regimes, at two cold starts",
-        options="--output /shared/runs/simulate "
-        "traces.azure-code.path=/shared/data/AzureLLMInferenceTrace_code.csv "
-        "traces.mooncake.path=/shared/data/conversation_trace.jsonl.gz "
-        + " ".join(
-            f"traces.{trace}.{kind}_path=/shared/data/{source}_clients_{file}.gz"
-            for trace, rates, lengths in (
-                ("reasoning", "deepseek-r1", "deepseek-r1"),
-                ("reasoning-evening", "deepseek-r1", "deepseek-r1"),
-                ("bursty", "m-mid", "deepseek-r1"),
-            )
-            for kind, source, file in (
-                ("rates", rates, "trace.csv"),
-                ("lengths", lengths, "lengths.jsonl"),
-            )
-        ),
-        cpus=2,
-    ),
-    Submission(
-        "simulate-days",
-        "simulate",
-        "scaling policies over two days",
-        options="--output /shared/runs/simulate-days "
-        "traces.days.rates_path=/shared/data/m-small_clients_trace.csv.gz "
-        "traces.days.lengths_path=/shared/data/deepseek-r1_clients_lengths.jsonl.gz",
-        cpus=2,
-    ),
-    Submission(
-        "simulate-overloads",
-        "simulate",
-        "what lower thresholds keep in time while replicas are on their way",
-        options="--output /shared/runs/simulate-overloads",
-        cpus=2,
-    ),
-    Submission(
-        "simulate-measured",
-        "simulate",
-        "the same on a small model that was measured",
-        options="--output /shared/runs/simulate-measured",
+        "bench-demo",
+        "bench",
+        "our modes beside transformers, on the tiny demo's model",
+        options="--output /shared/runs/bench-demo.json checkpoint=/shared/runs/demo/models/mars",
         cpus=2,
     ),
     Submission(
         "simulate-demo",
         "simulate",
-        "a first look at the same, in a minute",
+        "scaling policies on made traces, in a minute",
         options="--output /shared/runs/simulate-demo",
         cpus=2,
     ),
@@ -219,8 +158,6 @@ OTHERS = {
     "adapt-smollm2": "an adaptation of hours, whose data lie beside the checkout: `mars-ray adapt`",
     "adapt-smollm2-gpu": "the same for a GPU, for which benchmarks/gpu_adapt.sh needs no cluster",
     "evaluate-smollm2": "its measurement, likewise: `mars-ray evaluate`",
-    "bench-decode-smollm2": "its tokens per second beside other engines, which are installed apart",
-    "bench-decode-ngram": "the same where answers repeat their prompts",
     "serve-demo": "a service: `mars-ray serve`, or deploy/chart",
     "serve-models": "a service: `mars-ray serve`, or deploy/chart",
     "serve-qwen2.5-7b": "a service by vLLM: `mars-ray serve`, or deploy/chart",

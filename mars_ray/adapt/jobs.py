@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from mars_ray.adapt.split import Split
 from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.base import found
 from mars_ray.config.data import DataConfig, FilesSource
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.model import PretrainedModel
 from mars_ray.config.modes import ExactMode
-from mars_ray.config.shipped import found
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 
 STAGE = "draft"

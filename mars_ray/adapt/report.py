@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mars_ray.core.frontier import FrontierPoint
-from mars_ray.page import BLUE, GREY, html, plain, svg
+from mars_ray.page import BLUE, GREY, Cell, Part, Table, page, plain, svg
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +67,46 @@ class Adaptation:
 
 def write_report(result: Adaptation, path: Path) -> None:
     """Write the page to a file."""
-    path.write_text(page(result), encoding="utf-8")
+    path.write_text(report(result), encoding="utf-8")
 
 
-def page(result: Adaptation) -> str:
+def report(result: Adaptation) -> str:
     """The page's HTML."""
-    title = f"{result.name}: a draft adapter for {result.base}"
-    parts = [f"<h1>{escape(title)}</h1>", _head(result), _numbers(result)]
-    parts += ["<h2>Tokens per forward, by kind of prompt</h2>", _modes(result.modes)]
+    facts = result.provenance
+    gpu = f", {facts['gpu']}" if facts["gpu"] else ""
+    parts: list[Part] = [
+        (
+            "text",
+            f"The weights of {result.base} are untouched. The adapter `{result.adapter}` "
+            f"({result.adapter_bytes / 1e6:.1f} MB) adds rows that draft the tokens to come; every "
+            f"draft is checked by the model itself. Measured on {result.prompts} prompts on which "
+            "nothing was trained, greedy.",
+        ),
+        ("numbers", _numbers(result)),
+        ("heading", "Tokens per forward, by kind of prompt"),
+        ("table", _modes(result.modes)),
+    ]
     if result.speeds:
-        parts += ["<h2>Tokens a second beside exact</h2>", _speeds(result.speeds)]
+        parts.append(("heading", "Tokens a second beside exact"))
+        parts.append(("text", "Median of the rounds, least and most of them."))
+        parts.append(("table", _speeds(result.speeds)))
     if result.curve:
-        parts += ["<h2>Training</h2>", _curve(result.curve)]
-    commands = "\n".join(result.next_commands)
-    parts += [f"<h2>What to type next</h2><pre>{escape(commands)}</pre>", _foot(result)]
-    return html(title, "".join(parts))
+        parts += [("heading", "Training"), ("svg", _curve(result.curve))]
+    parts += [
+        ("heading", "What to type next"),
+        ("pre", "\n".join(result.next_commands)),
+        (
+            "facts",
+            f"mars-ray {facts['mars_ray']}, commit {facts['commit']}, {facts['cpu']}, "
+            f"{facts['cores']} cores{gpu}. Answers that end in a loop draft easily: the second "
+            "column leaves them out.",
+        ),
+        ("details", ("How it was trained", json.dumps(result.trained_on, indent=1))),
+    ]
+    return page(f"{result.name}: a draft adapter for {result.base}", parts)
 
 
-def _head(result: Adaptation) -> str:
-    return (
-        f"<p>The weights of {escape(result.base)} are untouched. The adapter "
-        f"<code>{escape(result.adapter)}</code> ({result.adapter_bytes / 1e6:.1f} MB) adds rows "
-        "that draft the tokens to come; every draft is checked by the model itself. Measured "
-        f"on {result.prompts} prompts on which nothing was trained, greedy.</p>"
-    )
-
-
-def _numbers(result: Adaptation) -> str:
+def _numbers(result: Adaptation) -> list[tuple[str, str]]:
     best = max(
         (mode for mode in result.modes if mode.identical == 1 and mode.tokens_per_forward > 1),
         key=lambda mode: mode.tokens_per_forward,
@@ -110,52 +122,38 @@ def _numbers(result: Adaptation) -> str:
     ]
     if best:
         shown.append((f"{best.identical:.0%}", f"of {result.prompts} answers identical"))
-    cells = "".join(f"<div><b>{number}</b>{escape(text)}</div>" for number, text in shown)
-    return f"<div class=numbers>{cells}</div>"
+    return shown
 
 
-def _modes(modes: Sequence[FrontierPoint]) -> str:
+def _modes(modes: Sequence[FrontierPoint]) -> Table:
+    """Speeds by kind leave out answers that end in a loop."""
     kinds = list(modes[0].by_kind or ()) if modes else []
-    head = "".join(f"<th>{escape(kind)}" for kind in kinds)
-    rows = "".join(_mode(mode, kinds) for mode in modes)
-    return (
-        "<div class=wide><table><tr><th>mode<th>all<th>without loops<th>answers identical"
-        f"<th>tokens the model's own{head}{rows}</table></div>"
-    )
-
-
-def _mode(point: FrontierPoint, kinds: Sequence[str]) -> str:
-    """A row of the table; speeds by kind leave out answers that end in a loop."""
-    assert point.agreement is not None
-    assert point.by_kind is not None
-    parts = [point.by_kind[kind].tokens_per_forward for kind in kinds]
-    return (
-        f"<tr><td>{escape(point.label)}<td>{point.tokens_per_forward:.2f}"
-        f"<td>{_number(point.without_loops)}<td>{point.identical:.1%}<td>{point.agreement:.2%}"
-        + "".join(f"<td>{_number(part)}" for part in parts)
-    )
+    heads = ["mode", "all", "without loops", "answers identical", "tokens the model's own", *kinds]
+    rows = []
+    for point in modes:
+        assert point.agreement is not None
+        assert point.by_kind is not None
+        row = [point.label, f"{point.tokens_per_forward:.2f}", _number(point.without_loops)]
+        row += [f"{point.identical:.1%}", f"{point.agreement:.2%}"]
+        rows.append(row + [_number(point.by_kind[kind].tokens_per_forward) for kind in kinds])
+    return Table([heads], rows)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _speeds(speeds: Sequence[Speed]) -> str:
-    rows = "".join(f"<tr><td>{speed.batch}{_speed(speed)}" for speed in speeds)
-    return (
-        "<p>Median of the rounds, least and most of them.</p><div class=wide><table><tr><th>batch"
-        "<th>exact<th>with drafts<th>ratio<th>tokens per forward"
-        f"{rows}</table></div>"
-    )
-
-
-def _speed(speed: Speed) -> str:
-    if speed.fault:
-        return f"<td colspan=4>not measured: {escape(speed.fault)}"
-    return (
-        f"<td>{spread(speed.exact, '.0f')}<td>{spread(speed.drafts, '.0f')}"
-        f"<td>{spread(speed.ratios, '.2f')}<td>{speed.tokens_per_forward:.2f}"
-    )
+def _speeds(speeds: Sequence[Speed]) -> Table:
+    rows: list[list[Cell]] = []
+    for speed in speeds:
+        row: list[Cell] = [str(speed.batch)]
+        if speed.fault:
+            row.append((f"not measured: {speed.fault}", "colspan=4"))
+        else:
+            row += [spread(speed.exact, ".0f"), spread(speed.drafts, ".0f")]
+            row += [spread(speed.ratios, ".2f"), f"{speed.tokens_per_forward:.2f}"]
+        rows.append(row)
+    return Table([["batch", "exact", "with drafts", "ratio", "tokens per forward"]], rows)
 
 
 def _curve(curve: Sequence[tuple[float, float]]) -> str:
@@ -168,15 +166,3 @@ def _curve(curve: Sequence[tuple[float, float]]) -> str:
     axes.set_ylabel("tokens per forward,\nteacher-forced")
     plain(axes)
     return svg(figure)
-
-
-def _foot(result: Adaptation) -> str:
-    facts = result.provenance
-    trained = escape(json.dumps(result.trained_on, indent=1))
-    return (
-        f"<p class=facts>mars-ray {facts['mars_ray']}, commit {facts['commit']}, "
-        f"{escape(str(facts['cpu']))}, {facts['cores']} cores"
-        f"{', ' + escape(facts['gpu']) if facts['gpu'] else ''}. Answers that end in a loop draft "
-        "easily: the second column leaves them out.</p>"
-        f"<details class=facts><summary>How it was trained</summary><pre>{trained}</pre></details>"
-    )

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.autoscale.step_size import step_rows
+from mars_ray.autoscale.service_model import Level, ServiceModel, step_rows
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
-from mars_ray.simulator.baselines.fixed import Fixed
-from mars_ray.simulator.cells import Case
+from mars_ray.simulator.cases import Case
 from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.result import summarise
 from mars_ray.simulator.engine.run import EXACT, Deciding, simulate
+from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.trace import Trace
 
 HOUR_S = 3600.0

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 
-from mars_ray.autoscale.service_model import Mix, ServiceModel
-from mars_ray.autoscale.step_size import step_rows
+from mars_ray.autoscale.service_model import Mix, ServiceModel, step_rows
 from mars_ray.config.scaling import Slo
 from mars_ray.simulator.traces.trace import Trace
 

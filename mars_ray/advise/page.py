@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from mars_ray.advise.fleets import HOUR_S, Fleets, Way, capacity, case
 from mars_ray.advise.run import Advice, Objective, objective, recommendation
 from mars_ray.advise.verdict import best
 from mars_ray.files import write_whole
-from mars_ray.page import BLUE, GREEN, GREY, ORANGE, html, plain, svg
+from mars_ray.page import BLUE, GREEN, GREY, ORANGE, Cell, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
 
 # By the order of the ways: plain, verified, a lower threshold.
@@ -26,18 +25,26 @@ _PACES = np.geomspace(1.02, 10, 40)
 
 def write_page(advice: Advice, path: Path) -> None:
     """Write the page to a file."""
-    write_whole(path, page(advice))
+    write_whole(path, report(advice))
 
 
-def page(advice: Advice) -> str:
+def report(advice: Advice) -> str:
     """The page's HTML."""
-    title = f"Fleets for {advice.trace.name}"
-    parts = [f"<h1>{escape(title)}</h1>", _head(advice), _load(advice)]
+    facts = provenance()
+    parts: list[Part] = [("text", _head(advice))]
+    if told := _latencies(advice):
+        parts.append(("facts", f"Measured by the service itself: {told}."))
+    parts.append(("svg", _load(advice)))
     for each in advice.objectives:
-        parts += [f"<h2>{escape(objective(each.case).capitalize())}</h2>", *_section(each)]
-    parts += ["<h2>What a replica carries</h2>", _capacities(advice)]
-    parts += ["<h2>What is assumed</h2>", _assumptions(advice), _foot()]
-    return html(title, "".join(parts))
+        parts += [("heading", objective(each.case).capitalize()), *_section(each)]
+    parts += [
+        ("heading", "What a replica carries"),
+        ("svg", _capacities(advice)),
+        ("heading", "What is assumed"),
+        ("small_items", _assumptions(advice)),
+        ("facts", f"mars-ray {facts['mars_ray']}, commit {facts['commit']}."),
+    ]
+    return page(f"Fleets for {advice.trace.name}", parts)
 
 
 def _head(advice: Advice) -> str:
@@ -45,12 +52,11 @@ def _head(advice: Advice) -> str:
     hours = trace.duration_s / HOUR_S
     wanted = 100 * advice.objectives[0].case.slo.attainment
     return (
-        f"<p>{len(trace):,} requests in {hours:.1f} hours from "
-        f"<code>{escape(advice.job.source)}</code>, on average {trace.prompt_tokens.mean():,.0f} "
-        f"tokens in and {trace.output_tokens.mean():,.0f} out, on simulated replicas of "
-        f"{escape(model.name)}. An objective is kept if {wanted:g}% of the requests are answered "
-        f"within both times. A replica takes {advice.job.cold_start_s:g} s to start. Hours are "
-        f"replica-hours.</p>{_latencies(advice)}"
+        f"{len(trace):,} requests in {hours:.1f} hours from `{advice.job.source}`, on average "
+        f"{trace.prompt_tokens.mean():,.0f} tokens in and {trace.output_tokens.mean():,.0f} out, "
+        f"on simulated replicas of {model.name}. An objective is kept if {wanted:g}% of the "
+        f"requests are answered within both times. A replica takes {advice.job.cold_start_s:g} s "
+        "to start. Hours are replica-hours."
     )
 
 
@@ -58,11 +64,10 @@ def _latencies(advice: Advice) -> str:
     """What the service itself has measured."""
     found = advice.measured.latencies if advice.measured else {}
     names = {"ttft_s": "first token", "time_per_token_s": "time per token"}
-    told = [
+    return "; ".join(
         f"{names[metric]} {', '.join(f'{q} {_seconds(value)}' for q, value in values.items())}"
         for metric, values in found.items()
-    ]
-    return f"<p class=facts>Measured by the service itself: {'; '.join(told)}.</p>" if told else ""
+    )
 
 
 def _seconds(value: float) -> str:
@@ -82,46 +87,35 @@ def _load(advice: Advice) -> str:
     return svg(figure)
 
 
-def _section(each: Objective) -> Iterator[str]:
-    yield f"<p><b>{_marked(recommendation(each))}</b></p>"
-    yield _table(each)
-    rows = "".join(
-        f"<li><b>{_marked(verdict.question)} {'Yes' if verdict.pays else 'No'}</b>: "
-        f"{escape(verdict.why)}."
-        for verdict in each.verdicts
+def _section(each: Objective) -> Iterator[Part]:
+    yield "text", f"**{recommendation(each)}**"
+    yield "table", _table(each)
+    yield (
+        "items",
+        [f"**{v.question} {'Yes' if v.pays else 'No'}**: {v.why}." for v in each.verdicts],
     )
-    yield f"<ul>{rows}</ul>"
-    yield _fleets(each)
+    yield "svg", _fleets(each)
 
 
-def _marked(text: str) -> str:
-    """Text with code between backticks."""
-    parts = escape(text).split("`")
-    return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))
+def _table(each: Objective) -> Table:
+    first = ("decoding", "rowspan=2"), ("a replica carries", "rowspan=2")
+    spans = ("by the hour", 2), ("a fleet that stays", 3), ("scaled by our policy", 4)
+    groups: list[Cell] = [*first, *((name, f"colspan={count}") for name, count in spans)]
+    columns = "replicas", "hours", "replicas", "hours", "in time"
+    more = "replicas", "hours", "in time", "points lost"
+    rows = [_row(way, found) for way, found in each.found.items()]
+    return Table([groups, [*columns, *more]], rows)
 
 
-def _table(each: Objective) -> str:
-    head = (
-        "<tr><th rowspan=2>decoding<th rowspan=2>a replica carries<th colspan=2>by the hour"
-        "<th colspan=3>a fleet that stays<th colspan=4>scaled by our policy"
-        "<tr><th>replicas<th>hours<th>replicas<th>hours<th>in time"
-        "<th>replicas<th>hours<th>in time<th>points lost"
-    )
-    rows = "".join(_row(way, found) for way, found in each.found.items())
-    return f"<div class=wide><table>{head}{rows}</table></div>"
-
-
-def _row(way: Way, found: Fleets) -> str:
+def _row(way: Way, found: Fleets) -> list[str]:
     span = "none" if None in found.by_hour else _span(found.by_hour)
-    cells = [f"{found.capacity_rps:.2f}/s", span, _number(found.replica_hours)]
+    cells = [way.name, f"{found.capacity_rps:.2f}/s", span, _number(found.replica_hours)]
     cells += [str(found.fixed or "none"), _number(found.fixed_hours)]
     cells.append("" if found.fixed_attainment is None else f"{found.fixed_attainment:.2%}")
     if scaled := found.scaled:
         cells += [f"{scaled.mean_replicas:.2f}", f"{scaled.replica_hours:.1f}"]
-        cells += [f"{scaled.attainment:.2%}", f"{scaled.points_lost:.2f}"]
-    else:
-        cells += [""] * 4
-    return f"<tr><td>{escape(way.name)}" + "".join(f"<td>{cell}" for cell in cells)
+        return [*cells, f"{scaled.attainment:.2%}", f"{scaled.points_lost:.2f}"]
+    return cells + [""] * 4
 
 
 def _span(sizes: Sequence[int | None]) -> str:
@@ -186,7 +180,7 @@ def _capacities(advice: Advice) -> str:
     return svg(figure)
 
 
-def _assumptions(advice: Advice) -> str:
+def _assumptions(advice: Advice) -> list[str]:
     lines = [
         "Replicas are simulated (docs/simulator.md). A fleet by the hour is the smallest that "
         "keeps its hour by itself, from an idle and warm beginning: it knows the hour, as our "
@@ -203,9 +197,4 @@ def _assumptions(advice: Advice) -> str:
             f"{len(measured.requests)} minutes, which count as empty; rates are over "
             f"{measured.window_s:g} s."
         )
-    return f"<ul class=facts>{''.join(f'<li>{escape(line)}' for line in lines)}</ul>"
-
-
-def _foot() -> str:
-    facts = provenance()
-    return f"<p class=facts>mars-ray {facts['mars_ray']}, commit {facts['commit']}.</p>"
+    return lines

@@ -17,7 +17,7 @@ from mars_ray.advise.verdict import Found, Verdict, best, verdicts
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
 from mars_ray.files import Kept
 from mars_ray.provenance import provenance
-from mars_ray.simulator.cells import Case
+from mars_ray.simulator.cases import Case
 from mars_ray.simulator.config import FileTrace
 from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.traces.load import load_trace

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mars_ray.advise.fleets import Fleets, Way
-from mars_ray.simulator.cells import Case
+from mars_ray.simulator.cases import Case
 
 # Less is within the error of a service model.
 _LEAST = 5.0  # percent of replica-hours

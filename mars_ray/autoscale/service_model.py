@@ -28,21 +28,60 @@ Where t does not depend on n (memory traffic), tokens/s grows with f. Where t = 
 so only p / f matters, the rows spent per token. A row commits at most one token, so p / f >= 1 at
 any threshold. Plain decoding has p / f = 1, so no level beats it there. The engine's window control
 picks the shape with the most tokens/s at its batch, and so does `at`.
+
+A model is made of measured step costs and acceptance (`benchmarks/service_models.py`), or, before
+anything is measured, of a checkpoint's own files (`prior_model`).
+
+How many rows a full step should have (`step_rows`): an answer waits for every step that it shares
+with prompts, and while prompts wait every step is full. In a burst that lasts as long as an answer,
+its time per token is therefore the seconds of a full step, whatever the size of the fleet. Larger
+steps forward prompts faster, since a step's fixed
+part is shared by more rows, but beyond the rows that are free anyway only by little. So
+
+    rows = the most whose step takes at most 85% of the time per token,
+
+and at least
+
+- the rows that are as good as free: while a step waits for the weights, fewer save no time;
+- what one sequence may take, with all of its drafts and masks.
+
+The remaining 15% are for reading the cached context of the batch. `benchmarks/step_size.py` looks
+for the smallest fixed fleet of a simulated 7B model (flash crowd, Azure's code, Mooncake's
+conversations; 6, 15 and 30 ms a token; plain and `verified`): with shares of 70 to 90% it is the
+smallest or has one replica more. Beyond 100% plain decoding needs up to twice as many replicas.
+Half of the share costs little where 30 ms are owed, and much where 6 are.
+
+Masks commit several tokens a step, so `verified` tolerates longer steps. It does not gain by them:
+where there are so many sequences that replicas are short, few masks pay.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
 from typing import Any, Literal
 
+from mars_ray.config.base import found
 from mars_ray.config.decode import PROMPTS_SHARE
-from mars_ray.config.shipped import found
+from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.core.step_cost import StepCost
 from mars_ray.errors import ConfigError
+
+_MOST_ROWS = 512  # of one sequence in a step
+# Acceptance rate of a draft where nothing is known; live measurements correct it.
+_RATE = 0.7
+# Step costs of the first replica until it has measured its own: half is fixed, the rest by row.
+_STEPS = ((1, 0.02), (64, 0.04))
+# Of the time per token.
+_SHARE = 0.85
+# A step this much longer than that of one row counts as free.
+_FREE = 1.05
+# Most rows of a step: beyond, memory for activations grows and throughput does not.
+_MOST_STEP_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,3 +321,212 @@ def load_service_model(path: str | Path) -> ServiceModel:
         return ServiceModel.from_json(found(path).read_text(), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Number of masks per group, and of groups, of every sequence in each step of `verified`.
+
+    An engine chooses for each sequence by the confidences of its drafts (`core.draft_choice`) and
+    does a little better.
+    """
+
+    window: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Tokens that a sequence commits and rows that it costs per forward in the long run."""
+
+    tokens: float
+    rows: float
+
+
+def expected(uniform: Uniform, rates: Sequence[float]) -> Yield:
+    """Tokens and rows per forward, for the rates at which drafts of each depth are accepted.
+
+    After an outcome without masks, a step has no drafts: it commits a token and drafts anew.
+
+    With c the probability that an outcome has masks, a share f of the forwards has drafts:
+    f = f * c + (1 - f), since a forward without drafts has a single outcome, which has masks.
+    """
+    survival = list(accumulate(rates[: uniform.window], mul))
+    if not survival:
+        return Yield(1.0, 1.0)
+    reached = [1.0, *survival]
+    outcomes = [a - b for a, b in zip(reached, [*survival, 0.0], strict=True)]
+    covered = (
+        survival[-1]
+        if uniform.groups == 1
+        else sum(sorted(outcomes, reverse=True)[: uniform.groups])
+    )
+    drafted = 1 / (2 - covered)
+    rows = 1 + drafted * uniform.window * (1 + uniform.groups) + (1 - drafted) * uniform.window
+    return Yield(1 + drafted * sum(survival), rows)
+
+
+def all_uniform(window: int, most_rows: int) -> list[Uniform]:
+    """All candidates that fit: first no masks, then every window with one, two, four ... and all
+    outcomes."""
+    options = [Uniform(0, 1)]
+    for masks in range(1, window + 1):
+        counts = {1, 2, 4, 8, 16, 32, masks + 1}
+        options += [
+            Uniform(masks, count)
+            for count in sorted(counts)
+            if count <= masks + 1 and 1 + masks + count * masks <= most_rows
+        ]
+    return options
+
+
+def verified_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
+    """A level of `verified`, from how often drafts of each depth are accepted if those before are.
+
+    It has every window and number of groups that no other beats in both rows and tokens.
+    """
+    shapes = []
+    for uniform in all_uniform(len(rates), _MOST_ROWS):
+        each = expected(uniform, rates)
+        shapes.append(Shape(uniform.window, each.rows, each.tokens))
+    return Level(threshold, points_lost, _undominated(shapes))
+
+
+def confidence_level(threshold: float, points_lost: float, rates: Sequence[float]) -> Level:
+    """A level of `confidence`: W masks make W + 1 rows, and commit the first token and those that
+    pass."""
+    reached = list(accumulate(rates, mul))
+    shapes = [Shape(w, 1.0 + w, 1 + sum(reached[:w])) for w in range(1, len(rates) + 1)]
+    return Level(threshold, points_lost, _undominated(shapes))
+
+
+def acceptance_rate(mode: str, tokens_per_forward: float, window: int, groups: int = 1) -> float:
+    """The acceptance rate, the same for all depths, that gives this T/F at this window; `groups`
+    applies to `verified` only."""
+
+    def tokens(rate: float) -> float:
+        if mode == "verified":
+            return expected(Uniform(window, groups), [rate] * window).tokens
+        return 1 + sum(accumulate([rate] * window, mul))
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens(middle) < tokens_per_forward else (low, middle)
+    return high
+
+
+def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
+    """A level for each threshold that the frontier has in this mode, by falling threshold.
+
+    If a threshold has several points, one at the whole trained depth counts first, then the
+    fastest. A point loses its accuracy's distance to `exact`, but never less than at a higher
+    threshold: a better accuracy there is noise. Raises ConfigError without a lossless level.
+    """
+    points = [p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None]
+    if mode == "confidence":
+        points = [p for p in points if p.threshold != 1 and p.mode["measure"] == "probability"]
+        first = [Level(1.0, 0.0, ())]
+    else:
+        first = []
+        if all(p.threshold != 1 for p in points):
+            raise ConfigError(f"the frontier has no point {mode} 1; evaluate that too")
+    points = _one_each(points, depth)
+    lost = accumulate((max(0.0, -100 * point.difference) for point in points), max)
+    pairs = zip(points, lost, strict=True)
+    return (*first, *(_level_of(mode, point, points_lost, depth) for point, points_lost in pairs))
+
+
+def _one_each(points: Iterable[FrontierPoint], depth: int) -> list[FrontierPoint]:
+    """One point for each threshold, by falling threshold."""
+
+    def standing(point: FrontierPoint) -> tuple[bool, float]:
+        return point.mode.get("window") in (None, depth), point.tokens_per_forward
+
+    best = {point.threshold or 0.0: point for point in sorted(points, key=standing)}
+    return [best[threshold] for threshold in sorted(best, reverse=True)]
+
+
+def _level_of(mode: str, point: FrontierPoint, points_lost: float, depth: int) -> Level:
+    window = point.mode.get("window") or depth
+    # As in the engine: one group where none is set, and no more groups than a step has outcomes.
+    groups = min(point.mode.get("groups") or 1, window + 1)
+    rates = [acceptance_rate(mode, point.tokens_per_forward, window, groups)] * window
+    make = verified_level if mode == "verified" else confidence_level
+    threshold = point.threshold
+    assert threshold is not None
+    return make(threshold, 0.0 if threshold == 1 else points_lost, rates)
+
+
+def _undominated(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """The shapes with more tokens than any with fewer rows, by rising rows."""
+    kept: list[Shape] = []
+    best = PLAIN.tokens_per_forward
+    for shape in sorted(shapes, key=lambda s: (s.positions, -s.tokens_per_forward)):
+        if shape.window and shape.tokens_per_forward > best:
+            kept.append(shape)
+            best = shape.tokens_per_forward
+    return tuple(kept)
+
+
+def prior_model(
+    name: str,
+    frontier: Frontier | None,
+    depth: int,
+    max_batch: int,
+    mode: Literal["verified", "confidence"] = "verified",
+) -> ServiceModel:
+    """A model for the first replica, which will measure its own; `depth` masks were trained.
+
+    Without a frontier with points of the mode it offers only lossless decoding, because the cost of
+    a lower threshold is not known.
+    """
+    lossless = Level(1.0, 0.0, ())
+    if depth and mode == "verified":
+        lossless = verified_level(1.0, 0.0, [_RATE] * depth)
+    levels: tuple[Level, ...] = (lossless,)
+    if frontier and depth:
+        try:
+            levels = levels_of(frontier, mode, depth)
+        except ConfigError:
+            levels = (lossless,)
+    return ServiceModel(name, _STEPS, levels, max_batch, mode)
+
+
+def step_rows(model: ServiceModel, time_per_token_s: float, context_tokens: float = 0.0) -> int:
+    """Rows of a full step, for this time per token and a batch with `context_tokens` cached."""
+    context_s = model.cache_token_s * context_tokens
+    budget_s = max(_SHARE * time_per_token_s - context_s, _FREE * model.step_s(1))
+    low, high = least_rows(model), max(_MOST_STEP_ROWS, least_rows(model))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if model.step_s(middle) <= budget_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def least_rows(model: ServiceModel) -> int:
+    """The fewest rows of a step in which one sequence has room for all of its drafts and masks."""
+    shapes = [shape for level in model.levels for shape in level.all_shapes]
+    rows = math.ceil(max((shape.positions for shape in shapes), default=1.0))
+    return max(8, math.ceil(rows * PROMPTS_SHARE / (PROMPTS_SHARE - 1)))
+
+
+def contradiction(model: ServiceModel, rows: int, time_per_token_s: float) -> str | None:
+    """What is wrong with a step of so many rows where this time per token is owed, and what to set
+    instead; None if nothing is."""
+    chosen, full_s = step_rows(model, time_per_token_s), model.step_s(rows)
+    if rows > chosen and full_s > time_per_token_s:
+        return (
+            f"a full step of {rows:,} rows takes {1e3 * full_s:.3g} ms, but a token may take "
+            f"{1e3 * time_per_token_s:.3g} ms, so answers are late whenever prompts wait: "
+            f"set {chosen:,} rows"
+        )
+    if rows < least_rows(model):
+        return (
+            f"a step of {rows:,} rows has no room for all drafts and masks of one sequence: "
+            f"set {chosen:,} rows"
+        )
+    return None

@@ -1,6 +1,8 @@
-"""The base class of all configuration, and the types that several sections share."""
+"""The base class of all configuration, the types that several sections share, and the files that
+come with the package."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -41,3 +43,17 @@ Revision = Annotated[str | None, Field(description="revision of a hub name; defa
 BadShare = Annotated[float, Field(ge=0, le=1, description="bad rows above this share are fatal")]
 MAX_BAD_SHARE = 0.01
 MODEL_CACHE = "~/.cache/mars-ray/models"
+_PACKAGE = Path(__file__).parents[1]
+_SHIPPED = ("jobs", "adapters")
+
+
+def found(path: str | Path) -> Path:
+    """The path, or for a missing `jobs/NAME` or `adapters/NAME` the package's own copy.
+
+    This makes the commands of the documentation work without a checkout.
+    """
+    path = Path(path)
+    if len(path.parts) < 2 or path.parts[0] not in _SHIPPED or path.exists():
+        return path
+    shipped = _PACKAGE / path
+    return shipped if shipped.exists() else path

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from mars_ray.config.adapt import name_of
-from mars_ray.config.base import Config
+from mars_ray.config.base import DISTINCT, Config
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, check_generation
-from mars_ray.config.modes import ExactMode, Modes
+from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
 from mars_ray.errors import ConfigError
 
 
@@ -124,6 +124,34 @@ class EvaluateJob(Config):
             file = PurePath(self.task.paths[0]).name.partition(".")[0]
             return f"runs/evaluate/{name_of(self.checkpoint)}-{name_of(file)}"
         return self.output_dir or self.checkpoint
+
+
+class BenchJob(Config):
+    """Our modes and transformers' `generate` on one model, timed in turn on this machine."""
+
+    kind: Literal["bench"] = "bench"
+    checkpoint: str = Field(description="directory of a model")
+    modes: Modes = Field(
+        default=(ExactMode(), VerifiedMode()),
+        min_length=1,
+        description="ratios are to the first one",
+    )
+    transformers: bool = True
+    task: PromptsTask | None = Field(
+        default=None, description="prompts of files, as many of each kind; default: the corpus"
+    )
+    batch_sizes: Annotated[tuple[PositiveInt, ...], DISTINCT] = Field(
+        default=(1, 8), min_length=1, description="the largest one is the engine's `max_batch`"
+    )
+    prompts: int = Field(default=16, ge=1, description="per round, in batches; at least one batch")
+    max_new_tokens: int = Field(default=128, ge=1)
+    rounds: int = Field(default=3, ge=1)
+    engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _can_generate(self) -> Self:
+        check_generation(self.modes, self.max_new_tokens, self.engine)
+        return self
 
 
 # Of a model that is named instead of a job; `exact` runs in any case.

@@ -10,14 +10,12 @@ from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.base import Config
-from mars_ray.config.bench import BenchDecodeJob
+from mars_ray.config.base import Config, found
 from mars_ray.config.demo import DemoJob, TinyDemoJob
-from mars_ray.config.evaluate import EvaluateJob
-from mars_ray.config.export import ExportJob
+from mars_ray.config.evaluate import BenchJob, EvaluateJob
 from mars_ray.config.generate import GenerateJob
+from mars_ray.config.model import ExportJob
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.shipped import found
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.config.vllm_engine import VLLM_NAMES
@@ -31,7 +29,7 @@ JOB_KINDS: dict[str, type[Config]] = {
     "serve": ServeJob,
     "demo": DemoJob,
     "demo-tiny": TinyDemoJob,
-    "bench-decode": BenchDecodeJob,
+    "bench": BenchJob,
     "export": ExportJob,
     "tune": TuneJob,
     "generate": GenerateJob,

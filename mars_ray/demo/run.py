@@ -26,12 +26,12 @@ from mars_ray.adapt.run import adaptation, base_model, run_adaptation
 from mars_ray.adapt.speed import measure_speeds
 from mars_ray.cluster.port import check_port
 from mars_ray.config.adapt import AdaptJob, MeasureConfig
+from mars_ray.config.base import found
 from mars_ray.config.data import FilesSource
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.modes import Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.shipped import found
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.demo.asking import ask
 from mars_ray.errors import CheckpointError

@@ -13,7 +13,7 @@ from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import Mode
 from mars_ray.core.frontier import mode_label
 from mars_ray.decode.loading import load_engine
-from mars_ray.evaluate.peers import mars_peer, transformers_peer
+from mars_ray.evaluate.peers import load_transformers, mars_answer, transformers_answer
 from mars_ray.evaluate.run import prompts_of
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import Kept
@@ -69,8 +69,8 @@ def _decode(
     prompts = [list(ids) for ids in prompts_of(problems_of(job.task), tokenizer)]
     task = {"stop_ids": sorted(stop_ids(engine.model)), "temperature": 0.0}
     task |= {"max_new_tokens": job.max_new_tokens}
-    peer = transformers_peer.load(job.checkpoint, dtype)
-    answers = {TRANSFORMERS: partial(transformers_peer.answer, peer)}
+    model = load_transformers(job.checkpoint, dtype)
+    answers = {TRANSFORMERS: partial(transformers_answer, model)}
     for label, mode in labels.items():
         answers[label] = partial(_answer, engine, mode)
     with Bars(console) as bars:
@@ -83,4 +83,4 @@ def _decode(
 
 
 def _answer(engine: Any, mode: Mode, task: dict[str, Any]) -> dict[str, Any]:
-    return mars_peer.answer(engine, task | {"mode": mode.model_dump()})
+    return mars_answer(engine, task | {"mode": mode.model_dump()})

@@ -15,10 +15,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.policy import Decision, State, decide
 from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
 from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import ServedEngine

@@ -8,8 +8,7 @@ from typing import Any
 
 from ray import serve
 
-from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.autoscale.service_model_fit import prior_model
+from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model
 from mars_ray.cluster.port import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mars_ray.autoscale.state import State
+from mars_ray.autoscale.policy import State
 from mars_ray.errors import DataError
 from mars_ray.serve.threshold_actor import Learnt
 

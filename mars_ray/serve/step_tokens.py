@@ -1,7 +1,7 @@
 """Rows of a full step in a service: the job's number, or as many as the SLO's time per token
 allows.
 
-The law is `autoscale/step_size.py`'s. A replica applies it to the step costs that it has measured
+The law is `service_model.step_rows`. A replica applies it to the step costs that it has measured
 at its start, the policy to those that replicas report, or to the job's service model until then.
 """
 
@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.autoscale.service_model_fit import prior_model
-from mars_ray.autoscale.step_size import contradiction, step_rows
+from mars_ray.autoscale.service_model import ServiceModel, contradiction, prior_model, step_rows
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import ServedEngine, VllmConfig

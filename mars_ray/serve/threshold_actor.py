@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
 from ray.util.metrics import Gauge
 
-from mars_ray.autoscale.operating_points import Rung
+from mars_ray.autoscale.threshold import Rung
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ClusterError, ConfigError
 from mars_ray.serve.status import Decided

@@ -134,23 +134,9 @@ TraceSource = Annotated[
 ]
 
 
-PolicyName = Literal[
-    "mars",
-    "mars-lossless",
-    "fixed",
-    "fixed-verified",
-    "ray",
-    "ray-verified",
-    "keda",
-    "keda-verified",
-    "knative",
-    "knative-verified",
-    "llm-d",
-    "llm-d-verified",
-    "llm-d-tokens",
-    "llm-d-tokens-verified",
-    "clairvoyant",
-]
+# Ours; a fleet that stays; Ray Serve's default. `-verified`: with the model's lossless masks, where
+# the others decode plainly.
+PolicyName = Literal["mars", "fixed", "fixed-verified", "ray", "ray-verified"]
 ALL_POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
@@ -216,11 +202,9 @@ class PerTrace(Config):
     )
 
 
-class SimulateJob(Config):
-    """A simulation of every policy in every cell with every seed.
-
-    A cell is a trace, a regime (what is owed to a request) and a cold start.
-    """
+class Simulation(Config):
+    """Cells, each with every seed. A cell is a trace, a regime (what is owed to a request) and a
+    cold start."""
 
     kind: Literal["simulate"] = "simulate"
     name: str
@@ -230,20 +214,6 @@ class SimulateJob(Config):
     slos: dict[str, Slo] = Field(min_length=1, description="regimes by name")
     cold_starts_s: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = Field(
         default=(), description="default: cluster.cold_start_s alone"
-    )
-    policies: Annotated[tuple[PolicyName, ...], DISTINCT] = Field(
-        default=ALL_POLICIES, min_length=1
-    )
-    tune: bool = Field(
-        default=True,
-        description="beside the settings that policies ship with, those that did best on the other "
-        "traces",
-    )
-    tuned_seeds: int | None = Field(
-        default=None,
-        ge=1,
-        description="how many of a trace's seeds judge a tuned setting; default: all, as for those "
-        "that policies ship with",
     )
     scaling: ScalingConfig = Field(
         default=ScalingConfig(), description="slo and cold_start_s are those of the cell"
@@ -260,7 +230,7 @@ class SimulateJob(Config):
         return self.cold_starts_s or (self.cluster.cold_start_s,)
 
     def seeds_of(self, trace: str) -> tuple[int, ...]:
-        """The seeds of a trace; policies are tuned with the first one."""
+        """The seeds of a trace."""
         special = self.per_trace.get(trace)
         return (special.seeds if special else ()) or self.seeds
 
@@ -313,6 +283,14 @@ class SimulateJob(Config):
         if len({f"{cold:g}" for cold in self.colds_s}) < len(self.colds_s):
             raise ValueError("cold starts must differ in their first six digits")
         return self
+
+
+class SimulateJob(Simulation):
+    """A simulation of every policy, with what it ships with."""
+
+    policies: Annotated[tuple[PolicyName, ...], DISTINCT] = Field(
+        default=ALL_POLICIES, min_length=1
+    )
 
 
 # Job kinds in the form that `load_job` needs.

@@ -19,7 +19,7 @@ from mars_ray.advise.config import AdviseJob
 from mars_ray.advise.draw import draw
 from mars_ray.advise.fleets import Fleets, Scaled, case, fleets, smallest, ways
 from mars_ray.advise.objectives import objectives
-from mars_ray.advise.page import page
+from mars_ray.advise.page import report
 from mars_ray.advise.prometheus import Histogram, Measured
 from mars_ray.advise.run import Advice, advise, recommendation, summary
 from mars_ray.advise.verdict import verdicts
@@ -203,7 +203,7 @@ def test_what_pays_as_a_valve(without: Scaled, with_it: Scaled, pays: bool):
 
 def test_the_page_and_the_line(advice: Advice):
     """With all numbers, without what a browser would fetch or run."""
-    html = page(advice)
+    html = report(advice)
     assert html.count("<svg") == 4
     assert not re.search(r"<script|<img|<link|src=", html)
     assert "no fleet keeps the objective" in html

@@ -3,15 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.demand import KEPT, Demand
-from mars_ray.autoscale.feedback import Feedback
-from mars_ray.autoscale.floor import Floor
-from mars_ray.autoscale.operating_points import ladder
-from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample
+from mars_ray.autoscale.policy import Decision, Feedback, Floor, State, decide
+from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample, Traffic
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
-from mars_ray.autoscale.state import Decision, State
-from mars_ray.autoscale.traffic import Traffic
+from mars_ray.autoscale.threshold import KEPT, Demand, ladder
 from mars_ray.config.scaling import ScalingConfig
 
 # 10 requests/s a replica at the set-point, 12 and 14 below it: 16 sequences of 100 tokens, 16 ms a

@@ -7,12 +7,25 @@ from autoscale.fleets import CONFIG, WATCHED, Fleet, config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.autoscale import floor as floors
-from mars_ray.autoscale.demand import KEPT, WINDOW_S, Demand, burst_index, observe, present
-from mars_ray.autoscale.feedback import Counts, Feedback, learn
-from mars_ray.autoscale.feedback import observe as counted
-from mars_ray.autoscale.floor import Floor, quantile
-from mars_ray.autoscale.state import State
+from mars_ray.autoscale.policy import (
+    Counts,
+    Feedback,
+    Floor,
+    State,
+    floor_replicas,
+    learn,
+    quantile,
+    watch_floor,
+)
+from mars_ray.autoscale.policy import observe_latencies as counted
+from mars_ray.autoscale.threshold import (
+    KEPT,
+    WINDOW_S,
+    Demand,
+    burst_index,
+    observe_arrivals,
+    present_demand,
+)
 from mars_ray.errors import DataError
 
 WEEK_S = 7 * 86_400.0
@@ -24,8 +37,8 @@ def watched(hours: int, needed, floor: Floor | None = None, start: int = 0) -> t
     for window in range(hours * KEPT):
         wall_s = (start * KEPT + window) * WINDOW_S
         rate = float(needed(int(wall_s // 3600)))
-        demand = observe(demand, rate, WINDOW_S, 4.0, capacity=1.0)
-        floor = floors.watch(floor, demand, True, WINDOW_S, wall_s, 0.99)
+        demand = observe_arrivals(demand, rate, WINDOW_S, 4.0, capacity=1.0)
+        floor = watch_floor(floor, demand, True, WINDOW_S, wall_s, 0.99)
     return floor, demand
 
 
@@ -43,9 +56,9 @@ def test_a_new_service_has_room_for_what_nobody_has_seen(usual, kept):
     """Three and a half times a small demand, less of a large one; after hours the record alone
     counts."""
     demand = Demand(windows=(usual,), rates=(2.0,))
-    assert floors.replicas(Floor(), demand, 60, 0.0, 0.99) == pytest.approx(kept)
+    assert floor_replicas(Floor(), demand, 60, 0.0, 0.99) == pytest.approx(kept)
     floor, demand = watched(4, lambda hour: 2)
-    assert floors.replicas(floor, demand, 60, 0.0, 0.99) == pytest.approx(2.0, rel=0.01)
+    assert floor_replicas(floor, demand, 60, 0.0, 0.99) == pytest.approx(2.0, rel=0.01)
 
 
 def test_the_same_hour_of_the_week_is_remembered():
@@ -58,18 +71,18 @@ def test_the_same_hour_of_the_week_is_remembered():
     floor, demand = watched(34, load)
     nine = 33 * 3600.0
     quiet = replace(demand, windows=(1.0,) * KEPT)
-    assert floors.replicas(floor, quiet, 60, nine, 0.99) == pytest.approx(8.0)
-    assert floors.replicas(floor, quiet, 60, nine - 3 * 3600, 0.99) == pytest.approx(1.0, rel=0.01)
-    ahead = floors.replicas(floor, quiet, 60, nine - 80, 0.99)
+    assert floor_replicas(floor, quiet, 60, nine, 0.99) == pytest.approx(8.0)
+    assert floor_replicas(floor, quiet, 60, nine - 3 * 3600, 0.99) == pytest.approx(1.0, rel=0.01)
+    ahead = floor_replicas(floor, quiet, 60, nine - 80, 0.99)
     assert ahead == pytest.approx(8.0), "a cold start before the hour begins"
-    assert floors.replicas(floor, quiet, 60, nine + WEEK_S, 0.99) == pytest.approx(8.0)
+    assert floor_replicas(floor, quiet, 60, nine + WEEK_S, 0.99) == pytest.approx(8.0)
 
 
 def test_seconds_count_only_beyond_their_noise():
     """Four requests in four seconds are no load; a hundred a second are at once."""
     calm = Demand(fast_per_s=1.0, fast_span_s=4.0, windows=(0.1,) * 5, rates=(1.0,) * 5)
-    assert present(calm, 10.0) == pytest.approx(0.1)
-    assert present(replace(calm, fast_per_s=100.0), 10.0) == pytest.approx(9.0, abs=0.1)
+    assert present_demand(calm, 10.0) == pytest.approx(0.1)
+    assert present_demand(replace(calm, fast_per_s=100.0), 10.0) == pytest.approx(9.0, abs=0.1)
     assert burst_index([1.0, 5.0] * 5) > burst_index([2.9, 3.0] * 5) == 1
 
 

@@ -4,9 +4,8 @@ from autoscale.fleets import CONFIG, MEMORY_BOUND
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.autoscale.operating_points import ladder
-from mars_ray.autoscale.traffic import Traffic
-from mars_ray.autoscale.valve import RAISE_DWELL_S, LocalLoop
+from mars_ray.autoscale.sample import Traffic
+from mars_ray.autoscale.threshold import RAISE_DWELL_S, LocalLoop, ladder
 
 RUNGS = ladder(MEMORY_BOUND, CONFIG, Traffic(output_tokens=100))
 # A tenth of a second, as a replica ticks; 10 requests/s are what it carries at the set-point.

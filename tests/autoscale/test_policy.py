@@ -5,12 +5,9 @@ from itertools import pairwise
 import pytest
 from autoscale.fleets import ARITHMETIC_BOUND, CONFIG, MEMORY_BOUND, Fleet, config, sample
 
-from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.operating_points import ladder
-from mars_ray.autoscale.sample import ReplicaLoad
-from mars_ray.autoscale.state import Decision, State
-from mars_ray.autoscale.traffic import Traffic
-from mars_ray.autoscale.valve import RAISE_DWELL_S
+from mars_ray.autoscale.policy import Decision, State, decide
+from mars_ray.autoscale.sample import ReplicaLoad, Traffic
+from mars_ray.autoscale.threshold import RAISE_DWELL_S, ladder
 
 
 def changes(log: list[Decision]) -> int:

@@ -9,9 +9,8 @@ from autoscale.fleets import ARITHMETIC_BOUND, CONFIG, MEMORY_BOUND, Fleet, conf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.policy import State, decide
 from mars_ray.autoscale.sample import ReplicaLoad, Sample
-from mars_ray.autoscale.state import State
 from mars_ray.config.scaling import ScalingConfig
 
 ANY = st.one_of(

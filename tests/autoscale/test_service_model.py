@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from service_models import data_sheet_steps, measured_steps, spread_of
 from simulator.simulated import run, trace
 
-from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, Shape, load_service_model
-from mars_ray.autoscale.service_model_fit import (
+from mars_ray.autoscale.service_model import (
+    Level,
+    Mix,
+    ServiceModel,
+    Shape,
     Uniform,
     acceptance_rate,
     confidence_level,
-    data_sheet_steps,
     expected,
     levels_of,
-    measured_steps,
-    spread_of,
+    load_service_model,
     verified_level,
 )
 from mars_ray.core.frontier import Frontier

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
-from mars_ray.autoscale.step_size import contradiction, least_rows, step_rows
+from mars_ray.autoscale.service_model import (
+    Level,
+    ServiceModel,
+    Shape,
+    contradiction,
+    least_rows,
+    step_rows,
+)
 
 # 4 ms up to 100 rows, then 40 us each; a cached token costs 10 ns.
 MODEL = ServiceModel(

@@ -7,10 +7,8 @@ import pytest
 from autoscale.fleets import WATCHED, config, sample
 from simulator.simulated import MODEL, poisson, run, trace
 
-from mars_ray.autoscale.decide import decide
-from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample
-from mars_ray.autoscale.state import Decision, State
-from mars_ray.autoscale.traffic import Traffic, observe_traffic
+from mars_ray.autoscale.policy import Decision, State, decide
+from mars_ray.autoscale.sample import PINNED, ReplicaLoad, Sample, Traffic, observe_traffic
 from mars_ray.simulator.engine.run import Deciding
 
 # 20 rows take 10 ms, and 320, which half of the steps have, 230 ms.

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mars_ray.autoscale.service_model_fit import Uniform, all_uniform, expected
+from mars_ray.autoscale.service_model import Uniform, all_uniform, expected
 
 RATES = [0.9, 0.8, 0.7, 0.6]
 

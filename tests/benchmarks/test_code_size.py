@@ -50,5 +50,5 @@ def test_the_simulator_is_no_part_of_the_package():
     """Wherever it has been."""
     assert part_of("mars_ray/simulator/page.py") == "simulator"
     assert part_of("mars_ray/scaling/simulate/core.py") == "simulator"
-    assert part_of("mars_ray/autoscale/decide.py") == "mars_ray"
+    assert part_of("mars_ray/autoscale/policy.py") == "mars_ray"
     assert part_of("docs/log.md") is None

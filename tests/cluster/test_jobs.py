@@ -69,7 +69,7 @@ def test_the_other_jobs_run_to_their_ends(three_nodes, trained):
     assert (shared / "runs" / "tune-demo" / "best.toml").exists()
     assert (shared / "runs" / "own-answers" / "demo.jsonl").exists()
     assert (shared / "runs" / "gsm8k" / "models" / "mars" / "frontier.json").exists()
-    assert json.loads((shared / "runs" / "bench-decode-demo.json").read_text())
+    assert json.loads((shared / "runs" / "bench-demo.json").read_text())
     assert (shared / "runs" / "simulate-demo" / "report.html").exists()
     assert (shared / "models" / "mars-demo-1" / "mars.json").exists()
 

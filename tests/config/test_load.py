@@ -187,8 +187,7 @@ def test_other_errors_name_the_key():
         ("simulate-demo", "cold_starts_s=[-5]"),
         ("simulate-demo", "seeds=[-1]"),
         ("simulate-demo", "traces={ramp={type='ramp', rates_rps=[2, -4]}}"),
-        ("bench-decode-demo", "batch_sizes=[0]"),
-        ("bench-decode-demo", "step_positions=[0]"),
+        ("bench-demo", "batch_sizes=[0]"),
     ],
 )
 def test_numbers_in_a_list_have_bounds_too(path, override):

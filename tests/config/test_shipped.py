@@ -1,7 +1,7 @@
 """Job files that come with the package."""
 
+from mars_ray.config.base import found
 from mars_ray.config.load import load_job
-from mars_ray.config.shipped import found
 
 
 def test_a_job_of_the_package_is_found_from_anywhere(tmp_path, monkeypatch):

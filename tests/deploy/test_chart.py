@@ -37,7 +37,9 @@ RELEASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "ingress": merged(RESILIENT, {"ingress": INGRESS, "gateway": None}),
     "job": merged(example("machines-gpu"), JOB),
-    "known job": merged(example("machines-gpu"), {"kind": "RayJob", "job": {"name": "simulate"}}),
+    "known job": merged(
+        example("machines-gpu"), {"kind": "RayJob", "job": {"name": "export-demo"}}
+    ),
     **{name: example(name) for name in (*SERVICES, *MACHINES)},
 }
 # A value of the type alone would be refused.
@@ -206,11 +208,11 @@ def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
         ({"model": {"hub": {"tokenSecret": ""}}}, "leave model.hub out"),
         ({"env": {"HF_HOME": "/x"}}, "env.HF_HOME"),
         ({"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}}, "belong together"),
-        ({"job": {"name": "simulate"}}, "kind=RayJob"),
+        ({"job": {"name": "simulate-demo"}}, "kind=RayJob"),
         ({"kind": "RayJob"}, "set job.name"),
-        ({"kind": "RayJob", "job": {"name": "demo"}}, "there are bench-decode-0.5b, "),
+        ({"kind": "RayJob", "job": {"name": "demo"}}, "there are bench-demo, "),
         ({"kind": "RayJob", "job": {"name": "train-qwen2.5-7b"}}, "machines-gpu.yaml"),
-        ({"kind": "RayJob", "job": {"name": "simulate", "cpus": 5}}, "no worker has 5"),
+        ({"kind": "RayJob", "job": {"name": "simulate-demo", "cpus": 5}}, "no worker has 5"),
         ({"kind": "RayCluster", "ingress": example("object-store")["ingress"]}, "kind=RayService"),
         ({"kind": "RayCluster", "model": {"hub": {"tokenSecret": ""}}}, "kind=RayService"),
         ({"gateway": {"host": "a.b"}}, "name a parent"),

@@ -106,7 +106,7 @@ def test_the_heads_image_can_ask_clouds_for_machines():
 
 
 def test_the_cpu_image_can_simulate():
-    """Guards the chart's jobs named simulate: numba is in an extra."""
+    """Guards the chart's job simulate-demo: numba is in an extra."""
     assert '"${wheel}[simulate]"' in stage("packages-cpu")
 
 

@@ -11,8 +11,8 @@ from docs.commands import runs
 
 ROOT = Path(__file__).parents[2]
 # What `git clone` brings and commands read; .gitignore says what a submitted job leaves at home.
-_BROUGHT = ("mars_ray", "jobs", "adapters", "tools", "Makefile", "pyproject.toml")
-_BROUGHT += ("constraints.txt",)
+_BROUGHT = ("mars_ray", "jobs", "adapters", "benchmarks", "tools", "Makefile")
+_BROUGHT += ("pyproject.toml", "constraints.txt")
 _STAMPS = (".run", ".dev")
 
 

@@ -40,6 +40,7 @@ EXECUTED_BY = {
     "mars-ray advise trace.csv ": _ADVISE + "test_advise.py::test_the_documented_command",
     "mars-ray advise http": _ADVISE + "test_rates.py::test_the_documented_command_on_a_server",
     "mars-ray simulate ": _PLAIN + "test_what_needs_no_cluster",
+    "python benchmarks/compare_policies.py ": _PLAIN + "test_what_needs_no_cluster",
     "mars-ray import ": _PLAIN + "test_a_model_of_others_is_imported",
     # With a cluster of their own.
     "make demo": _FIRST + "adapted",

@@ -6,9 +6,6 @@ import shlex
 _MODEL = ("model={type='preset', preset='tiny', vocab_size=400}", "log_every_steps=1")
 _SIMULATE = ("policies=['mars', 'fixed']", "seeds=[0]", "scaling.max_replicas=4")
 _ONE_CELL = ("slos={short={ttft_s=2, time_per_token_s=0.015}}", "cold_starts_s=[5]")
-_STEADY = ("azure-code", "mooncake", "reasoning", "reasoning-evening", "bursty", "sine")
-_BENCH = ("peers=[]", "modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "repeats=1")
-_BENCH += ("max_new_tokens=4",)
 _STAGE = {"epochs": 1, "global_batch_size": 4, "micro_batch_size": 2}
 
 
@@ -57,19 +54,11 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "generate-demo": ("prompts.count=8", "max_new_tokens=8"),
     "evaluate-gsm8k": ("task.count=4", "modes=[{type='verified'}]", "max_new_tokens=8"),
-    "bench-decode-demo": (*_BENCH, "lockstep=[]"),
-    "bench-decode-0.5b": (*_BENCH, "random_weights=tiny", "step_positions=[1]"),
-    "simulate": (
-        *(*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
-        *(f"traces.{name}.duration_s=60" for name in _STEADY),
-        *(f"per_trace.{name}.seeds=[0]" for name in ("azure-code", "sine")),
+    "bench-demo": (
+        *("modes=[{type='exact'}]", "batch_sizes=[1]", "prompts=1", "rounds=1"),
+        *("max_new_tokens=4", "transformers=false"),
     ),
-    "simulate-days": (*_SIMULATE, *_ONE_CELL, "traces.days.duration_s=60"),
     "simulate-overloads": (*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
-    "simulate-measured": (
-        *(*_SIMULATE, *_ONE_CELL, *_crowds("flash", "tenfold", "kills")),
-        "traces.sine.duration_s=60",
-    ),
     "simulate-demo": (*_SIMULATE, *_crowds("flash"), "traces.sine.duration_s=60"),
     "export-demo": (),
 }
@@ -77,7 +66,7 @@ SMALL: dict[str, tuple[str, ...]] = {
 
 def small(command: str, *more: str) -> str:
     """The command with its job's settings behind it, but for those that it has, and others."""
-    job = re.search(r" jobs/(\S+)\.toml", command)
+    job = re.search(r" (?:jobs|benchmarks/policies)/(\S+)\.toml", command)
     settings = SMALL[job[1]] if job else ()
     added = [setting for setting in settings if f"{setting.partition('=')[0]}=" not in command]
     return f"{command} {shlex.join((*added, *more))}"

@@ -6,17 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from compare_decoders import random_checkpoint
 from docs.checkout import Checkout, make_checkout
 from docs.commands import runs
 from docs.published import publish
 from docs.small import small
 from model.small_gguf import tiny_gguf, wheel
+from policies.job import KINDS, ComparisonJob
 
 from mars_ray.config.load import load_job
 from mars_ray.config.train import DraftAdapterConfig
-from mars_ray.evaluate.bench_decode import random_checkpoint
 from mars_ray.model.draft_adapter import write_draft_adapter
-from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.train.draft_adapter import untrained_adapter
 
@@ -54,8 +54,8 @@ def test_the_environment_brings_both_programs(tmp_path: Path):
 def test_traces_of_others_are_read(data: Checkout, monkeypatch: pytest.MonkeyPatch):
     """Guards a file that is fetched to a place where no job looks; clocks, not shapes, differ."""
     monkeypatch.chdir(data.directory)
-    job = load_job("jobs/simulate.toml", kinds=KINDS)
-    assert isinstance(job, SimulateJob)
+    job = load_job("benchmarks/policies/simulate.toml", kinds=KINDS)
+    assert isinstance(job, ComparisonJob)
     assert all(len(load_trace(source, 0)) for source in job.traces.values())
 
 

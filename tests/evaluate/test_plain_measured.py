@@ -10,15 +10,14 @@ from generate.engines import InProcess
 from model.toys import build
 from rich.console import Console
 
-from mars_ray.config.bench import BenchDecodeJob
 from mars_ray.config.data import CorpusSource
 from mars_ray.config.decode import EngineConfig, Sampling
-from mars_ray.config.evaluate import CorpusTask, EvaluateJob
+from mars_ray.config.evaluate import BenchJob, CorpusTask, EvaluateJob
 from mars_ray.config.generate import GenerateJob
-from mars_ray.config.modes import ConfidenceMode, JacobiMode
-from mars_ray.errors import ConfigError, RequestError
-from mars_ray.evaluate import bench_decode
-from mars_ray.evaluate.bench_decode import run_bench_decode
+from mars_ray.config.modes import ConfidenceMode, ExactMode, JacobiMode
+from mars_ray.errors import RequestError
+from mars_ray.evaluate import bench
+from mars_ray.evaluate.bench import run_bench
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.generate.run import run_generation
 from mars_ray.model.card import CARD_FILE
@@ -83,39 +82,28 @@ def test_generation(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_decoding_benchmark(tmp_path):
+def test_the_benchmark(tmp_path):
     """Beside transformers, token for token."""
     checkpoint = downloaded(tmp_path / "mistral", "mistral")
-    settings = {
-        "checkpoint": str(checkpoint),
-        "modes": [{"type": "exact"}, {"type": "jacobi"}],
-        "peers": ["transformers"],
-        "batch_sizes": (1, 2),
-        "prompts": 2,
-        "max_new_tokens": 8,
-        "max_context": 512,
-        "repeats": 1,
-        "threads": 1,
-    }
-    result = run_bench_decode(
-        BenchDecodeJob.model_validate(settings), Console(file=io.StringIO(), width=120)
+    job = BenchJob(
+        checkpoint=str(checkpoint),
+        modes=(ExactMode(), JacobiMode()),
+        batch_sizes=(1, 2),
+        prompts=2,
+        max_new_tokens=8,
+        rounds=1,
+        engine=SIZE,
     )
-    assert {case["same_output"] for case in result["cases"]} == {1}
+    cases = run_bench(job, Console(file=io.StringIO(), width=120))["cases"]
+    assert [(case["batch"], case["label"]) for case in cases] == [
+        (size, label) for size in (1, 2) for label in ("exact", "jacobi, 4 guesses", "transformers")
+    ]
+    assert {case["same_output"] for case in cases} == {1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"modes": [{"type": "confidence"}]}, RequestError, "or give it a draft adapter"),
-        ({"lockstep": [{"cache": "none"}]}, ConfigError, "lockstep needs a model that `mars-ray t"),
-    ],
-)
-def test_what_needs_masks_is_refused_before_any_peer_starts(
-    changes, error, message, tmp_path, monkeypatch
-):
+def test_what_needs_masks_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     """Guards a decoder that forbids all tokens where it means the mask."""
     checkpoint = downloaded(tmp_path / "mistral", "mistral")
-    monkeypatch.setattr(bench_decode, "_running", None)
-    settings = {"checkpoint": str(checkpoint), "modes": [{"type": "exact"}], "max_context": 512}
-    with pytest.raises(error, match=message):
-        run_bench_decode(BenchDecodeJob.model_validate(settings | changes), QUIET)
+    monkeypatch.setattr(bench, "load_engine", None)
+    with pytest.raises(RequestError, match="or give it a draft adapter"):
+        run_bench(BenchJob(checkpoint=str(checkpoint), modes=(ConfidenceMode(),)), QUIET)

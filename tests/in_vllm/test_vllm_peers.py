@@ -1,4 +1,4 @@
-"""`mars-ray bench decode` with vLLM and with the plug-in as peers: real processes, a tiny model."""
+"""The comparison of decoders with vLLM and the plug-in as peers: real processes, a tiny model."""
 
 import io
 import os
@@ -10,17 +10,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
+import compare_decoders
+from compare_decoders import run_bench_decode
+from decoders.job import BenchDecodeJob
 from rich.console import Console
 from serve.bigram import DEPTHS, write_base, write_perfect
-
-from mars_ray.config.bench import BenchDecodeJob
-from mars_ray.evaluate import bench_decode
-from mars_ray.evaluate.bench_decode import run_bench_decode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PEERS = ("vllm", "vllm-mars")
 TOKENS = 24
-SCRIPTS = Path(bench_decode.__file__).parent / "peers"
+SCRIPTS = Path(compare_decoders.__file__).parent / "decoders"
 
 
 @pytest.mark.timeout(500)

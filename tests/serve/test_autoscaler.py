@@ -16,10 +16,8 @@ from ray import serve
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
-from mars_ray.autoscale.feedback import Feedback
-from mars_ray.autoscale.replica_count import Fleet
+from mars_ray.autoscale.policy import Feedback, Fleet, State
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
-from mars_ray.autoscale.state import State
 from mars_ray.cluster.port import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds

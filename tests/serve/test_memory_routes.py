@@ -6,8 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 from serve.asking import error_of
 
-from mars_ray.autoscale.feedback import Feedback
-from mars_ray.autoscale.state import State
+from mars_ray.autoscale.policy import Feedback, State
 from mars_ray.serve.ingress.routes import build_api
 
 PATH = "/v1/mars/autoscaling"

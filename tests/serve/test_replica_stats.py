@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from serve.asking import load_server
 
-from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.sample import PINNED, Collector, ReplicaCounts, Report
+from mars_ray.autoscale.threshold import Rung
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig, Slo

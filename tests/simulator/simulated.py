@@ -3,10 +3,10 @@
 import numpy as np
 
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
-from mars_ray.simulator.baselines.fixed import Fixed
 from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.result import Outcome
 from mars_ray.simulator.engine.run import Fixture, Policy, simulate
+from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.trace import Trace
 
 # Every step takes 10 ms, and 1 ms more for each row beyond 100; two tokens a step without masks'

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator.reference import reference
 from simulator.simulated import MODEL, fixture, run, trace
 
 from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, Shape
@@ -15,7 +16,6 @@ from mars_ray.serve.ingress import prefixes, router
 from mars_ray.simulator.engine import core
 from mars_ray.simulator.engine.arrays import DONE, PREFIX, Tables, make_tables, make_world
 from mars_ray.simulator.engine.core import advance, set_levels, start
-from mars_ray.simulator.engine.reference import reference
 from mars_ray.simulator.engine.result import summarise
 from mars_ray.simulator.traces.trace import Trace
 

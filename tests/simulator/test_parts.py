@@ -76,9 +76,10 @@ def heard() -> Iterator[None]:
 @pytest.mark.usefixtures("heard")
 def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     """Guards an hour of simulations that ends at Ctrl-C, and processes that run on after it."""
-    words = [sys.executable, "-m", "mars_ray", "simulate", "jobs/simulate-demo.toml", "seeds=[0]"]
+    words = [sys.executable, "-m", "mars_ray", "simulate", "jobs/simulate-demo.toml"]
+    words += [f"seeds={list(range(40))}"]
     words += ["traces={flash={type='flash', duration_s=200, from_s=60, to_s=120}}"]
-    words += ["policies=['mars', 'fixed', 'ray', 'keda']", "tune=false"]
+    words += ["policies=['mars', 'fixed', 'ray']"]
     words += ["scaling.max_replicas=4", "--workers", "2", "--output"]
     begun = subprocess.Popen([*words, tmp_path / "a"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kept = tmp_path / "a" / "parts.jsonl"
@@ -96,7 +97,7 @@ def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     lines = kept.read_text().splitlines()
-    assert 3 <= len(lines) < 8
+    assert 3 <= len(lines) < 120
     for name in ("a", "b"):
         subprocess.run([*words, tmp_path / name], cwd=ROOT, capture_output=True, check=True)
     results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("a", "b")]

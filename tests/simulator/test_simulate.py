@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulator.simulated import MODEL, poisson, run, trace
 
-from mars_ray.autoscale.state import Decision, State
+from mars_ray.autoscale.policy import Decision, State
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.engine.arrays import DONE, FAILED, SHED
 from mars_ray.simulator.engine.result import summarise

@@ -4,7 +4,7 @@ import json
 
 from fastapi import Request
 
-from mars_ray.autoscale.state import State
+from mars_ray.autoscale.policy import State
 from mars_ray.config.serve import Limits
 from mars_ray.errors import DataError
 from mars_ray.serve.ingress.api_keys import ApiKeys

@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.autoscale.operating_points import Rung
 from mars_ray.autoscale.sample import PINNED
-from mars_ray.autoscale.valve import LocalLoop
+from mars_ray.autoscale.threshold import LocalLoop, Rung
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.thresholds import Elastic

@@ -4,7 +4,7 @@ It does continuous batching as in decode/scheduler.py: decoding sequences go fir
 the remaining rows, in order. As long as nothing arrives, finishes or changes its level, all steps
 are of one kind, and only the cached context grows: step j of a segment takes step_s + j * growth_s.
 So a segment's end, and the step in which a request may join, have closed forms. The result equals
-that of single steps (reference.py).
+that of single steps (tests/simulator/reference.py).
 """
 
 import math

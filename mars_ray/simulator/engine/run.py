@@ -7,10 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from mars_ray.autoscale.decide import decide
+from mars_ray.autoscale.policy import Decision, State, decide
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import PLAIN, Level, Mix, ServiceModel
-from mars_ray.autoscale.state import Decision, State
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import (

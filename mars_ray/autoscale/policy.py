@@ -1,0 +1,622 @@
+"""The policy: how many replicas, at which threshold, and why.
+
+One pure function serves the cluster, the simulator and the tests. Two loops read one sample. The
+slow loop orders replicas at the set-point quality. The fast loop (`threshold.py`) lowers the
+threshold when the present replicas cannot carry the load, choosing among the thresholds that gain
+capacity for this traffic. As the slow loop never sees the fast one's threshold, quality recovers as
+replicas arrive (mid-ranging). Missing or old metrics change nothing: the last decision holds and
+nothing is published.
+
+The slow loop asks for
+
+    N = max(floor, present + backlog) / utilisation
+
+floor        for what is known and not known of this service (`Floor`)
+present      what arrives now (`threshold.py: Demand`)
+backlog      what has piled up by then, drained within a second cold start; replicas on their way
+             are credited for the time that they will have served
+utilisation  share of the modelled capacity at which requests are in time (`Feedback`)
+
+More are asked for at once, fewer once fewer have been enough for two cold starts, and none when
+there has been no request for a while.
+
+The floor is the largest of
+
+    quantile  the smallest number of replicas such that of the last hour's demand only a share of
+              1 - attainment came in windows that needed more (weighted by demand, since the
+              objective counts requests, not windows)
+    unseen    what no window has shown yet:
+              usual + e^(-age / 20 min) min(2.5 usual, 3.5 sqrt(usual))
+    season    the quantile of this hour, a week or else a day ago
+
+A new service is therefore given room for three and a half times its demand, a large one for less,
+since what comes from many multiplies less, and an old one what its own record asks for.
+
+The utilisation is learnt, since a replica's modelled capacity is that of a steady batch. How much
+of it can be used with requests that come in bursts, of unequal length, unevenly routed, no model
+tells. After each window, with the largest demand per replica of the last ones as the load that was
+tried:
+
+- more late than the objective allows, at a load that was believed to be carried: less is believed,
+  by up to 15%, in proportion to how many were late;
+- in time, at half of that load at least: more is believed, faster the fewer requests came near
+  their limits. Replicas that are nearly empty teach nothing.
+
+The objective is a share over time. Of the requests of the last hour, those that were late spend an
+error budget (Google's Site Reliability Workbook, chapter 2). Above half of it, belief rises slowly.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from statistics import fmean
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from mars_ray.autoscale.sample import NO_ROOM, PINNED, Sample, Traffic, observe_traffic
+from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.autoscale.threshold import (
+    RAISE_DWELL_S,
+    WINDOW_S,
+    Demand,
+    Pressure,
+    Quality,
+    Rung,
+    current,
+    fast_span_s,
+    ladder,
+    observe_arrivals,
+    present_demand,
+    shed_share,
+    spend,
+    steer,
+)
+from mars_ray.config.scaling import ScalingConfig
+from mars_ray.errors import DataError
+
+# A second of heavy traffic counts at most this many times as much as a usual one.
+_MOST_TRAFFIC = 10.0
+_LONGEST_COLD_START_S = 3600.0
+# Parts of the scale-down window whose maxima are kept: it slides by one part.
+_PARTS = 4
+_LEAST_WINDOW_S = 120.0
+_COLD_STARTS = 2
+# How many times more than usual a service may get that nobody has watched yet, for a large one how
+# many times the root of its replicas, and how fast watching it makes that unlikely.
+_UNSEEN, _LARGE, _WATCHED_S = 2.5, 3.5, 1200.0
+_HOUR_S, _DAY, _WEEK = 3600.0, 24, 168
+# An hour's part that must be seen before the hour counts as known.
+_SEEN_WINDOWS = 90
+# Of the share of the modelled capacity that is believed to be usable: at first, least and most.
+_FIRST_BELIEF, _LEAST_BELIEF, _MOST_BELIEF = 0.7, 0.2, 1.0
+# The share by which less is believed when all are late or a tenth are; lateness above counts fully.
+_LESS, _MANY_LATE = 0.15, 0.1
+# The share by which more is believed after a window: always, and if no request came near a limit.
+_MORE, _MUCH_MORE = 0.002, 0.012
+_NEAR = 0.05  # a share of requests near their limits that leaves no room
+# A load above the belief explains lateness; by this factor it does not count as above.
+_ABOVE = 1.1
+# A load below this share of the belief says nothing of whether more could be carried.
+_TRIED = 0.5
+_LOADS = 6  # windows over which lateness may come from an earlier load
+_BUDGET_S = 3600.0
+_HALF = 0.5  # of the error budget
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Replicas needed, with fractions, by cause."""
+
+    floor: float
+    present: float
+    backlog: float
+    utilisation: float
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that meets both causes."""
+        wanted = max(self.floor, self.present + self.backlog) / self.utilisation
+        # 3.0000001 is 3: rounding of float means must not order a replica.
+        return max(0, math.ceil(wanted - 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Memory of the replicas: how many were asked for and needed lately, and how long idle."""
+
+    asked: int | None = None  # the last number asked for
+    cold_start_s: float | None = None  # measured
+    idle_s: float = 0.0  # time without a request
+    # Most replicas needed in each part of the scale-down window; the last part is still running.
+    enough: tuple[int, ...] = (0,)
+    part_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Memory of days: the quantile of demand by hour of the week, and how long it was watched."""
+
+    age_s: float = 0.0
+    hour: int = -1  # the running hour of the week; -1 before the first
+    seen: int = 0  # windows of the running hour
+    hours: tuple[tuple[int, float], ...] = ()  # (hour of the week, replicas), sorted
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Requests that got their first token, and those among them found slow or late."""
+
+    started: float = 0.0
+    slow: float = 0.0  # above three quarters of a limit
+    late: float = 0.0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sum of both."""
+        return Counts(self.started + other.started, self.slow + other.slow, self.late + other.late)
+
+    def times(self, factor: float) -> "Counts":
+        """Each count times a factor."""
+        return Counts(self.started * factor, self.slow * factor, self.late * factor)
+
+    def share(self, count: float) -> float:
+        """A count as a share of all requests; a late answer may have started long ago."""
+        return count / max(1e-9, self.started, self.late)
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Memory of what was tried, and of who was late."""
+
+    utilisation: float = _FIRST_BELIEF
+    loads: tuple[float, ...] = ()  # demand per ready replica of the last windows
+    open_s: float = 0.0
+    replica_s: float = 0.0  # of ready replicas, in the window being filled
+    # By quality class, in the window being filled.
+    counts: tuple[tuple[str, Counts], ...] = ()
+    hour: Counts = Counts()  # all classes; older requests count less
+
+    def spent(self, attainment: float) -> float:
+        """Share of the error budget that the late requests of the last hour have spent."""
+        return self.hour.share(self.hour.late) / (1 - attainment)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The policy's memory; `State()` is an empty one.
+
+    Except for `tick_s` it holds durations and no times, so a clock that jumps does no harm.
+    """
+
+    tick_s: float | None = None  # when the last tick was
+    demand: Demand = field(default_factory=Demand)
+    floor: Floor = field(default_factory=Floor)
+    feedback: Feedback = field(default_factory=Feedback)
+    traffic: Traffic = field(default_factory=Traffic)
+    quality: Quality = field(default_factory=Quality)
+    fleet: Fleet = field(default_factory=Fleet)
+
+    def to_json(self) -> str:
+        """What outlives the controller, as JSON."""
+        return _MEMORY.dump_json(
+            Memory(self.demand, self.floor, self.feedback, self.traffic)
+        ).decode()
+
+    def relearnt(self, text: str | None) -> "State":
+        """This state with what `to_json` wrote in place of what it has learnt; None: nothing.
+
+        Replicas and threshold stay. Raises DataError.
+        """
+        other = State() if text is None else State.from_json(text)
+        return replace(
+            self,
+            demand=other.demand,
+            floor=other.floor,
+            feedback=other.feedback,
+            traffic=other.traffic,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "State":
+        """A state that goes on from what `to_json` wrote. Raises DataError."""
+        try:
+            memory = _MEMORY.validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise DataError(
+                f"not a memory of the autoscaling policy: {place}: {first['msg']}"
+            ) from None
+        return cls(
+            demand=memory.demand,
+            floor=memory.floor,
+            feedback=memory.feedback,
+            traffic=memory.traffic,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The part of a state that is learnt from traffic, and so outlives the controller."""
+
+    demand: Demand
+    floor: Floor
+    feedback: Feedback
+    traffic: Traffic
+    version: Literal[1] = 1  # of this layout; another one is not read
+
+
+_MEMORY = TypeAdapter(Memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, the reason, and what to remember."""
+
+    replicas: int
+    threshold_setpoint: float | None  # None: publish nothing
+    shed: float  # share of new unpinned requests to refuse with 429; 0 normally
+    reason: str  # one sentence with the numbers that decided
+    state: State
+    # The rungs that a replica may choose from by itself (`LocalLoop`), the set-point first.
+    rungs: tuple[Rung, ...] = ()
+    needed: Need | None = None  # by what the number of replicas was chosen; None: it holds
+
+
+def decide(
+    sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, now: float
+) -> Decision:
+    """The next replicas, threshold and share to shed. `now` is any clock in seconds.
+
+    The answer lies within the configured bounds whatever the sample holds. It may be called at
+    every step of the controller: the result depends on elapsed time, not on the number of calls.
+    """
+    sample = sample.checked()
+    dt = _elapsed(state.tick_s, now, config)
+    fleet = woken(state.fleet, sample.target)
+    state = replace(state, fleet=fleet, tick_s=now if math.isfinite(now) else state.tick_s)
+    if sample.age_s is None or sample.age_s > config.stale_after_s or sample.arrivals_per_s is None:
+        return _hold(sample, state, config)
+    state = replace(state, traffic=observe_traffic(state.traffic, sample, model, dt))
+    rungs = ladder(model, config, state.traffic)
+    state = _remembered(sample, state, config, rungs[0], dt)
+    pressure = _pressure(sample, state, config, dt)
+    cold_s = _cold_start_s(sample, state.fleet, config)
+    needed = _need(sample, state, config, rungs[0], cold_s)
+    fleet = _fleet(sample, state, needed, pressure, config, dt, cold_s)
+    quality = _quality(sample, state, rungs, pressure, fleet, config, dt)
+    state = replace(state, fleet=fleet, quality=quality)
+    allowed = _allowed(rungs, quality)
+    reason = explain(needed, state, allowed, pressure, cold_s, config)
+    return Decision(
+        fleet.asked or 0, quality.threshold, quality.shed, reason, state, allowed, needed
+    )
+
+
+def _elapsed(before: float | None, now: float, config: ScalingConfig) -> float:
+    """Seconds since the last tick; a clock that jumps counts as no time, or as the longest gap."""
+    passed = now - before if before is not None else 0.0
+    return min(max(passed, 0.0), config.stale_after_s) if math.isfinite(passed) else 0.0
+
+
+def _hold(sample: Sample, state: State, config: ScalingConfig) -> Decision:
+    asked = sample.target if state.fleet.asked is None else state.fleet.asked
+    least = 0 if config.scale_to_zero else config.min_replicas
+    replicas = min(config.max_replicas, max(least, asked))
+    reason = holding(sample, replicas, config)
+    return Decision(replicas, None, state.quality.shed, reason, state)
+
+
+def _allowed(rungs: tuple[Rung, ...], quality: Quality) -> tuple[Rung, ...]:
+    return rungs[:1] if quality.exhausted else rungs
+
+
+def _offered(sample: Sample) -> float:
+    return (sample.arrivals_per_s or 0.0) + (sample.refused_per_s or 0.0)
+
+
+def _remembered(
+    sample: Sample, state: State, config: ScalingConfig, best: Rung, dt: float
+) -> State:
+    """The state with this tick's requests, and what a full window teaches."""
+    attainment = config.slo.attainment
+    demand = observe_arrivals(
+        state.demand, _offered(sample), dt, fast_span_s(config), best.requests_per_s
+    )
+    counts = _counts(sample, dt)
+    feedback = observe_latencies(state.feedback, counts, sample.running, dt)
+    full = demand.open_s == 0 and state.demand.open_s + dt > 0
+    if full:
+        feedback = learn(feedback, demand.windows[-1], attainment)
+    floor = watch_floor(state.floor, demand, full, dt, sample.wall_s or 0.0, attainment)
+    return replace(state, demand=demand, feedback=feedback, floor=floor)
+
+
+def _counts(sample: Sample, dt: float) -> dict[str, Counts]:
+    """Requests by class that started in `dt` seconds, and those that were found slow or late."""
+    tables = (sample.started, sample.slow, sample.late)
+    names = set().union(*tables)
+    return {name: Counts(*(dt * table.get(name, 0.0) for table in tables)) for name in names}
+
+
+def _pressure(sample: Sample, state: State, config: ScalingConfig, dt: float) -> Pressure:
+    return Pressure(
+        rate=state.demand.fast_per_s,
+        in_system=_in_system(sample),
+        running=sample.running,
+        deadline_s=max(config.slo.ttft_s, dt),
+    )
+
+
+def _in_system(sample: Sample) -> float:
+    """Requests decoding or waiting; replicas without a report are assumed to be like the rest."""
+    decoding = sum(load.running for load in sample.loads)
+    if sample.loads:
+        decoding *= max(1.0, sample.running / len(sample.loads))
+    waiting = sample.waiting
+    return decoding + (sum(load.waiting for load in sample.loads) if waiting is None else waiting)
+
+
+def _cold_start_s(sample: Sample, fleet: Fleet, config: ScalingConfig) -> float:
+    """Seconds that a replica ordered now takes; one that has been starting for longer counts."""
+    measured = sample.cold_start_s or fleet.cold_start_s or config.cold_start_s
+    ages = [min(age, NO_ROOM * measured) for age in sample.starting_ages_s]
+    return min(_LONGEST_COLD_START_S, max([measured, 1.0, *ages]))
+
+
+def _need(sample: Sample, state: State, config: ScalingConfig, best: Rung, cold_s: float) -> Need:
+    demand, attainment = state.demand, config.slo.attainment
+    floor = floor_replicas(state.floor, demand, cold_s, sample.wall_s or 0.0, attainment)
+    present = present_demand(demand, best.requests_per_s)
+    waiting = max(0.0, _in_system(sample) - sample.running * best.sequences)
+    starting_s = sum(min(age, cold_s) for age in sample.starting_ages_s)
+    return Need(
+        floor=floor,
+        present=present,
+        backlog=backlog(waiting, present, best.requests_per_s, starting_s, sample.running, cold_s),
+        utilisation=state.feedback.utilisation,
+    )
+
+
+def _fleet(
+    sample: Sample,
+    state: State,
+    needed: Need,
+    pressure: Pressure,
+    config: ScalingConfig,
+    dt: float,
+    cold_s: float,
+) -> Fleet:
+    busy = _offered(sample) > 0 or pressure.in_system > 0
+    before = sample.target if state.fleet.asked is None else state.fleet.asked
+    fleet = remember(state.fleet, needed.replicas, busy, dt, cold_s)
+    asked = ask(fleet, before, needed.replicas, busy, config)
+    return replace(fleet, asked=asked, cold_start_s=sample.cold_start_s or fleet.cold_start_s)
+
+
+def _quality(
+    sample: Sample,
+    state: State,
+    rungs: tuple[Rung, ...],
+    pressure: Pressure,
+    fleet: Fleet,
+    config: ScalingConfig,
+    dt: float,
+) -> Quality:
+    quality, rates = state.quality, state.demand.rates
+    usual = fmean(rates) if rates else pressure.rate
+    traffic = min(_MOST_TRAFFIC, pressure.rate / usual) if usual > 0 else 0.0
+    points = fmean(
+        current(rungs, quality.threshold if own is None else own).points_lost
+        for own in [load.threshold for load in sample.loads] or [None]
+    )
+    # Points lost at the set-point itself are the operator's choice: the budget does not count them.
+    quality = spend(quality, max(0.0, points - rungs[0].points_lost), traffic, dt, config)
+    allowed = _allowed(rungs, quality)
+    quality = steer(quality, allowed, pressure, dt)
+    at_maximum = (fleet.asked or 0) >= config.max_replicas
+    unpinned = 1 - dict(state.traffic.class_shares).get(PINNED, 0.0)
+    shed = shed_share(allowed[-1], pressure, unpinned) if at_maximum else 0.0
+    return replace(quality, shed=shed)
+
+
+def watch_floor(
+    floor: Floor, demand: Demand, full: bool, dt: float, wall_s: float, q: float
+) -> Floor:
+    """The floor after `dt` seconds; `full` if a window has been filled, `wall_s` the wall clock.
+
+    Hours of the week count from wherever the clock does: only their distance matters.
+    """
+    floor = replace(floor, age_s=floor.age_s + dt)
+    if not full:
+        return floor
+    hour = int(wall_s // _HOUR_S) % _WEEK
+    if hour == floor.hour:
+        return replace(floor, seen=floor.seen + 1)
+    hours = dict(floor.hours)
+    if floor.seen >= _SEEN_WINDOWS:
+        hours[floor.hour] = quantile(demand.windows[-floor.seen :], q)
+    return replace(floor, hour=hour, seen=1, hours=tuple(sorted(hours.items())))
+
+
+def floor_replicas(floor: Floor, demand: Demand, ahead_s: float, wall_s: float, q: float) -> float:
+    """Replicas to keep, at the set-point and with fractions, until `ahead_s` from now."""
+    usual = demand.usual
+    most = min(_UNSEEN * usual, _LARGE * math.sqrt(usual))
+    unseen = usual + math.exp(-floor.age_s / _WATCHED_S) * most
+    hours = {int((wall_s + ahead) // _HOUR_S) for ahead in (0.0, ahead_s + WINDOW_S)}
+    season = max(_season(floor, hour) for hour in hours)
+    return max(quantile(demand.windows, q), unseen, season)
+
+
+def quantile(windows: tuple[float, ...], q: float) -> float:
+    """The least demand such that windows of at most it hold a share `q` of all demand."""
+    ordered = sorted(windows)
+    total = math.fsum(ordered)
+    sums = accumulate(ordered)
+    return next((w for w, s in zip(ordered, sums, strict=True) if s >= q * total - 1e-9), 0.0)
+
+
+def _season(floor: Floor, hour: int) -> float:
+    """The quantile of this hour of the week, or else the newest of the same hour of other days."""
+    known = dict(floor.hours)
+    same = (known.get((hour - _DAY * days) % _WEEK) for days in (0, *range(1, 7)))
+    return next((replicas for replicas in same if replicas is not None), 0.0)
+
+
+def observe_latencies(
+    feedback: Feedback, counts: Mapping[str, Counts], ready: int, dt: float
+) -> Feedback:
+    """The feedback after `dt` seconds with `ready` replicas, and the requests counted in them."""
+    sums = dict(feedback.counts)
+    for name, count in counts.items():
+        sums[name] = sums.get(name, Counts()).plus(count)
+    return replace(
+        feedback,
+        open_s=feedback.open_s + dt,
+        replica_s=feedback.replica_s + ready * dt,
+        counts=tuple(sorted(sums.items())),
+    )
+
+
+def learn(feedback: Feedback, needed: float, attainment: float) -> Feedback:
+    """The feedback at the end of a window that needed this many replicas."""
+    ready = max(1e-9, feedback.replica_s / max(1e-9, feedback.open_s))
+    loads = (*feedback.loads, min(needed / ready, 1e3))[-_LOADS:]
+    seen = Counts()
+    for _, count in feedback.counts:
+        seen = seen.plus(count)
+    hour = feedback.hour.times(math.exp(-feedback.open_s / _BUDGET_S)).plus(seen)
+    closed = replace(feedback, loads=loads, hour=hour, open_s=0.0, replica_s=0.0, counts=())
+    if not seen.started and not seen.late:
+        return closed
+    late = max(count.share(count.late) for _, count in feedback.counts)
+    if late > 1 - attainment:
+        return closed if max(loads) >= _ABOVE * feedback.utilisation else _less(closed, late)
+    if max(loads) < _TRIED * feedback.utilisation:
+        return closed
+    tight = closed.spent(attainment) >= _HALF
+    return _more(closed, _NEAR if tight else seen.share(seen.slow))
+
+
+def _less(feedback: Feedback, late: float) -> Feedback:
+    believed = feedback.utilisation * (1 - _LESS * min(1.0, late / _MANY_LATE))
+    return replace(feedback, utilisation=max(_LEAST_BELIEF, believed))
+
+
+def _more(feedback: Feedback, near: float) -> Feedback:
+    room = max(0.0, 1 - near / _NEAR)
+    believed = feedback.utilisation * (1 + _MORE + _MUCH_MORE * room)
+    return replace(feedback, utilisation=min(_MOST_BELIEF, believed))
+
+
+def backlog(
+    waiting: float, present: float, carried: float, starting_s: float, running: int, cold_s: float
+) -> float:
+    """Replicas that drain what will be waiting in `cold_s` seconds within as long again.
+
+    A replica carries `carried` requests per second now; `present` is the demand in replicas;
+    `starting_s` sums the seconds that replicas on their way have been starting for.
+    """
+    if waiting <= 0:
+        return 0.0
+    coming = waiting / carried + present * cold_s
+    piled_up = coming - running * cold_s - starting_s
+    return min(coming, max(0.0, piled_up)) / cold_s
+
+
+def remember(fleet: Fleet, needed: int, busy: bool, dt: float, cold_s: float) -> Fleet:
+    """The fleet after `dt` seconds in which `needed` replicas were needed."""
+    idle_s = 0.0 if busy else fleet.idle_s + dt
+    enough = (*fleet.enough[:-1], max(fleet.enough[-1], needed))
+    part_s = fleet.part_s + dt
+    if part_s < max(_LEAST_WINDOW_S, _COLD_STARTS * cold_s) / _PARTS:
+        return replace(fleet, idle_s=idle_s, enough=enough, part_s=part_s)
+    return replace(fleet, idle_s=idle_s, enough=(*enough[-_PARTS:], needed), part_s=0.0)
+
+
+def woken(fleet: Fleet, target: int) -> Fleet:
+    """The fleet, with Serve's own target if Serve has left zero for a first request.
+
+    Serve does so before any replica can report the request. The idle time starts again from 0.
+    """
+    return replace(fleet, asked=target, idle_s=0.0) if fleet.asked == 0 < target else fleet
+
+
+def ask(fleet: Fleet, current: int, needed: int, busy: bool, config: ScalingConfig) -> int:
+    """Replicas to ask for, when `current` were asked for so far."""
+    idle = not busy and (not current or fleet.idle_s >= config.idle_to_zero_s)
+    if config.scale_to_zero and idle:
+        # Serve itself also goes to zero only from one.
+        return 1 if current > 1 else 0
+    known = len(fleet.enough) > _PARTS
+    fewer = min(current, max(fleet.enough)) if known else current
+    return min(config.max_replicas, max(config.min_replicas, 1, needed, fewer))
+
+
+def holding(sample: Sample, replicas: int, config: ScalingConfig) -> str:
+    """The reason for changing nothing: metrics are missing or old."""
+    if sample.age_s is None or sample.arrivals_per_s is None:
+        return f"Holding {_replicas(replicas)}: there are no metrics."
+    limit = config.stale_after_s
+    return f"Holding {_replicas(replicas)}: metrics are {sample.age_s:.0f} s old (limit {limit:g})."
+
+
+def explain(
+    needed: Need,
+    state: State,
+    rungs: Sequence[Rung],
+    pressure: Pressure,
+    cold_s: float,
+    config: ScalingConfig,
+) -> str:
+    """The reason for a decision: replicas and threshold, each with its cause."""
+    quality, asked = state.quality, state.fleet.asked or 0
+    parts = [
+        f"{_replicas(asked)} for {pressure.rate:.3g} requests/s, a cold start of {cold_s:.0f} s "
+        f"({_why_replicas(needed, state, asked, config)})",
+        f"threshold {quality.threshold:g} ({_why_threshold(state, rungs, pressure)})",
+    ]
+    if quality.shed:
+        unpinned = 1 - dict(state.traffic.class_shares).get(PINNED, 0.0)
+        refused = quality.shed * unpinned
+        parts.append(f"refusing {refused:.0%} of the new requests, as the floor is full")
+    return "; ".join(parts) + "."
+
+
+def _why_replicas(needed: Need, state: State, asked: int, config: ScalingConfig) -> str:
+    if asked == 0:
+        return f"idle for {state.fleet.idle_s:.0f} s"
+    if needed.replicas > asked:
+        return f"the maximum, {needed.replicas} needed"
+    if needed.replicas < asked:
+        if asked == max(1, config.min_replicas):
+            return "the minimum"
+        return f"{needed.replicas} needed now, more within the scale-down window"
+    used = f"at {needed.utilisation:.0%} utilisation"
+    if needed.floor >= needed.present + needed.backlog:
+        hours = state.floor.age_s / 3600
+        return f"{needed.floor:.2f} kept by the record of {hours:.1f} h, {used}"
+    backlog = f", {needed.backlog:.2g} for the backlog" if needed.backlog > 0.01 else ""
+    return f"{needed.present:.2f} needed now{backlog}, {used}"
+
+
+def _why_threshold(state: State, rungs: Sequence[Rung], pressure: Pressure) -> str:
+    quality, best = state.quality, rungs[0]
+    now = f"{pressure.rate:.3g} requests/s and {pressure.in_system:.0f} in the system"
+    if quality.exhausted:
+        return f"the budget is spent: {quality.spent_points:.2f} points"
+    if quality.threshold != best.threshold:
+        if quality.better_s > 0:
+            return f"{now}, back in {max(0.0, RAISE_DWELL_S - quality.better_s):.0f} s"
+        if pressure.enough(best):
+            return f"{now}, the set-point would carry it, but no more"
+        return f"{now}, the set-point would carry {max(0.0, pressure.admissible(best)):.3g}/s"
+    if pressure.running and not pressure.enough(best) and len(rungs) == 1:
+        return f"{now}, too much, but a lower one carries no more"
+    return "the set-point"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica" if count == 1 else f"{count} replicas"

@@ -1,1 +1,0 @@
-"""Scaling policies of other systems, for the same simulator."""
