@@ -268,13 +268,16 @@ class LLMServer:
         return text
 
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
-        """The grammar, compiled in a thread to not block the event loop. Raises RequestError."""
+        """The grammar, made in a thread to not block the event loop. Raises RequestError."""
+        if call.tools is None and call.schema is None:
+            return None
+        return await asyncio.to_thread(self._compiled_for, call)
+
+    def _compiled_for(self, call: GenerationRequest) -> CompiledGrammar | None:
         text = self._chat.grammar(call)
         if text is None:
             return None
-        return await asyncio.to_thread(
-            self._compiled, text, "tools" if call.tools else "response_format"
-        )
+        return self._compiled(text, "tools" if call.tools else "response_format")
 
     async def _requests(self, call: GenerationRequest) -> list[Request]:
         """A request for each choice, in a mode that the engine can decode now.
