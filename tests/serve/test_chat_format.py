@@ -171,6 +171,41 @@ def test_the_model_is_told_of_the_tools(tiny, family):
         assert "system" not in text
 
 
+def test_a_template_of_its_own_for_tools_is_used_for_them(tiny):
+    """Hermes', Command R's and others' tokenizers name it `tool_use`. Guards tools that the default
+    one leaves out, or a default one that is never used again."""
+    tokenizer = of_family(tiny, "qwen2.5")
+    tokenizer.chat_template = {
+        "default": FAMILIES["plain"].template,
+        "tool_use": FAMILIES["qwen2.5"].template,
+        "rag": "{{ documents }}",
+    }
+    chat = ChatFormat(tokenizer, grammars_of(tokenizer))
+    for family, tools in (("plain", None), ("qwen2.5", TOOLS)):
+        assert prompt(chat, ASKED, tools=tools) == prompt(form_of(tiny, family), ASKED, tools=tools)
+    assert follows(chat, compiled(chat, call_of()), ONE["qwen2.5"])
+    # Calls of earlier answers are text for a template that knows none.
+    earlier = prompt(
+        chat, ASKED, Turn("assistant", "", (ADDED,)), Turn("tool", "five", call_id="c"), tools=None
+    )
+    assert '"a": 1' in earlier
+    assert "five" in earlier
+
+
+def test_thoughts_begin_as_the_template_in_use_says(tiny):
+    """The one for tools opens them here, the other does not."""
+    tokenizer = of_family(tiny, "deepseek-r1")
+    tokenizer.chat_template = {
+        "default": FAMILIES["qwen3"].template,
+        "tool_use": FAMILIES["deepseek-r1"].template,
+    }
+    chat = ChatFormat(tokenizer, grammars_of(tokenizer), reasoning_parser="qwen3")
+    for tools, said in ((None, ("", "hm</think>yes")), (TOOLS, ("hm", "yes"))):
+        reader = chat.reasoning_reader(call_of(tools))
+        assert reader
+        assert reader.push("hm</think>yes") == said
+
+
 @pytest.mark.parametrize(
     ("family", "says"), [("plain", "set tool_parser"), ("xml", "does not read")]
 )

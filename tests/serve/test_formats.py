@@ -283,6 +283,26 @@ def test_a_template_that_writes_other_calls_has_required_ones_only(job):
     server.stop()
 
 
+@pytest.mark.parametrize("named", [None, "tool_use"])
+def test_a_model_that_cannot_chat_says_so(job, named):
+    """A base model, or one without a default template: completions need none. Guards a 500."""
+    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    tokenizer.chat_template = {named: tokenizer.chat_template} if named else None
+    server = LLMServer(AsyncEngine(engine), tokenizer, job)
+    server.start()
+    api = TestClient(build_api(job, {"tiny": server}))
+    messages = [{"role": "user", "content": "x"}]
+    for response in (ask(api), api.post("/tokenize", json={"messages": messages})):
+        error = error_of(response, 400)
+        assert error["param"] == "messages"
+        assert "chat_template.jinja" in error["message"]
+    written = api.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2})
+    assert written.status_code == 200
+    with_tools = ask(api, tools=[ADD], tool_choice="required", **ONE)
+    assert with_tools.status_code == (200 if named else 400)
+    server.stop()
+
+
 def test_the_grammar_names_the_field_at_fault(checkpoint):
     """Guards an error about `response_format` for a request that has only tools."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -25,6 +25,7 @@ from mars_ray.errors import (
     DataError,
     DeadlineError,
     EngineError,
+    ModelError,
     PoisonError,
     PromptTooLongError,
     RequestError,
@@ -255,7 +256,7 @@ class LLMServer:
         try:
             tokens = await _encoded(partial(self._chat.encode, prompt), prompt)
             return Tokenized(tokens, self._facts.max_context)
-        except DataError as error:
+        except (DataError, ModelError) as error:
             return ErrorInfo(400, str(error), param="messages", code="invalid_value")
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
@@ -426,7 +427,7 @@ def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
         case RequestError(field=field):
             param = _prompt_param(call) if field == "messages" else field
             return ErrorInfo(400, str(error), param, "invalid_value")
-        case DataError():
+        case DataError() | ModelError():  # also of a model without a chat template
             return ErrorInfo(400, str(error), _prompt_param(call), "invalid_value")
         case DeadlineError():
             return ErrorInfo(408, str(error), "timeout_s", "deadline_exceeded")
