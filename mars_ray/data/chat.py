@@ -65,10 +65,13 @@ class Message:
     calls: tuple[Call, ...] = ()
     call_id: str | None = None  # of the call whose result a tool's message is
     reasoning: str | None = None  # the thoughts before an answer
+    name: str | None = None  # of who speaks; few templates show it
 
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            plain["name"] = self.name
         if self.calls:
             plain["tool_calls"] = [call.as_dict() for call in self.calls]
         if self.call_id is not None:

@@ -46,6 +46,7 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None  # of the call whose result a tool's message is
     reasoning: str | None = None  # the thoughts before an answer
+    name: str | None = None  # of who speaks, for templates that show it
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,9 @@ class ChatFormat:
                 raise DataError(message) from error
             calls.append(ChatCall(call.name, arguments, self._call_id(call.id)))
         call_id = turn.call_id and self._call_id(turn.call_id)
-        return ChatTurn(turn.role, turn.content, tuple(calls), call_id, turn.reasoning)
+        return ChatTurn(
+            turn.role, turn.content, tuple(calls), call_id, turn.reasoning, name=turn.name
+        )
 
     def _call_id(self, call_id: str) -> str:
         return short_id(call_id) if self._format.parser == "mistral" else call_id
