@@ -61,7 +61,7 @@ ONLY_IN = {
     },
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
-    "llguidance": {"decode/structured_output.py"},
+    "llguidance": {"decode/json_schema.py", "decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
     "gguf": {"model/gguf.py"},
     "vllm": {"vllm/", "serve/replica/vllm_"},

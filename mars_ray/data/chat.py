@@ -32,6 +32,10 @@ Options = Mapping[str, bool | str]
 
 # What opens thoughts in the templates of DeepSeek and Qwen.
 _THINK = "<think>"
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look_at", "description": "", "parameters": {"type": "object"}},
+}
 _PRIVATE_USE = range(0xE000, 0xF900)
 # Encoders of this many tokenizers are kept; a process rarely has more than one.
 _KEPT = 4
@@ -61,10 +65,13 @@ class Message:
     calls: tuple[Call, ...] = ()
     call_id: str | None = None  # of the call whose result a tool's message is
     reasoning: str | None = None  # the thoughts before an answer
+    name: str | None = None  # of who speaks; few templates show it
 
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            plain["name"] = self.name
         if self.calls:
             plain["tool_calls"] = [call.as_dict() for call in self.calls]
         if self.call_id is not None:
@@ -109,43 +116,56 @@ def encode_prompt(
     The template describes `tools` to the model, and gets the options. Raises DataError if it
     refuses the conversation, ModelError if the tokenizer or its template cannot be used.
     """
-    encoder = encoder_of(tokenizer)
+    encoder = encoder_of(tokenizer, has_tools=bool(tools))
     plan = encoder.plan_prompt(messages, tools, options)
     return encoder.encode([plan])[0].input_ids.tolist()
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerBase) -> "ChatEncoder":
-    """The tokenizer's encoder, cached."""
+def encoder_of(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool = False) -> "ChatEncoder":
+    """The tokenizer's encoder, cached; of conversations with tools where they have a template."""
     # The size is part of the key because adding a token changes what is special.
-    return _encoder(tokenizer, len(tokenizer), _template(tokenizer))
+    return _encoder(tokenizer, len(tokenizer), *_template(tokenizer, has_tools))
 
 
 @lru_cache(maxsize=_KEPT)
-def _encoder(tokenizer: PreTrainedTokenizerBase, _size: int, template: str) -> "ChatEncoder":
-    return ChatEncoder(tokenizer, template)
+def _encoder(
+    tokenizer: PreTrainedTokenizerBase, _size: int, template: str, is_for_tools: bool
+) -> "ChatEncoder":
+    return ChatEncoder(tokenizer, template, is_for_tools=is_for_tools)
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
-    if not tokenizer.chat_template:
+def _template(tokenizer: PreTrainedTokenizerBase, has_tools: bool) -> tuple[str, bool]:
+    """The chat template, and whether it is for conversations with tools alone."""
+    templates = tokenizer.chat_template
+    if not templates:
         raise ModelError(
             "the tokenizer has no chat template; use the tokenizer of an instruction-tuned model, "
             "or put a chat_template.jinja beside it"
         )
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        # There are several templates, none of which is the default.
-        raise ModelError(f"the tokenizer's chat template cannot be used: {error}") from error
+    if isinstance(templates, str):
+        return templates, False
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"], True
+    if "default" not in templates:
+        raise ModelError(
+            f"the tokenizer has chat templates named {', '.join(map(repr, sorted(templates)))}, "
+            "and none is 'default': put the one for conversations beside it as chat_template.jinja"
+        )
+    return templates["default"], False
 
 
 class ChatEncoder:
     """Encodes conversations with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str, *, is_for_tools: bool = False
+    ) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json; convert it first")
         self._tokenizer = tokenizer
         self._template = template
+        # For a look at the template: one for tools may do nothing without any.
+        self._sample_tools = [_TOOL] if is_for_tools else []
         # A copy, because transformers changes the tokenizer's settings with every call.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.encode_special_tokens = True
@@ -272,12 +292,11 @@ class ChatEncoder:
     def describes_tools(self) -> bool:
         """Whether the template tells the model of tools."""
         asked = [Message("user", "Why?").as_dict()]
-        tool = {"name": "look_at", "description": "", "parameters": {"type": "object"}}
         try:
-            text = self._render(asked, [{"type": "function", "function": tool}], prompt=True)
+            text = self._render(asked, [_TOOL], prompt=True)
         except DataError:
             return False
-        return "look_at" in text
+        return _TOOL["function"]["name"] in text
 
     def written_calls(self, calls: Sequence[Call]) -> str:
         """What the template writes of an answer that makes these calls; nothing if it refuses."""
@@ -349,7 +368,7 @@ class ChatEncoder:
     def _render(
         self,
         chat: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
         options: Options = MappingProxyType({}),
         *,
         prompt: bool,
@@ -359,7 +378,7 @@ class ChatEncoder:
         try:
             text = self._tokenizer.apply_chat_template(
                 chat,
-                tools=list(tools) or None,
+                tools=list(self._sample_tools if tools is None else tools) or None,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=prompt,
@@ -431,7 +450,8 @@ class ChatEncoder:
                 raise ModelError(
                     f"not even a question and its answer can be written: {error}"
                 ) from error
-            text, plan = self._render(chat, prompt=True), self.plan_prompt(messages)
+            plan = self.plan_prompt(messages, self._sample_tools)
+            text = self._render(chat, prompt=True)
         whole = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False)
         ours = self.encode([plan])[0].input_ids.tolist()
         if ours != whole["input_ids"]:

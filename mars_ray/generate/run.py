@@ -42,7 +42,8 @@ from mars_ray.model.directory import check_complete
 from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
-from mars_ray.storage.copies import WANTED
+from mars_ray.storage.copies import wanted
+from mars_ray.storage.directory import Directory
 
 # Settings of place and speed, on which the answers do not depend.
 _HARMLESS = {"minutes", "least_answers", "workers", "cpus_per_worker", "gpus_per_worker"}
@@ -348,11 +349,11 @@ def _model(job: GenerateJob) -> str:
     others |= {path.with_suffix(".json") for path in directory.glob("*.jsonl")}
     others |= set(directory.glob(".*"))
     digest = hashlib.sha256()
-    for path in sorted(set(directory.iterdir()) - others):
-        if path.name.endswith(WANTED) and path.is_file():
-            with path.open("rb") as file:
+    for name in sorted(file.name for file in wanted(Directory.at(str(directory)))):
+        if directory / name not in others:
+            with (directory / name).open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(json.dumps([path.name, content]).encode())
+            digest.update(json.dumps([name, content]).encode())
     return digest.hexdigest()
 
 

@@ -57,6 +57,8 @@ _LOST = "has what would be lost on the way from GGUF,"
 _INSTEAD = "import the model that it was made from"
 _HOLDS = "a whole model and its tokenizer"
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
+# What the names of templates begin with, besides the default one's.
+_TEMPLATE = "tokenizer.chat_template."
 # Errors of the reader on a truncated file, or one that is not GGUF.
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
 
@@ -98,7 +100,18 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         pre=None if pre is None else str(pre),
         adds_bos=header.fields.get("tokenizer.ggml.add_bos_token"),
     )
+    tokenizer.chat_template = _templates(header, tokenizer.chat_template)
     return _model(header, config, names), tokenizer
+
+
+def _templates(header: _Header, default: Any) -> Any:
+    """The chat template, or several by name."""
+    named = {
+        name.removeprefix(_TEMPLATE): value
+        for name, value in header.fields.items()
+        if name.startswith(_TEMPLATE)
+    }
+    return named | ({"default": default} if default else {}) if named else default
 
 
 def _read(path: Path) -> _Header:

@@ -19,6 +19,7 @@ from mars_ray.model.draft_adapter import (
 )
 from mars_ray.model.load import read_config
 from mars_ray.storage import copies
+from mars_ray.storage.directory import Directory
 from mars_ray.storage.place import Place, shown
 
 _DIGEST_CHARS = 8
@@ -68,13 +69,11 @@ def export_model(place: Place, destination: str, cache: str) -> Exported:
     the destination cannot be used.
     """
     directory = local_copy(pinned(place)[0], cache)
-    files = sorted(
-        path for path in directory.iterdir() if path.is_file() and path.name.endswith(copies.WANTED)
-    )
-    names = [path.name for path in files]
+    files = copies.wanted(Directory.at(str(directory)))
+    names = [file.name for file in files]
     last = [name for name in (CARD_FILE, CONFIG_FILE) if name in names]
     copies.publish(directory, [name for name in names if name not in last], last, destination)
-    return Exported(len(files), sum(path.stat().st_size for path in files))
+    return Exported(len(files), sum(file.size for file in files))
 
 
 def pinned_adapter(name: str) -> tuple[str, DraftCard]:

@@ -46,8 +46,9 @@ def write_model(
     write_card(directory, card)
     # safetensors makes files readable for their owner only; a server may run as another user.
     mode = (directory / CONFIG_FILE).stat().st_mode
-    for file in directory.iterdir():
-        file.chmod(mode)
+    for path in directory.rglob("*"):
+        if path.is_file():  # beside named chat templates, which have a directory
+            path.chmod(mode)
 
 
 def _save_weights(

@@ -46,6 +46,7 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None  # of the call whose result a tool's message is
     reasoning: str | None = None  # the thoughts before an answer
+    name: str | None = None  # of who speaks, for templates that show it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class GenerationRequest:
     quality: Quality | None = None  # replaces the mode's threshold
     quality_class: str | None = None  # None: the request pins its settings
     schema: dict[str, Any] | None = None  # schema of the JSON that the answer must be
+    is_strict: bool = False  # the whole schema is followed, or the request refused
     tools: Tools | None = None
     # A message for each step, at most one per `stream_interval_s`, or a single one.
     delivery: Literal["steps", "paced", "whole"] = "paced"

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Files that a model or adapter needs. Excludes *.bin and *.pt, which can run code, and source code.
 WANTED = (".safetensors", ".json", ".txt", ".model", ".jinja")
+# Where transformers keeps chat templates besides the default one.
+_TEMPLATES = "additional_chat_templates"
 _DIGEST_CHARS = 12
 # An empty file that exists until the last one has arrived: the files beside it are unfinished.
 _UNFINISHED = "export.unfinished"
@@ -82,6 +84,13 @@ def fetched(place: Place, cache: str, check: Check, what: str) -> Path:
     return Path(place.name)
 
 
+def wanted(directory: Directory) -> list[StoredFile]:
+    """The files of a directory that a model or adapter needs."""
+    named = directory.below(_TEMPLATES).files(must_exist=False)
+    templates = [replace(file, name=f"{_TEMPLATES}/{file.name}") for file in named]
+    return [file for file in (*directory.files(), *templates) if file.name.endswith(WANTED)]
+
+
 def publish(directory: Path, names: Sequence[str], last: Sequence[str], destination: str) -> None:
     """Copies files of a directory to a new place, those of `last` at the end, in order.
 
@@ -91,7 +100,8 @@ def publish(directory: Path, names: Sequence[str], last: Sequence[str], destinat
     with explained(ModelError, "write to", destination, "; export again"):
         target = Directory.at(destination)
         held = set() if target.is_file else target.names()
-        was_cut_short = _UNFINISHED in held and held <= {*names, *last[:-1], _UNFINISHED}
+        written = {name.partition("/")[0] for name in (*names, *last[:-1])}
+        was_cut_short = _UNFINISHED in held and held <= {*written, _UNFINISHED}
         if target.is_file or (held and not was_cut_short):
             raise ModelError(
                 f"{shown(destination)} is there already: give every version of a model a place of "
@@ -122,7 +132,7 @@ def _listing(uri: str) -> tuple[Directory, list[StoredFile]]:
     """The place, and its wanted files."""
     with explained(ModelError, "read", uri):
         store = Directory.at(uri)
-        return store, [file for file in store.files() if file.name.endswith(WANTED)]
+        return store, wanted(store)
 
 
 def _digest(uri: str, files: list[StoredFile]) -> str:

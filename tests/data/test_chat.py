@@ -1,4 +1,5 @@
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mars_ray.data.chat import Call, Message, encode_prompt, encoder_of
 from mars_ray.errors import DataError, ModelError
+from mars_ray.model.load import load_tokenizer
 
 LONG = [
     Message("system", "Be brief."),
@@ -48,6 +50,37 @@ def test_ordinary_text_gives_what_transformers_gives(tokenizer):
     assert encoded.input_ids.tolist() == reference(tokenizer, LONG)
     assert encode_prompt(LONG[:2], tokenizer) == reference(tokenizer, LONG[:2], prompt=True)
     assert encode_prompt(LONG[:4], tokenizer) == reference(tokenizer, LONG[:4], prompt=True)
+
+
+NAMED = {
+    "default": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
+    "tool_use": "<|im_start|>{{ tools[0].function.name }}<|im_end|>\n"
+    "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}",
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+@pytest.mark.parametrize("layout", ["list", "files", "files without a default"])
+def test_a_template_named_tool_use_is_for_tools(tokenizer, tmp_path, layout):
+    """In tokenizer_config.json, or in files of their own, as tokenizers have been saved over the
+    years; then a default one may be missing."""
+    kept = with_template(tokenizer, NAMED)
+    kept.save_pretrained(tmp_path, save_jinja_files=layout != "list")
+    if layout == "list":
+        assert isinstance(json.loads((tmp_path / "tokenizer_config.json").read_text()), dict)
+    if layout == "files without a default":
+        (tmp_path / "chat_template.jinja").unlink()
+    loaded = load_tokenizer(tmp_path)
+    asked = [Message("user", "Why?")]
+    chat = [{"role": "user", "content": "Why?"}]
+    theirs = loaded.apply_chat_template(chat, tools=[TOOL])["input_ids"]
+    assert encode_prompt(asked, loaded, [TOOL]) == theirs
+    assert "look" in loaded.decode(theirs)
+    if layout == "files without a default":
+        with pytest.raises(ModelError, match="named 'tool_use', and none is 'default'"):
+            encode_prompt(asked, loaded)
+        return
+    assert encode_prompt(asked, loaded) == loaded.apply_chat_template(chat)["input_ids"] != theirs
 
 
 def test_only_the_assistants_turns_are_targets(tokenizer):
@@ -185,7 +218,7 @@ def test_a_template_that_hides_the_answer_is_refused(tokenizer):
     with pytest.raises(DataError, match="rewrites earlier turns"):
         encode(LONG, with_template(tokenizer, rewriting))
     several = {"tools": template, "rag": template}
-    with pytest.raises(ModelError, match="cannot be used"):
+    with pytest.raises(ModelError, match="named 'rag', 'tools', and none is 'default'"):
         encode(LONG, with_template(tokenizer, several))
 
 

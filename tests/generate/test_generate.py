@@ -279,13 +279,22 @@ def test_answers_beside_their_model_are_no_part_of_it(model: Path, tmp_path: Pat
     assert run(job, QUIET) == run(job, QUIET)
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "generation_config.json",
+        "additional_chat_templates/tool_use.jinja",
+    ],
+)
 def test_a_model_that_is_asked_otherwise_is_another(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     """Guards answers of which half were asked with one template, or ended at one token, and half
     with another; that the model was evaluated meanwhile does not matter."""
     mine = shutil.copytree(model, tmp_path / "model")
+    (mine / "additional_chat_templates").mkdir()
+    (mine / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     job = make_job(mine, tmp_path / "own.jsonl")
     stop_at_the_end(job, monkeypatch, 3)
     before = (mine / name).read_text()

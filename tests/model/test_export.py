@@ -25,7 +25,19 @@ def made(tmp_path_factory) -> Path:
     create_model(PresetModel(preset="tiny", vocab_size=300), lambda: WORDS, directory, seed=0)
     (directory / "frontier.json").write_text("{}")
     (directory / "optimizer.pt").write_bytes(b"a program")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (directory / "onnx").mkdir()
+    (directory / "onnx" / "config.json").write_text("{}")
     return directory
+
+
+def names_of(directory: Path) -> set[str]:
+    """Its files, those of subdirectories too."""
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+NOT_TO_TRAVEL = {"optimizer.pt", "onnx/config.json"}
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -36,10 +48,11 @@ def test_what_is_exported_can_be_loaded(made, tmp_path, prefix):
     source, card = pinned(Place(destination))
     assert card == read_card(made)
     arrived = local_copy(source, str(tmp_path / "cache"))
-    names = {path.name for path in arrived.iterdir()}
-    assert names == {path.name for path in made.iterdir()} - {"optimizer.pt"}
+    names = names_of(arrived)
+    assert names == names_of(made) - NOT_TO_TRAVEL
+    assert "additional_chat_templates/tool_use.jinja" in names
     assert written.files == len(names)
-    assert written.bytes == sum(path.stat().st_size for path in arrived.iterdir())
+    assert written.bytes == sum((arrived / name).stat().st_size for name in names)
 
 
 def test_a_place_is_shown_as_it_is_but_for_its_secrets():
@@ -117,8 +130,8 @@ def test_an_export_that_was_cut_short_is_made_again(made, tmp_path, monkeypatch,
         places = {"file": f"file://{tmp_path}/mars", "s3": f"s3://bucket/mars{options}"}
         cut_short(made, places[store], monkeypatch)
         written = export_model(Place(str(made)), places[store], cache="")
-    names = {path.name for path in (tmp_path / "mars").iterdir()}
-    assert names == {path.name for path in made.iterdir()} - {"optimizer.pt"}
+    names = names_of(tmp_path / "mars")
+    assert names == names_of(made) - NOT_TO_TRAVEL
     assert written.files == len(names)
 
 

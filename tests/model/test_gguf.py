@@ -200,6 +200,15 @@ def test_a_sentencepiece_vocabulary_has_no_such_step(tmp_path):
         assert again.decode(again.encode(text, add_special_tokens=False)) == text
 
 
+def test_named_chat_templates_are_taken_up(tmp_path):
+    """As llama.cpp's converter writes those of tokenizers that have several."""
+    changes = {"tokenizer.chat_templates": ["tool_use"]}
+    changes["tokenizer.chat_template.tool_use"] = "{{ tools }}"
+    path = write(tmp_path / "tiny.gguf", awake("llama"), llama_tokenizer(), changes=changes)
+    _, tokenizer = load_gguf(path)
+    assert tokenizer.chat_template == {"default": LLAMA_TEMPLATE, "tool_use": "{{ tools }}"}
+
+
 def test_ends_of_answers_are_taken_up(tmp_path):
     """Llama 3's files name the end of a turn, of a message to a tool, and of a text."""
     ends = {"eos_token_id": 3, "eot_token_id": 4, "eom_token_id": 5, "padding_token_id": 0}

@@ -45,6 +45,17 @@ def test_a_saved_model_is_an_ordinary_one(tmp_path, architecture):
     assert len(modes) == 1, "a server that runs as another user reads all files or none"
 
 
+def test_named_chat_templates_are_saved_so_that_others_can_read_them(tmp_path):
+    """Guards their directory, which nobody enters who may only read it."""
+    model, tokenizer = build("qwen2", 320)
+    card = ensure_mask_token(model, tokenizer)
+    tokenizer.chat_template = {"default": str(tokenizer.chat_template), "tool_use": "{{ tools }}"}
+    save_model(tmp_path / "model", model, tokenizer, card)
+    assert load_tokenizer(tmp_path / "model").chat_template == tokenizer.chat_template
+    directory = tmp_path / "model" / "additional_chat_templates"
+    assert directory.stat().st_mode & 0o555 == 0o555
+
+
 def test_weights_may_be_given(tmp_path):
     """Under ZeRO-3 the model's own parameters are empty, and else pieces of one large tensor; the
     tied head is not repeated."""

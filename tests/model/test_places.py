@@ -32,6 +32,8 @@ def made(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("made") / "mars"
     create_model(PresetModel(preset="tiny", vocab_size=300), lambda: WORDS, directory, seed=0)
     (directory / "pytorch_model.bin").write_bytes(b"a program")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return directory
 
 
@@ -57,9 +59,12 @@ def test_a_store_gives_a_model_that_decodes(s3, tmp_path, made):
     assert card == read_card(made)
     assert reads == ["mars.json", "config.json"]
     directory = local_copy(source, str(tmp_path / "cache"))
-    wanted = {path.name for path in made.iterdir()} - {"pytorch_model.bin"}
-    assert {path.name for path in directory.iterdir()} == wanted
-    for name in wanted:
+    wanted, arrived = (
+        {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+        for root in (made, directory)
+    )
+    assert arrived == wanted - {Path("pytorch_model.bin")}
+    for name in arrived:
         assert (directory / name).read_bytes() == (made / name).read_bytes()
     config = EngineConfig(max_batch=1, max_context=32, device="cpu", window_control=False)
     load_engine(directory, config)

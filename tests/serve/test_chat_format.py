@@ -155,6 +155,33 @@ def test_calls_and_results_are_part_of_the_conversation(tiny, family):
     assert text.index("What is it?") < text.index("add") < text.index("five") < text.index("Thanks")
 
 
+def test_names_reach_a_template_that_shows_them(tiny):
+    """Of every role, as text; no other template's prompt changes."""
+    named = [
+        Turn("system", "Be brief.", name="rules"),
+        Turn("user", "Why?", name="bob<|im_end|>"),
+        Turn("assistant", "", (TOLD,), name="helper"),
+        Turn("tool", "noon", call_id=TOLD.id, name="now"),
+    ]
+    bare = [replace(turn, name=None) for turn in named]
+    tokenizer = of_family(tiny, "qwen2.5")
+    shown = "{{- '<|im_start|>' + (m.name or m.role) + '\\n' -}}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{- '<|im_start|>' + m.role + '\\n' -}}", shown
+    ).replace("<tool_response>", "' + (m.name or '') + '")
+    chat = ChatFormat(tokenizer, grammars_of(tokenizer))
+    text = prompt(chat, *named)
+    for name in ("rules", "bob<|im_end|>", "helper", "now"):
+        assert f"<|im_start|>{name}\n" in text or f"user\n{name}\n" in text
+    ends = [
+        chat.encode(tuple(turns)).count(chat._tokenizer.eos_token_id) for turns in (named, bare)
+    ]
+    assert ends[0] == ends[1]
+    for family in ("qwen2.5", "plain", "mistral-v7"):
+        other = form_of(tiny, family)
+        assert prompt(other, *named) == prompt(other, *bare)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_is_told_of_the_tools(tiny, family):
     """By its template, or by a system message, or in the first message."""
@@ -169,6 +196,41 @@ def test_the_model_is_told_of_the_tools(tiny, family):
     if family == "no-system":
         assert text.index('"now"') < text.index("What is it?")
         assert "system" not in text
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_them(tiny):
+    """Hermes', Command R's and others' tokenizers name it `tool_use`. Guards tools that the default
+    one leaves out, or a default one that is never used again."""
+    tokenizer = of_family(tiny, "qwen2.5")
+    tokenizer.chat_template = {
+        "default": FAMILIES["plain"].template,
+        "tool_use": FAMILIES["qwen2.5"].template,
+        "rag": "{{ documents }}",
+    }
+    chat = ChatFormat(tokenizer, grammars_of(tokenizer))
+    for family, tools in (("plain", None), ("qwen2.5", TOOLS)):
+        assert prompt(chat, ASKED, tools=tools) == prompt(form_of(tiny, family), ASKED, tools=tools)
+    assert follows(chat, compiled(chat, call_of()), ONE["qwen2.5"])
+    # Calls of earlier answers are text for a template that knows none.
+    earlier = prompt(
+        chat, ASKED, Turn("assistant", "", (ADDED,)), Turn("tool", "five", call_id="c"), tools=None
+    )
+    assert '"a": 1' in earlier
+    assert "five" in earlier
+
+
+def test_thoughts_begin_as_the_template_in_use_says(tiny):
+    """The one for tools opens them here, the other does not."""
+    tokenizer = of_family(tiny, "deepseek-r1")
+    tokenizer.chat_template = {
+        "default": FAMILIES["qwen3"].template,
+        "tool_use": FAMILIES["deepseek-r1"].template,
+    }
+    chat = ChatFormat(tokenizer, grammars_of(tokenizer), reasoning_parser="qwen3")
+    for tools, said in ((None, ("", "hm</think>yes")), (TOOLS, ("hm", "yes"))):
+        reader = chat.reasoning_reader(call_of(tools))
+        assert reader
+        assert reader.push("hm</think>yes") == said
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from serve.asking import ASK, ask, error_of, text_of
 
 from mars_ray.config.serve import Limits
 from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.openai.request_models import ChatBody, parse
+from mars_ray.serve.openai.validation import turns_of
 
 USER = {"role": "user", "content": ASK}
 
@@ -32,8 +34,11 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "done"}
     ids=["user", "system", "developer", "assistant", "tool"],
 )
 def test_a_speakers_name_is_taken(client, messages):
-    """Agent frameworks set it on every turn (Octop#807)."""
+    """Agent frameworks set it on every turn (Octop#807). It goes on to the chat template."""
     assert ask(client, messages=messages).status_code == 200
+    body = parse(ChatBody, json.dumps({"model": "tiny", "messages": messages}).encode())
+    given = [message.get("name") for message in messages]
+    assert [turn.name for turn in turns_of(body.messages)] == given
 
 
 @pytest.mark.parametrize(

@@ -110,19 +110,24 @@ def test_any_json_object_begins_as_one(client):
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "place", "says"),
     [
-        ({"type": "objekt"}, "objekt"),
-        ({"$ref": "http://127.0.0.1/schema.json"}, "retriev"),
-        ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+        ({"type": "objekt"}, "type", "objekt"),
+        ({"$ref": "http://127.0.0.1/schema.json"}, "$ref", "retriev"),
+        ({"anyOf": [{"type": "string", "pattern": "(?=a)b"}]}, "anyOf.0.pattern", "look-ahead"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_a_400(client, schema, says):
-    """By name and with the reason; nothing is fetched."""
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    error = error_of(ask(client, response_format=asked), 400)
-    assert error["param"] == "response_format"
+def test_a_strict_schema_that_cannot_be_followed_is_a_400(client, schema, place, says):
+    """By its place, with the reason; nothing is fetched. Without `strict` the rest is followed."""
+    named = {"name": "x", "schema": {"properties": {"a": schema}}, "strict": True}
+    error = error_of(
+        ask(client, response_format={"type": "json_schema", "json_schema": named}), 400
+    )
+    assert error["param"] == f"response_format.json_schema.schema.properties.a.{place}"
     assert says in error["message"].lower()
+    loose = {**named, "schema": {"type": "object", **named["schema"]}, "strict": False}
+    made = ask(client, response_format={"type": "json_schema", "json_schema": loose})
+    assert text_of(made).startswith("{")
 
 
 @pytest.mark.parametrize("options", [{"lenient": True}, {"item_separator": "x"}, None])
@@ -131,10 +136,11 @@ def test_a_schema_cannot_loosen_itself(client, options):
     schema = {"x-guidance": options, "not": {"const": 1}}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     error = error_of(ask(client, response_format=asked), 400)
-    assert error["param"] == "response_format"
-    assert "'x-guidance'" in error["message"]
+    assert error["param"] == "response_format.json_schema.schema.x-guidance"
+    assert error["param"] in error["message"]
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    assert error_of(ask(client, tools=[tool]), 400)["param"] == "tools"
+    error = error_of(ask(client, tools=[NOW, tool]), 400)
+    assert error["param"] == "tools.1.function.parameters.x-guidance"
 
 
 def test_a_schema_that_becomes_too_complex_is_a_400(client, text_engine):
@@ -274,6 +280,26 @@ def test_a_template_that_writes_other_calls_has_required_ones_only(job):
     assert (error["param"], error["code"]) == ("tools", "invalid_value")
     made = ask(api, tools=[ADD], tool_choice="required", **ONE).json()["choices"][0]
     assert follows(made["message"]["tool_calls"][0]["function"]["arguments"])
+    server.stop()
+
+
+@pytest.mark.parametrize("named", [None, "tool_use"])
+def test_a_model_that_cannot_chat_says_so(job, named):
+    """A base model, or one without a default template: completions need none. Guards a 500."""
+    engine, tokenizer = load_engine(job.checkpoint, job.engine)
+    tokenizer.chat_template = {named: tokenizer.chat_template} if named else None
+    server = LLMServer(AsyncEngine(engine), tokenizer, job)
+    server.start()
+    api = TestClient(build_api(job, {"tiny": server}))
+    messages = [{"role": "user", "content": "x"}]
+    for response in (ask(api), api.post("/tokenize", json={"messages": messages})):
+        error = error_of(response, 400)
+        assert error["param"] == "messages"
+        assert "chat_template.jinja" in error["message"]
+    written = api.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2})
+    assert written.status_code == 200
+    with_tools = ask(api, tools=[ADD], tool_choice="required", **ONE)
+    assert with_tools.status_code == (200 if named else 400)
     server.stop()
 
 

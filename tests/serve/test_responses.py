@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from serve.asking import ASK, text_of
+from serve.asking import ASK, error_of, text_of
 from serve.asking import ask as ask_chat
 from serve.test_client_reasoning import PAINT
 from serve.test_client_tools import Paint
@@ -189,6 +189,25 @@ def test_items_become_the_turns_of_a_chat():
     assert (chat.tool_choice, chat.reasoning_effort) == ("required", "low")
     assert chat.response_format.json_schema.name == "a"
     assert (chat.logprobs, chat.top_logprobs) == (True, 2)
+
+
+def test_what_cannot_be_followed_is_named_by_its_place(client):
+    """In the words of this route, and by the number that the client gave the tool."""
+    odd = {"type": "object", "properties": {"p": {"type": "string", "format": "path"}}}
+    tools = [TOOL | {"name": name, "parameters": odd} for name in ("f", "g")]
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "g"}],
+    }
+    error = error_of(ask(client, tools=tools, tool_choice=allowed), 400)
+    assert error["param"] == "tools.1.parameters.properties.p.format"
+    assert error["message"].startswith(f"'{error['param']}' cannot be followed")
+    named = {"type": "json_schema", "name": "a", "schema": odd, "strict": True}
+    error = error_of(ask(client, text={"format": named}), 400)
+    assert error["param"] == "text.format.schema.properties.p.format"
+    named["strict"] = None
+    assert ask(client, text={"format": named}).status_code == 200
 
 
 def test_the_client_reads_it_whole_and_streamed(official):

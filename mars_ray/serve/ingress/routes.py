@@ -211,7 +211,7 @@ class _Routes:
             try:
                 return await self._answer(to_chat(body), entry, key, _Response(body))
             except ApiError as error:
-                raise renamed(error) from error
+                raise renamed(error, body) from error
 
         return await self._guarded(request, f"resp_{uuid.uuid4().hex}", answer)
 

@@ -75,7 +75,7 @@ def _joined(content: str | tuple[TextPart, ...]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-# Frameworks name who speaks in every message. Templates of the models served here do not show it.
+# Frameworks name who speaks in every message. It is for templates that show it.
 Speaker = Annotated[str, Field(max_length=256)]
 
 
@@ -89,7 +89,7 @@ class PlainMessage(Wire):
     def turn(self) -> Turn:
         """The message with its parts joined; `developer` is OpenAI's newer name of `system`."""
         role = "system" if self.role == "developer" else self.role
-        return Turn(role, _joined(self.content))
+        return Turn(role, _joined(self.content), name=self.name)
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -152,7 +152,8 @@ class AssistantMessage(Wire):
             for call in self.tool_calls or ()
         )
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        return Turn("assistant", _joined(self.content or ""), calls, reasoning=thoughts)
+        content = _joined(self.content or "")
+        return Turn("assistant", content, calls, reasoning=thoughts, name=self.name)
 
 
 class ToolMessage(Wire):
@@ -165,7 +166,8 @@ class ToolMessage(Wire):
 
     def turn(self) -> Turn:
         """The message with its parts joined."""
-        return Turn("tool", _joined(self.content), call_id=self.tool_call_id)
+        content = _joined(self.content)
+        return Turn("tool", content, call_id=self.tool_call_id, name=self.name)
 
 
 ChatMessage = Annotated[

@@ -36,13 +36,13 @@ from mars_ray.serve.protocol import ErrorInfo
 
 LOGPROBS = "message.output_text.logprobs"
 _FIRST = Field(fail_fast=True)
-# Fields of a chat and the field here that sets it, for errors that name it.
+# Places of a chat and those here that set them, for errors that name one.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "messages": "input",
 }
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -307,22 +307,30 @@ def to_chat(body: ResponsesBody) -> ChatBody:
     try:
         return parse(ChatBody, json.dumps(given).encode())
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error, body) from error
 
 
-def renamed(error: ApiError) -> ApiError:
+def renamed(error: ApiError, body: ResponsesBody) -> ApiError:
     """An error of the chat, in the words of the request that it was made of."""
     refusal = error.refusal
-    first, _, rest = (refusal.param or "").partition(".")
-    if first not in _NAMES:
+    if refusal.param is None:
         return error
-    own = _NAMES[first]
-    if first == "messages":  # their numbers are not those of the items
-        message = refusal.message.replace(f"'{refusal.param}'", f"'{own}'")
-        return ApiError(replace(refusal, message=message, param=own))
-    param = f"{own}.{rest}" if rest else own
+    param = _own_place(refusal.param, body)
     message = refusal.message.replace(f"'{refusal.param}'", f"'{param}'")
     return ApiError(replace(refusal, message=message, param=param))
+
+
+def _own_place(place: str, body: ResponsesBody) -> str:
+    match place.split("."):
+        case ["messages", *_]:  # their numbers are not those of the items
+            return "input"
+        case ["tools", number, "function", *rest] if number.isdecimal():
+            numbers = [n for n, tool in enumerate(body.tools or ()) if tool in _allowed(body)]
+            return ".".join(["tools", str(numbers[int(number)]), *rest])
+    for name, own in _NAMES.items():
+        if place == name or place.startswith(f"{name}."):
+            return own + place.removeprefix(name)
+    return place
 
 
 def _response_format(asked: PlainFormat | SchemaOfName) -> dict[str, Any]:
@@ -332,19 +340,27 @@ def _response_format(asked: PlainFormat | SchemaOfName) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": named}
 
 
+def _allowed(body: ResponsesBody) -> tuple[FunctionTool, ...]:
+    """The tools that answers may call."""
+    tools, choice = body.tools or (), body.tool_choice
+    if not isinstance(choice, AllowedTools):
+        return tools
+    names = {tool.name for tool in choice.tools}
+    return tuple(tool for tool in tools if tool.name in names)
+
+
 def _tools(body: ResponsesBody) -> dict[str, Any]:
     """The chat's tools and choice of a tool."""
-    tools, choice = body.tools or (), body.tool_choice
+    choice, tools = body.tool_choice, _allowed(body)
     made: dict[str, Any] = {"tool_choice": choice}
     match choice:
         case ToolOfName():
             function = {"name": choice.name}
             made["tool_choice"] = {"type": "function", "function": function}
         case AllowedTools():
-            allowed = {tool.name for tool in choice.tools}
-            if missing := allowed - {tool.name for tool in tools}:
+            missing = {tool.name for tool in choice.tools} - {tool.name for tool in tools}
+            if missing:
                 refuse("tool_choice", f"there is no tool {min(missing)!r} among 'tools'")
-            tools = tuple(tool for tool in tools if tool.name in allowed)
             made["tool_choice"] = choice.mode
         case _:
             pass

@@ -75,6 +75,7 @@ def to_generation_request(
         quality=_quality(body, job),
         quality_class=_quality_class(body, job),
         schema=_schema(body),
+        is_strict=_is_strict(body),
         tools=_tools(body),
         delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
         is_streamed=bool(body.stream),
@@ -255,7 +256,7 @@ def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
 def _schema(body: AnswerBody) -> dict[str, Any] | None:
     match body:
         case ChatBody(response_format=SchemaFormat(json_schema=named)):
-            _check_options(named.schema_, "response_format")
+            _check_options(named.schema_, "response_format.json_schema.schema")
             return named.schema_
         case ChatBody(response_format=JsonFormat()):
             return {"type": "object"}
@@ -263,13 +264,21 @@ def _schema(body: AnswerBody) -> dict[str, Any] | None:
             return None
 
 
-def _check_options(schema: dict[str, Any], param: str) -> None:
+def _is_strict(body: AnswerBody) -> bool:
+    match body:
+        case ChatBody(response_format=SchemaFormat(json_schema=named)):
+            return bool(named.strict)
+        case _:
+            return False
+
+
+def _check_options(schema: dict[str, Any], place: str) -> None:
     """Raises ApiError for options of llguidance, except the one that only shapes white space.
     Others may make it ignore parts of the schema, or write text that is not JSON."""
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict) or not options.keys() <= {"whitespace_flexible"}:
-        message = "'x-guidance' of a schema may hold 'whitespace_flexible' and nothing else"
-        refuse(param, message)
+        place = f"{place}.x-guidance"
+        refuse(place, f"'{place}' may hold 'whitespace_flexible' and nothing else")
 
 
 def _tools(body: AnswerBody) -> Tools | None:
@@ -287,8 +296,8 @@ def _tools(body: AnswerBody) -> Tools | None:
         refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
     if choice == "none":
         return None
-    for tool in body.tools:
-        _check_options(tool.function.parameters or {}, "tools")
+    for number, tool in enumerate(body.tools):
+        _check_options(tool.function.parameters or {}, f"tools.{number}.function.parameters")
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return Tools(
         tuple(tool.model_dump(exclude_none=True) for tool in body.tools),

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.serve import ReasoningParser, ToolParser
 from mars_ray.data.chat import Call as ChatCall
-from mars_ray.data.chat import ChatEncoder, encode_prompt, encoder_of
+from mars_ray.data.chat import ChatEncoder, encoder_of
 from mars_ray.data.chat import Message as ChatTurn
 from mars_ray.decode.structured_output import Grammars
 from mars_ray.errors import DataError, ModelError, RequestError
@@ -61,6 +61,7 @@ class ChatFormat:
         self._reasoning_parser: ReasoningParser | None = reasoning_parser
         self._think_ids = -1, -1  # of the marks, if there is a parser for them
         self._starts = lru_cache(maxsize=64)(self._start)
+        self._tells = lru_cache(maxsize=2)(_tells)
         special = {
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -82,12 +83,14 @@ class ChatFormat:
         turns = [part for part in prompt if isinstance(part, Turn)]
         if not turns:
             return tuple(part for part in prompt if isinstance(part, int))
-        options = template_options(switches, self._encoder) if switches else {}
+        encoder = self._encoder_of(has_tools=tools is not None)
+        options = template_options(switches, encoder) if switches else {}
         definitions = tools.definitions if tools else ()
         said = [self._turn(turn) for turn in turns]
-        if not self._is_told:
+        if not self._tells(encoder):
             said, definitions = self._as_text(said, definitions), ()
-        return tuple(encode_prompt(said, self._tokenizer, definitions, options))
+        plan = encoder.plan_prompt(said, definitions, options)
+        return tuple(encoder.encode([plan])[0].input_ids.tolist())
 
     def grammar(self, call: GenerationRequest) -> str | None:
         """The grammar of a call's answers, if any text will not do. Raises RequestError for tools
@@ -127,19 +130,20 @@ class ChatFormat:
         assert isinstance(text, str)
         return text
 
-    @cached_property
-    def _encoder(self) -> ChatEncoder:
-        return encoder_of(self._tokenizer)
+    def _encoder_of(self, *, has_tools: bool) -> ChatEncoder:
+        """The encoder of conversations with or without tools; a template for tools that writes no
+        calls is of no use."""
+        encoder = encoder_of(self._tokenizer, has_tools=has_tools)
+        return encoder if self._tells(encoder) else encoder_of(self._tokenizer)
 
     @cached_property
-    def _written(self) -> str:
-        """What the template writes of a call."""
-        return self._encoder.written_calls([_SAMPLE])
+    def _encoder(self) -> ChatEncoder:
+        """That of conversations with tools."""
+        return self._encoder_of(has_tools=True)
 
     @cached_property
     def _is_told(self) -> bool:
-        """Whether the template describes tools and writes calls, in whatever format."""
-        return self._encoder.describes_tools and _SAMPLE.name in self._written
+        return self._tells(self._encoder)
 
     @cached_property
     def _found(self) -> ToolFormat | None:
@@ -151,7 +155,7 @@ class ChatFormat:
     def _reads(self, form: ToolFormat) -> bool:
         """Whether the template writes calls in this format."""
         reader = ToolCallReader("", form, {_SAMPLE.name})
-        said, deltas = reader.push(self._written)
+        said, deltas = reader.push(self._encoder.written_calls([_SAMPLE]))
         if not form.begin and self._encoder.without_special(said).strip():
             return False  # an object between marks of another format
         try:
@@ -220,12 +224,15 @@ class ChatFormat:
     def _start_of(self, call: GenerationRequest) -> Start | None:
         prompt = call.prompts[0]
         is_chat = isinstance(prompt, tuple) and isinstance(prompt[0], Turn)
-        return self._starts(call.switches) if is_chat and self._reasoning_parser else None
+        if not (is_chat and self._reasoning_parser):
+            return None
+        return self._starts(call.switches, call.tools is not None)
 
-    def _start(self, switches: Switches) -> Start:
+    def _start(self, switches: Switches, has_tools: bool) -> Start:
         assert self._reasoning_parser
-        options = template_options(switches, self._encoder) if switches else {}
-        return start_of(self._encoder.answer_prefix(options), self._reasoning_parser)
+        encoder = self._encoder_of(has_tools=has_tools)
+        options = template_options(switches, encoder) if switches else {}
+        return start_of(encoder.answer_prefix(options), self._reasoning_parser)
 
     def _turn(self, turn: Turn) -> ChatTurn:
         """The turn for the chat template. Raises DataError if arguments of an earlier call are not
@@ -240,7 +247,9 @@ class ChatFormat:
                 raise DataError(message) from error
             calls.append(ChatCall(call.name, arguments, self._call_id(call.id)))
         call_id = turn.call_id and self._call_id(turn.call_id)
-        return ChatTurn(turn.role, turn.content, tuple(calls), call_id, turn.reasoning)
+        return ChatTurn(
+            turn.role, turn.content, tuple(calls), call_id, turn.reasoning, name=turn.name
+        )
 
     def _call_id(self, call_id: str) -> str:
         return short_id(call_id) if self._format.parser == "mistral" else call_id
@@ -277,6 +286,11 @@ class ChatFormat:
         if self._takes_system:
             return [ChatTurn("system", text), *turns]
         return [replace(first, content=f"{text}\n\n{first.content}"), *turns[1:]]
+
+
+def _tells(encoder: ChatEncoder) -> bool:
+    """Whether the template describes tools and writes calls, in whatever format."""
+    return encoder.describes_tools and _SAMPLE.name in encoder.written_calls([_SAMPLE])
 
 
 def _results(results: list[str]) -> list[ChatTurn]:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mars_ray.decode.json_schema import SchemaFault, followed
+from mars_ray.errors import RequestError
 from mars_ray.serve.protocol import GenerationRequest, Tools
 from mars_ray.serve.replica.reasoning_parser import THINK, THINK_END, Start
 from mars_ray.serve.replica.tool_formats import MARKERS, ToolFormat
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# White space between two parts of JSON: a space, or a new line with some indentation.
-_GAP = r"( |\n[ \t]{0,20})?"
 _MARKERS = re.compile(f"({'|'.join(map(re.escape, (*MARKERS, THINK, THINK_END)))})")
 
 
@@ -54,7 +54,8 @@ def grammar_of(
 ) -> str | None:
     """The grammar of the answers to a call, or None if any text will do.
 
-    start: how thoughts begin, if the answers have any that are told apart.
+    start: how thoughts begin, if the answers have any that are told apart. Raises RequestError that
+    names the place in a strict schema that cannot be followed.
     """
     if call.tools is None and call.schema is None:
         return None
@@ -62,7 +63,8 @@ def grammar_of(
     answer: list[str] = []
     if call.schema is not None:
         answer.append("json")
-        rules.append(f"json: {_json(call.schema)}")
+        place = "response_format.json_schema.schema"
+        rules.append(f"json: {_json(call.schema, place, is_strict=call.is_strict)}")
     if call.tools is not None:
         is_free = not call.tools.is_required and call.schema is None
         tags = MARKERS if start is None else (*MARKERS, THINK, THINK_END)
@@ -102,23 +104,28 @@ def _bodies(tools: Tools, form: ToolFormat, vocabulary: Vocabulary) -> list[str]
     """Rules for the calls of each tool, behind their beginning, and for a list of them."""
     chosen = _chosen(tools)
     after = vocabulary.terms(form.after)
-    rules = [f"body: {' | '.join(f'body_{place}' for place in range(len(chosen)))}"]
-    for place, function in enumerate(chosen):
+    rules = [f"body: {' | '.join(f'body_{place}' for place in chosen)}"]
+    for place, function in chosen.items():
         before = vocabulary.terms(f"{form.before}{function['name']}{form.between}")
-        schema = function.get("parameters") or _NO_PARAMETERS
+        # Some schemas leave the type of arguments open, which is always this.
+        schema = {"type": "object", **(function.get("parameters") or _NO_PARAMETERS)}
+        where, is_strict = f"tools.{place}.function.parameters", function.get("strict", False)
         rules.append(f"body_{place}: {before} arguments_{place} {after}")
-        rules.append(f"arguments_{place}: {_json(schema)}")
+        rules.append(f"arguments_{place}: {_json(schema, where, is_strict=is_strict)}")
     if form.is_list:
         more = f"({vocabulary.terms(form.joint)} body)*" if tools.is_parallel else ""
         rules.append(f'list: " "? "[" body {more} "]"')
     return rules
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    """JSON by a schema. White space is bounded where the schema itself says nothing of it: a model
-    may write it for ever, and then there is no JSON at its limit (vllm#38696)."""
-    options = schema.get("x-guidance") or {"whitespace_pattern": _GAP}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+def _json(schema: Mapping[str, Any], place: str, *, is_strict: bool) -> str:
+    """JSON by the schema, which the request has at this place."""
+    text = followed(json.dumps(schema), is_strict=is_strict)
+    if isinstance(text, SchemaFault):
+        field = ".".join(map(str, (place, *text.place)))
+        message = f"'{field}' cannot be followed: {text.reason}; leave it out, or 'strict'"
+        raise RequestError(message, field=field)
+    return f"%json {text}"
 
 
 def _free(tools: Tools, form: ToolFormat, vocabulary: Vocabulary, tags: Sequence[str]) -> list[str]:
@@ -133,16 +140,16 @@ def _free(tools: Tools, form: ToolFormat, vocabulary: Vocabulary, tags: Sequence
         return [*rules, f"called: until {tail}", until]
     # Such an object is a call only if it names a tool and has its parameters, since a text may hold
     # other JSON.
-    names = [function["name"] for function in _chosen(tools)]
-    rules.append(f"called: {' | '.join(f'called_{place}' for place in range(len(names)))}")
-    for place, name in enumerate(names):
+    names = {place: function["name"] for place, function in _chosen(tools).items()}
+    rules.append(f"called: {' | '.join(f'called_{place}' for place in names)}")
+    for place, name in names.items():
         rules.append(f'called_{place}: until_{place} " "? arguments_{place} "}}"')
         keys = rf'\{{\s*"name"\s*:\s*"{name}"\s*,\s*"(parameters|arguments)"\s*:'
         rules.append(rf"until_{place}[lazy]: /(.|\n)*{keys}/")
     return rules
 
 
-def _chosen(tools: Tools) -> list[dict[str, Any]]:
-    """The functions that may be called."""
-    functions = [definition["function"] for definition in tools.definitions]
-    return [function for function in functions if tools.named in (None, function["name"])]
+def _chosen(tools: Tools) -> dict[int, dict[str, Any]]:
+    """The functions that may be called, by their places among the tools."""
+    functions = enumerate(definition["function"] for definition in tools.definitions)
+    return {place: each for place, each in functions if tools.named in (None, each["name"])}

@@ -24,6 +24,7 @@ from mars_ray.errors import (
     DataError,
     DeadlineError,
     EngineError,
+    ModelError,
     PoisonError,
     PromptTooLongError,
     RequestError,
@@ -254,7 +255,7 @@ class LLMServer:
         try:
             tokens = await _encoded(partial(self._chat.encode, prompt), prompt)
             return Tokenized(tokens, self._facts.max_context)
-        except DataError as error:
+        except (DataError, ModelError) as error:
             return ErrorInfo(400, str(error), param="messages", code="invalid_value")
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
@@ -267,13 +268,16 @@ class LLMServer:
         return text
 
     async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
-        """The grammar, compiled in a thread to not block the event loop. Raises RequestError."""
+        """The grammar, made in a thread to not block the event loop. Raises RequestError."""
+        if call.tools is None and call.schema is None:
+            return None
+        return await asyncio.to_thread(self._compiled_for, call)
+
+    def _compiled_for(self, call: GenerationRequest) -> CompiledGrammar | None:
         text = self._chat.grammar(call)
         if text is None:
             return None
-        return await asyncio.to_thread(
-            self._compiled, text, "tools" if call.tools else "response_format"
-        )
+        return self._compiled(text, "tools" if call.tools else "response_format")
 
     async def _requests(self, call: GenerationRequest) -> list[Request]:
         """A request for each choice, in a mode that the engine can decode now.
@@ -422,7 +426,7 @@ def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
         case RequestError(field=field):
             param = _prompt_param(call) if field == "messages" else field
             return ErrorInfo(400, str(error), param, "invalid_value")
-        case DataError():
+        case DataError() | ModelError():  # also of a model without a chat template
             return ErrorInfo(400, str(error), _prompt_param(call), "invalid_value")
         case DeadlineError():
             return ErrorInfo(408, str(error), "timeout_s", "deadline_exceeded")
