@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from mars_ray.config.base import DISTINCT, Config, Precision
+from mars_ray.config.base import DISTINCT, AdapterPath, Config, ModelPath, Names, Precision
 from mars_ray.config.evaluate import PromptsTask
 from mars_ray.config.model import PresetName
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
@@ -34,11 +34,11 @@ class BenchDecodeJob(Config):
     """Our modes and other decoders on one checkpoint, measured in turn."""
 
     kind: Literal["bench-decode"] = "bench-decode"
-    checkpoint: str | None = None
+    checkpoint: ModelPath | None = None
     random_weights: PresetName | None = Field(
         default=None, description="instead of a checkpoint: a shape, for the cost of a step"
     )
-    draft_adapter: str | None = Field(
+    draft_adapter: AdapterPath | None = Field(
         default=None,
         description="adapter of our modes and of vllm-mars, as a service's `engine.draft_adapter`",
     )
@@ -51,7 +51,7 @@ class BenchDecodeJob(Config):
         default=(), description="one that is not installed is left out, and the result says so"
     )
     lockstep: Annotated[tuple[LockstepDecoder, ...], DISTINCT] = ()
-    peer_pythons: dict[Peer, str] = Field(
+    peer_pythons: Annotated[dict[Peer, str], Names("program")] = Field(
         default={},
         description="interpreters of peers with environments of their own; vllm's and llamacpp's "
         "are those of their variants, too",

@@ -1,11 +1,11 @@
 """The export of a finished checkpoint to a place from which services load it."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Revision
+from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Names, Revision
 
 
 class ExportJob(Config):
@@ -17,7 +17,7 @@ class ExportJob(Config):
     destination: str = Field(
         description="directory or URI, another one for every version of a model"
     )
-    model_cache: str = Field(
+    model_cache: Annotated[str, Names("output")] = Field(
         default=MODEL_CACHE,
         description="for a copy of a checkpoint that comes from an object store",
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import Config, Names
 
 PresetName = Literal["tiny", "small", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b"]
 
@@ -24,7 +24,9 @@ class PretrainedModel(Config):
     """A Hugging Face causal language model: a local directory or a hub name."""
 
     type: Literal["pretrained"] = "pretrained"
-    path: Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+    path: Annotated[
+        str, Field(min_length=1), AfterValidator(os.path.expanduser), Names("start model")
+    ]
     revision: str | None = None
 
 

@@ -8,8 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+from pyarrow import ArrowException
 
 from mars_ray.errors import DataError
 
@@ -23,14 +22,14 @@ def rows(patterns: Sequence[str]) -> Iterator[Row]:
         try:
             yield from reader(path)
         # UnicodeDecodeError: a Parquet column of texts may hold arbitrary bytes.
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, ArrowException) as error:
             raise DataError(f"cannot read {path}: {error}") from error
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
     """The files that the paths and globs name, each once; those of one glob are sorted.
 
-    Raises DataError for a path or glob that matches no file.
+    Raises DataError for a path or glob that matches no file, or one of an unknown kind.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -42,6 +41,7 @@ def expand(patterns: Sequence[str]) -> list[Path]:
         for name in names:
             if Path(name).is_dir():
                 raise DataError(f"{name} is a directory; name its files, as in {name}/*.jsonl")
+            _reader(Path(name))
             found[Path(name)] = None
     return list(found)
 
@@ -113,8 +113,10 @@ def _skip(text: str, position: int, characters: str) -> int:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
+    from pyarrow.parquet import ParquetFile
+
     number = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with ParquetFile(path) as file:
         for batch in file.iter_batches():
             for content in batch.to_pylist():
                 number += 1
