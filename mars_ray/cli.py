@@ -15,8 +15,9 @@ import typer
 
 from mars_ray import __version__
 from mars_ray.cluster.cli import cluster
+from mars_ray.cluster.connection import Connection, named_address
 from mars_ray.cluster.ending import sigterm_ends_at_once
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, ask_for_token, haproxy_environment
+from mars_ray.cluster.environment import haproxy_environment
 from mars_ray.config.adapt import AdaptJob, adaptation_of
 from mars_ray.config.base import Config
 from mars_ray.config.demo import DemoJob, TinyDemoJob
@@ -42,7 +43,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="KEY: of the job, or SECTION.KEY."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and stop.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved job, check its inputs and stop.")
+]
 # Not a Path, which would turn s3://bucket into s3:/bucket.
 ServeTarget = Annotated[
     str, typer.Argument(metavar="CHECKPOINT|JOB.toml", help="Directory, hub name or URI; or a job.")
@@ -82,8 +85,8 @@ def train(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = Fals
 
     # Read now: the directory that Ray unpacks for a submitted job may be gone after training.
     here, facts = os.getcwd(), provenance()
-    with _Cluster():
-        result = run_training(job)
+    with Connection() as cluster:
+        result = run_training(job, cluster.open)
     models = {stage: _seen_from(here, path) for stage, path in result.models.items()}
     _print_result(asdict(result) | {"models": models, "provenance": facts})
 
@@ -95,8 +98,8 @@ def tune(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = False
     from mars_ray.tune.results import print_rows
     from mars_ray.tune.sweep import run_sweep
 
-    with _Cluster(log_to_driver=False):
-        sweep = run_sweep(job, _console())
+    with Connection(log_to_driver=False) as cluster:
+        sweep = run_sweep(job, _console(), cluster.open)
     print_rows(job, sweep.rows, _console())
     _print_result(sweep.summary)
 
@@ -139,8 +142,8 @@ def generate(job_file: JobFile, overrides: Overrides = None, dry_run: DryRun = F
     from mars_ray.generate.on_ray import RayEngines
     from mars_ray.generate.run import run_generation
 
-    with _Cluster(log_to_driver=False):
-        generated = run_generation(job, _console(), RayEngines)
+    with Connection(log_to_driver=False) as cluster:
+        generated = run_generation(job, _console(), RayEngines, cluster.open)
     _print_result(asdict(generated))
 
 
@@ -168,8 +171,8 @@ def adapt(
     job = _job(AdaptJob, source, overrides, dry_run)
     from mars_ray.adapt.run import run_adaptation
 
-    with _Cluster():
-        result = run_adaptation(job, _console())
+    with Connection() as cluster:
+        result = run_adaptation(job, _console(), cluster.open)
     _print_result(result)
 
 
@@ -204,32 +207,30 @@ def serve(
     job = _serve_job(target, overrides, dry_run)
     if haproxy:
         _use_haproxy()
-    from mars_ray.serve.preflight import preflight
-
-    preflight(job)  # before torch and Ray are imported, which takes seconds
     import ray
 
     from mars_ray.serve.deploy import check, start
     from mars_ray.serve.shutdown import wait_until_stopped
 
     check(job)
-    with _Cluster():
+    with Connection() as cluster:
+        cluster.open()
         with _saying("the replicas are starting"):
             url = start(job)
         # For commands that change the service. Ray sends its token to a named cluster only so.
         token = "RAY_AUTH_MODE=token " * (os.environ.get("RAY_AUTH_MODE") == "token")
-        cluster = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
-        print(f"serving on {url}, Ctrl-C stops; it is at {cluster}", file=sys.stderr)
+        address = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
+        print(f"serving on {url}, Ctrl-C stops; it is at {address}", file=sys.stderr)
         wait_until_stopped(job)
 
 
 @app.command()
 def update(target: ServeTarget, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Have the running service go on with another checkpoint, adapter or job; no request fails."""
-    job = _serve_job(target, overrides, dry_run)
+    job = _serve_job(target, overrides, dry_run, running=True)
     from mars_ray.serve.deploy import update as update_service
 
-    with _Cluster("auto"), _saying("new replicas take over"):
+    with Connection("auto"), _saying("new replicas take over"):
         update_service(job)
     _print_result({"models": list(job.each())})
 
@@ -242,7 +243,7 @@ def threshold(
     """Change the set-point of a running service, for requests whose quality tolerates it."""
     from mars_ray.serve.threshold_actor import publish
 
-    with _Cluster("auto"):
+    with Connection("auto"):
         publish(model, value)
     _print_result({"model": model, "threshold": value})
 
@@ -273,11 +274,11 @@ def demo(
     from mars_ray.demo.run import run_demo
     from mars_ray.demo.tiny import run_tiny_demo
 
-    with _Cluster():
+    with Connection() as cluster:
         if isinstance(job, DemoJob):
-            result = run_demo(job, _console())
+            result = run_demo(job, _console(), cluster.open)
         else:
-            result = run_tiny_demo(job, _console())
+            result = run_tiny_demo(job, _console(), cluster.open)
     # Last, because the workers may print lines until the cluster has ended.
     _print_result(result)
 
@@ -297,8 +298,11 @@ def simulate(
     from mars_ray.simulator.config import SimulateJob
 
     job = _job(SimulateJob, job_file, overrides, dry_run)
-    from mars_ray.simulator.report import policy_table, run_simulations, write_report
+    from mars_ray.files import check_writable
+    from mars_ray.simulator.report import RESULT_FILE, policy_table, run_simulations, write_report
 
+    if output:
+        check_writable(output / RESULT_FILE, "--output")
     result = run_simulations(job, _console(), output, workers)
     if output:
         write_report(result, output)
@@ -396,7 +400,11 @@ def _job(
     source: Path | dict[str, Any],
     overrides: list[str] | None,
     dry_run: bool,
+    *,
+    running: bool = False,
 ) -> AnyJob:
+    """The job, whose inputs have been checked; `running` says that its service has its port.
+    Raises MarsError."""
     several = kinds if isinstance(kinds, tuple) else (kinds,)
     own = {kind.model_fields["kind"].default: kind for kind in several}
     if isinstance(source, Path):
@@ -409,9 +417,23 @@ def _job(
         wanted = " or ".join(map(repr, own))
         raise ConfigError(f"{source}: this command takes a job of kind {wanted}")
     if dry_run:
-        print(job.model_dump_json(indent=2))
+        print(job.model_dump_json(indent=2), flush=True)
+    _check(job, elsewhere=dry_run, running=running)
+    if dry_run:
         raise typer.Exit
     return cast(AnyJob, job)
+
+
+def _check(job: Config, *, elsewhere: bool, running: bool) -> None:
+    """Raises MarsError for inputs that are missing or wrong, before torch and Ray are imported."""
+    if isinstance(job, ServeJob):
+        from mars_ray.serve.preflight import preflight
+
+        preflight(job, elsewhere=elsewhere, running=running)
+    else:
+        from mars_ray.inputs import check_inputs
+
+        check_inputs(job, elsewhere=elsewhere)
 
 
 def _seen_from(directory: str, path: Path) -> str:
@@ -430,11 +452,13 @@ def _slo(text: str) -> dict[str, str]:
     return {"ttft_s": first, "time_per_token_s": each}
 
 
-def _serve_job(target: str, overrides: list[str] | None, dry_run: bool) -> ServeJob:
+def _serve_job(
+    target: str, overrides: list[str] | None, dry_run: bool, *, running: bool = False
+) -> ServeJob:
+    source: Path | dict[str, Any] = {"kind": "serve", "checkpoint": target}
     if target.endswith(".toml") and "://" not in target:
-        return _job(ServeJob, Path(target), overrides, dry_run)
-    table = {"kind": "serve", "checkpoint": target}
-    return _job(ServeJob, table, overrides, dry_run)
+        source = Path(target)
+    return _job(ServeJob, source, overrides, dry_run, running=running)
 
 
 def _console() -> Any:
@@ -454,7 +478,7 @@ def _saying(text: str) -> Any:
 def _use_haproxy() -> None:
     """Set up HAProxy for the cluster that this command starts. Raises ConfigError if a cluster is
     named."""
-    if (address := os.environ.get("RAY_ADDRESS", "local")) != "local":
+    if address := named_address():
         raise ConfigError(
             f"--haproxy is for a cluster that this command starts; the nodes of {address} need it "
             "in their environment (docs/serving.md)"
@@ -465,35 +489,3 @@ def _use_haproxy() -> None:
 
 def _print_result(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
-
-
-class _Cluster:
-    """The cluster that RAY_ADDRESS names. If it names none, "local" starts one for the duration of
-    the command, and "auto" connects to the one that runs on this machine."""
-
-    def __init__(self, otherwise: str = "local", *, log_to_driver: bool = True) -> None:
-        self._otherwise = otherwise
-        self._log_to_driver = log_to_driver
-
-    def __enter__(self) -> None:
-        address = os.environ.get("RAY_ADDRESS", self._otherwise)
-        for name, value in NODE_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if address == "local":
-            ask_for_token()
-        import ray
-
-        try:
-            ray.init(address=address, include_dashboard=None, log_to_driver=self._log_to_driver)
-        # ValueError: RAY_ADDRESS is not an address.
-        except (ConnectionError, ValueError) as error:
-            raise ConfigError(
-                f"no Ray cluster answers at {address!r}: {error}. Name the one you mean with "
-                "RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a token; "
-                "`mars-ray serve` says both of its own"
-            ) from error
-
-    def __exit__(self, *_: Any) -> None:
-        import ray
-
-        ray.shutdown()

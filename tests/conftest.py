@@ -1,7 +1,8 @@
 """Fixtures that several packages' tests share."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """The job that a command's dry run prints. Its inputs may be missing here, which comes after
+    the job; the hub and object stores are not asked for theirs."""
+    from typer.testing import CliRunner
+
+    from mars_ray import inputs
+    from mars_ray.cli import app
+    from mars_ray.errors import MarsError
+
+    monkeypatch.setattr(inputs, "_check_elsewhere", lambda _: None)
+
+    def job(words: Sequence[str]) -> dict[str, Any]:
+        done = CliRunner().invoke(app, [*words, "--dry-run"])
+        if not done.stdout:
+            raise done.exception or AssertionError(done.output)
+        assert done.exception is None or isinstance(done.exception, MarsError), done.exception
+        return json.loads(done.stdout)
+
+    return job
 
 
 @pytest.fixture(scope="session")

@@ -10,25 +10,24 @@ from pathlib import Path
 
 import pytest
 import ray
+from click.testing import Result
+from told import looks_like_a_model
 from typer.testing import CliRunner
 
-from mars_ray import cli
 from mars_ray.cli import app
+from mars_ray.cluster.connection import Connection
 from mars_ray.cluster.environment import ask_for_token
 from mars_ray.errors import ConfigError
 from mars_ray.evaluate import bench as bench_module
-
-BENCH = ["bench", "jobs/bench-demo.toml"]
 
 
 @pytest.mark.parametrize("command", ["serve", "update"])
 @pytest.mark.parametrize(
     "target", ["s3://bucket/models/mars", "file:///models/mars.toml", "runs/demo", "org/name"]
 )
-def test_a_checkpoint_arrives_as_it_was_typed(command: str, target: str):
+def test_a_checkpoint_arrives_as_it_was_typed(command: str, target: str, resolved):
     """Guards a URI that goes through a path, which leaves one of its slashes."""
-    done = CliRunner().invoke(app, [command, target, "--dry-run"], catch_exceptions=False)
-    assert json.loads(done.output)["checkpoint"] == target
+    assert resolved([command, target])["checkpoint"] == target
 
 
 def test_the_help_of_overrides_holds_for_every_command():
@@ -41,9 +40,14 @@ def test_the_help_of_overrides_holds_for_every_command():
             assert "Directory, hub name or URI; or a job." in said
 
 
-def test_a_service_may_be_a_job_file():
-    done = CliRunner().invoke(app, ["serve", "jobs/serve-demo.toml", "--dry-run"])
-    assert json.loads(done.output)["checkpoint"] == "runs/demo/models/mars"
+def test_a_service_may_be_a_job_file(resolved):
+    assert resolved(["serve", "jobs/serve-demo.toml"])["checkpoint"] == "runs/demo/models/mars"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A directory that a benchmark takes for a model."""
+    return str(looks_like_a_model(tmp_path / "model"))
 
 
 @pytest.fixture
@@ -59,27 +63,36 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+def told_of(model: str, output: Path) -> Result:
+    words = ["bench", model, "--output", str(output)]
+    return CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_a_result_that_cannot_be_written_is_told_before_the_measurement(
-    measured: list[str], tmp_path: Path
+    measured: list[str], model: str, tmp_path: Path
 ):
     """Guards an hour of a GPU whose result is nowhere."""
     below_a_file = tmp_path / "file"
     below_a_file.touch()
     for output in (tmp_path, below_a_file / "result.json"):
         with pytest.raises(ConfigError, match=f"cannot write {output}: .*--output"):
-            CliRunner().invoke(app, [*BENCH, "--output", str(output)], catch_exceptions=False)
+            CliRunner().invoke(
+                app, ["bench", model, "--output", str(output)], catch_exceptions=False
+            )
     assert not measured
 
 
-def test_a_result_is_written_and_printed(measured: list[str], tmp_path: Path):
+def test_a_result_is_written_and_printed(measured: list[str], model: str, tmp_path: Path):
     """In a directory that is made."""
     output = tmp_path / "new" / "result.json"
-    done = CliRunner().invoke(app, [*BENCH, "--output", str(output)], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["bench", model, "--output", str(output)], catch_exceptions=False
+    )
     assert json.loads(output.read_text()) == json.loads(done.output) == {"tokens_per_s": 1.5}
 
 
 def test_a_result_is_printed_also_if_the_disk_is_full(
-    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: list[str], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What was measured is then somewhere."""
 
@@ -87,7 +100,7 @@ def test_a_result_is_printed_also_if_the_disk_is_full(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    done = CliRunner().invoke(app, [*BENCH, "--output", str(tmp_path / "result.json")])
+    done = CliRunner().invoke(app, ["bench", model, "--output", str(tmp_path / "result.json")])
     assert json.loads(done.output) == {"tokens_per_s": 1.5}
 
 
@@ -114,12 +127,12 @@ def test_a_clusters_token_is_for_its_owner(home: Path, monkeypatch: pytest.Monke
     """Guards a cluster that runs code for every account of the machine."""
     monkeypatch.setattr(ray, "init", write_token)
     token = home / ".ray" / "auth_token"
-    cli._Cluster().__enter__()
+    Connection().open()
     assert "RAY_AUTH_MODE" not in os.environ, "Ray, imported here, has read it already"
     assert token.read_text() == "secret"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     token.chmod(0o644)
-    cli._Cluster().__enter__()
+    Connection().open()
     assert token.read_text() == "secret"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
@@ -135,16 +148,35 @@ def test_a_token_is_asked_for_before_ray_is_imported(home: Path, monkeypatch: py
 def test_who_joins_a_cluster_makes_no_token(home: Path, monkeypatch: pytest.MonkeyPatch):
     """It is the cluster's to have one."""
     monkeypatch.setattr(ray, "init", lambda **_: None)
-    cli._Cluster("auto").__enter__()
+    Connection("auto").__enter__()
     assert not (home / ".ray").exists()
     assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_cluster_of_its_own_starts_when_it_is_needed(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards half a minute before a bad row of data is told; one that is named is asked at once,
+    because its address may be wrong."""
+    called: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda address, **_: called.append(address))
+    monkeypatch.setattr(ray, "shutdown", lambda: called.append("shutdown"))
+    with Connection() as cluster:
+        assert not called
+    assert not called
+    with Connection() as cluster:
+        cluster.open()
+        cluster.open()
+    assert called == ["local", "shutdown"]
+    called.clear()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with Connection():
+        assert called == ["10.0.0.1:6379"]
 
 
 def test_an_address_that_is_none_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch):
     """Guards a traceback out of Ray."""
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(ConfigError, match=r"answers at 'nonsense'.*RAY_ADDRESS=HOST"):
-        cli._Cluster("auto").__enter__()
+        Connection("auto").__enter__()
 
 
 WITHOUT_NUMBA = """

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from mars_ray.config.base import DISTINCT, Config, Precision
+from mars_ray.config.base import DISTINCT, AdapterPath, Config, ModelPath, Precision
 from mars_ray.config.evaluate import PromptsTask
 from mars_ray.config.model import PresetName
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
@@ -36,11 +36,11 @@ class BenchDecodeJob(Config):
     """Our modes and other decoders on one checkpoint, measured in turn."""
 
     kind: Literal["bench-decode"] = "bench-decode"
-    checkpoint: str | None = None
+    checkpoint: ModelPath | None = None
     random_weights: PresetName | None = Field(
         default=None, description="instead of a checkpoint: a shape, for the cost of a step"
     )
-    draft_adapter: str | None = Field(
+    draft_adapter: AdapterPath | None = Field(
         default=None,
         description="adapter of our modes and of vllm-mars, as a service's `engine.draft_adapter`",
     )

@@ -10,6 +10,7 @@ from mars_ray.simulator.report import policy_rows, timelines
 from policies.plots import cell_map
 from policies.verdict import best_fixed, margin, percent, verdicts
 
+RESULT_FILE = "result.json"
 # What the tables of cells need beside the style of all reports; the shades of cells are light ones.
 _STYLE = """
 :root { color-scheme: light }
@@ -34,7 +35,7 @@ _HOLDS = {True: ("yes", "yes"), False: ("no", "no"), None: ("", "-")}
 def write_report(result: dict[str, Any], folder: Path) -> None:
     """Write `report.html` and `result.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(result) + "\n")
+    (folder / RESULT_FILE).write_text(json.dumps(result) + "\n")
     (folder / "report.html").write_text(page(result), "utf-8")
 
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from mars_ray.adapt.split import Split
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.base import found
 from mars_ray.config.data import DataConfig, FilesSource
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.generate import GenerateJob
@@ -50,16 +49,10 @@ class Places:
 def generate_job(job: AdaptJob, base: Path, places: Places, devices: Devices) -> GenerateJob:
     """The job that writes prompts and answers, without the prompts used for measurement."""
     answers = job.answers
-    prompts = tuple(
-        source.model_copy(update={"paths": tuple(str(found(path)) for path in source.paths)})
-        if isinstance(source, FilesSource)
-        else source
-        for source in answers.prompts
-    )
     measured = [path for source in job.measure.kinds.values() for path in source.paths]
     return GenerateJob(
         checkpoint=str(base),
-        prompts=prompts,
+        prompts=answers.prompts,
         exclude=tuple(dict.fromkeys([*answers.exclude, *measured])),
         output=str(places.answers),
         keep_cut=True,

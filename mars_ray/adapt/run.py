@@ -32,6 +32,7 @@ from mars_ray.adapt.jobs import (
 from mars_ray.adapt.report import Adaptation, Speed, write_report
 from mars_ray.adapt.speed import measure_speeds
 from mars_ray.adapt.split import Split, split
+from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
 from mars_ray.errors import CheckpointError
@@ -55,8 +56,8 @@ _JOB_FILE = "adapt.json"
 _LEAST_SHARE = 0.25
 
 
-def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
-    """Do the remaining work, on the cluster that `ray.init` has connected to.
+def run_adaptation(job: AdaptJob, console: Console, connect: Connect = already) -> dict[str, Any]:
+    """Do the remaining work, on the cluster to which `connect` connects once the model is there.
 
     Returns the line that the command prints last. Raises MarsError.
     """
@@ -64,12 +65,13 @@ def run_adaptation(job: AdaptJob, console: Console) -> dict[str, Any]:
     with sole_writer(places.root, places.root / ".lock", "output_dir"):
         now = job.model_dump(mode="json")
         claim(places.root / _JOB_FILE, now, "an adaptation", "output_dir")
-        return _adapted(job, places, console)
+        return _adapted(job, places, console, connect)
 
 
-def _adapted(job: AdaptJob, places: Places, console: Console) -> dict[str, Any]:
+def _adapted(job: AdaptJob, places: Places, console: Console, connect: Connect) -> dict[str, Any]:
     console.rule("the model")
     base = base_model(job, places)
+    connect()
     found = devices()
     console.rule("its answers")
     generated = run_generation(generate_job(job, base, places, found), console, RayEngines)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import DISTINCT, Config, Names
 from mars_ray.config.modes import Threshold
 from mars_ray.config.scaling import Slo
 
@@ -13,8 +13,12 @@ class AdviseJob(Config):
     """Advice from a trace or a Prometheus server, for one service model."""
 
     kind: Literal["advise"] = "advise"
-    source: str = Field(description="trace file of docs/simulator.md, or http(s) URL of Prometheus")
-    service_model: str = Field(description="JSON file (docs/simulator.md)")
+    source: Annotated[str, Names("file")] = Field(
+        description="trace file of docs/simulator.md, or http(s) URL of Prometheus"
+    )
+    service_model: Annotated[str, Names("service model")] = Field(
+        description="JSON file (docs/simulator.md)"
+    )
     slos: Annotated[tuple[Slo, ...], DISTINCT] = Field(
         default=(), description="default: three around what the model can do"
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config, JobName, Precision
+from mars_ray.config.base import Config, JobName, Names, Precision
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import OwnPrompts, PromptSource
@@ -36,7 +36,7 @@ class AnswersConfig(Config):
         min_length=1,
         description="default: the plain requests of jobs/requests.jsonl, and its own",
     )
-    exclude: tuple[str, ...] = Field(
+    exclude: Annotated[tuple[str, ...], Names("rows")] = Field(
         default=(), description="files whose texts must not be among them, besides `measure.kinds`"
     )
     sampling: Sampling = Sampling()
@@ -113,12 +113,14 @@ class AdaptJob(Config):
 
     kind: Literal["adapt"] = "adapt"
     name: JobName
-    model: str = Field(
+    model: Annotated[str, Names("model to import")] = Field(
         min_length=1,
         description="Hugging Face directory or hub name, GGUF file, or package:NAME==VERSION",
     )
     revision: str | None = Field(default=None, description="commit, tag or branch of a hub name")
-    output_dir: str | None = Field(default=None, description="default: runs/adapt-NAME")
+    output_dir: Annotated[str | None, Names("output")] = Field(
+        default=None, description="default: runs/adapt-NAME"
+    )
     minutes: float | None = Field(
         default=None, gt=0, description="time for prompts, answers and training together"
     )

@@ -2,6 +2,8 @@
 come with the package."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,6 +24,26 @@ class Config(BaseModel):
     gone: ClassVar[Mapping[str, str]] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The mark of a field that names an input or an output, which `inputs.py` looks at before a
+    command's work begins."""
+
+    what: Literal[
+        "model",  # a directory; of a service, and to export, also a hub name or URI
+        "start model",  # a directory or a hub name
+        "model to import",  # a directory, hub name, GGUF file, package or wheel
+        "adapter",  # a draft adapter, in places as a model's
+        "service model",
+        "file",
+        "rows",  # paths or globs of `data/files.py`
+        "shipped rows",  # a file, or one that comes with the package
+        "data set",  # of the hub
+        "output",  # a directory that is made, with its parents
+        "output file",
+    ]
+
+
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     for i, value in enumerate(values):
         if value in values[:i]:
@@ -33,8 +55,10 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 DISTINCT = AfterValidator(_distinct)
 JobName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 Precision = Literal["float32", "bfloat16"]
+ModelPath = Annotated[str, Names("model"), AfterValidator(expanduser)]
+AdapterPath = Annotated[str, Names("adapter"), AfterValidator(expanduser)]
 Checkpoint = Annotated[
-    str,
+    ModelPath,
     Field(
         description="directory, Hugging Face hub name (org/name), or URI (s3://, gs://, file://)"
     ),

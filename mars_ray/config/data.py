@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config
+from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config, Names
 
 
 class CorpusSource(Config):
@@ -41,14 +41,14 @@ class FilesSource(_Rows):
     """
 
     type: Literal["files"] = "files"
-    paths: tuple[str, ...] = Field(min_length=1)
+    paths: Annotated[tuple[str, ...], Names("rows")] = Field(min_length=1)
 
 
 class HubSource(_Rows):
     """A data set of the Hugging Face hub."""
 
     type: Literal["hub"] = "hub"
-    name: str
+    name: Annotated[str, Names("data set")]
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -70,6 +70,6 @@ class DataConfig(Config):
     overlong: Literal["truncate", "drop"] = "truncate"
     packing: bool = Field(False, description="put several conversations into one row")
     max_bad_share: BadShare = MAX_BAD_SHARE
-    cache_dir: str | None = Field(
+    cache_dir: Annotated[str | None, Names("output")] = Field(
         default=None, description="tokenised sources; default: below the run"
     )

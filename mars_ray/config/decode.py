@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import AdapterPath, Config, ModelPath
 from mars_ray.config.modes import Mode
 
 # While a prompt waits, one row of a step in this many is kept for prompts.
@@ -66,10 +66,10 @@ class EngineConfig(Config):
         "when the model is loaded",
     )
     prefix_cache: bool = Field(default=True, description="prompts share pages of equal beginnings")
-    draft_model: str | None = Field(
+    draft_model: ModelPath | None = Field(
         default=None, description="checkpoint with the same tokenizer, for mode speculative"
     )
-    draft_adapter: str | None = Field(
+    draft_adapter: AdapterPath | None = Field(
         default=None,
         description="directory of a draft adapter for this model (`mars-ray adapt` makes one), or "
         "in a service a hub name or URI: its masks take the place of the checkpoint's own",

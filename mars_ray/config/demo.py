@@ -1,11 +1,11 @@
 """The demos: from a model to an answer over HTTP, in one file."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.base import Config
+from mars_ray.config.base import Config, Names
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ConfidenceMode, Modes, VerifiedMode
 from mars_ray.config.serve import ServeJob
@@ -23,7 +23,9 @@ class DemoJob(Config):
 
     kind: Literal["demo"] = "demo"
     adapt: AdaptJob
-    prompts: str = Field(min_length=1, description="file of prompts on which all is measured")
+    prompts: Annotated[str, Names("shipped rows")] = Field(
+        min_length=1, description="file of prompts on which all is measured"
+    )
     shipped: str | None = Field(
         default=None,
         min_length=1,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from mars_ray.config.adapt import name_of
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import DISTINCT, Config, ModelPath, Names
 from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, check_generation
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
@@ -28,7 +28,7 @@ class Gsm8kTask(Config):
     """GSM8K problems from a local JSONL file, graded by the number after `####`."""
 
     type: Literal["gsm8k"] = "gsm8k"
-    path: str
+    path: Annotated[str, Names("file")]
     count: int | None = Field(default=None, ge=1)
 
 
@@ -101,8 +101,8 @@ class EvaluateJob(Config):
     """
 
     kind: Literal["evaluate"] = "evaluate"
-    checkpoint: str
-    output_dir: str | None = Field(
+    checkpoint: ModelPath
+    output_dir: Annotated[str | None, Names("output")] = Field(
         default=None,
         description="default: beside the checkpoint's model; for files runs/evaluate/MODEL-FILE",
     )
@@ -130,7 +130,7 @@ class BenchJob(Config):
     """Our modes and transformers' `generate` on one model, timed in turn on this machine."""
 
     kind: Literal["bench"] = "bench"
-    checkpoint: str = Field(description="directory of a model")
+    checkpoint: ModelPath = Field(description="directory of a model")
     modes: Modes = Field(
         default=(ExactMode(), VerifiedMode()),
         min_length=1,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config
+from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config, ModelPath, Names
 from mars_ray.config.data import CorpusSource, FilesSource, HubSource
 from mars_ray.config.decode import EngineConfig, Sampling, check_generation
 from mars_ray.config.modes import ExactMode, Mode
@@ -45,15 +45,15 @@ class GenerateJob(Config):
     token ids and as text."""
 
     kind: Literal["generate"] = "generate"
-    checkpoint: str
+    checkpoint: ModelPath
     prompts: Annotated[tuple[PromptSource, ...], BeforeValidator(_several)] = Field(
         min_length=1, description="one source, or several; their rows need no answer"
     )
-    exclude: tuple[str, ...] = Field(
+    exclude: Annotated[tuple[str, ...], Names("rows")] = Field(
         default=(), description="files whose texts must not be among the prompts: an evaluation's"
     )
     max_bad_share: BadShare = MAX_BAD_SHARE
-    output: str = Field(pattern=r"\.jsonl$")
+    output: Annotated[str, Names("output file")] = Field(pattern=r"\.jsonl$")
     keep_cut: bool = Field(True, description="answers that max_new_tokens has cut off, too")
     # `verified` writes the same text faster if the checkpoint was trained with MARS.
     mode: Mode = ExactMode()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Revision
+from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Names, Revision
 
 PresetName = Literal["tiny", "small", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b"]
 
@@ -25,7 +25,9 @@ class PretrainedModel(Config):
     """A Hugging Face causal language model: a local directory or a hub name."""
 
     type: Literal["pretrained"] = "pretrained"
-    path: Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+    path: Annotated[
+        str, Field(min_length=1), AfterValidator(os.path.expanduser), Names("start model")
+    ]
     revision: str | None = None
 
 
@@ -41,7 +43,7 @@ class ExportJob(Config):
     destination: str = Field(
         description="directory or URI, another one for every version of a model"
     )
-    model_cache: str = Field(
+    model_cache: Annotated[str, Names("output")] = Field(
         default=MODEL_CACHE,
         description="for a copy of a checkpoint that comes from an object store",
     )

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Revision
+from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Names, Revision
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode, Threshold, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig
@@ -54,7 +54,7 @@ class ServedModel(Config):
         default=ScalingConfig(),
         description="how replicas and threshold scale (docs/autoscaling.md)",
     )
-    service_model: str | None = Field(
+    service_model: Annotated[str | None, Names("service model")] = Field(
         default=None, description="for `scaling`; default: the checkpoint's frontier, and live"
     )
     max_replicas_per_node: int | None = Field(default=None, ge=1, le=100)
@@ -196,7 +196,7 @@ class ServeJob(ServedModel):
     ingress_replicas: int = Field(
         default=1, ge=1, description="processes that speak HTTP; one serves several engines"
     )
-    keys_file: str | None = Field(
+    keys_file: Annotated[str | None, Names("file")] = Field(
         default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
     )
     allowed_origins: tuple[str, ...] = Field(

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import Config, JobName, Precision
+from mars_ray.config.base import AdapterPath, Config, JobName, Names, Precision
 from mars_ray.config.data import DataConfig
 from mars_ray.config.model import ModelConfig, PretrainedModel
 from mars_ray.config.schedule import BlockSchedule, MaskSchedule
@@ -111,7 +111,7 @@ class DraftAdapterConfig(Config):
     candidates: int = Field(
         default=64, ge=2, description="a row's likeliest tokens, among which the head chooses"
     )
-    start_from: str | None = Field(
+    start_from: AdapterPath | None = Field(
         default=None, min_length=1, description="the directory of an adapter to go on from"
     )
 
@@ -301,7 +301,9 @@ class TrainJob(Config):
 
     kind: Literal["train"] = "train"
     name: JobName
-    output_dir: str = Field(min_length=1, description="run directory, shared by all nodes")
+    output_dir: Annotated[str, Names("output")] = Field(
+        min_length=1, description="run directory, shared by all nodes"
+    )
     # Later stages use slightly larger seeds, which must fit 64 bits too.
     seed: int = Field(default=0, ge=0, lt=2**62)
     model: ModelConfig

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import DISTINCT, Config, Names
 from mars_ray.config.decode import EngineConfig, check_generation
 from mars_ray.config.evaluate import Task
 from mars_ray.config.modes import Threshold
@@ -144,7 +144,9 @@ class TuneJob(Config):
     """Trials of the last stage of `train`; the stages before it run once."""
 
     kind: Literal["tune"] = "tune"
-    output_dir: str = Field(min_length=1, description="shared by all nodes")
+    output_dir: Annotated[str, Names("output")] = Field(
+        min_length=1, description="shared by all nodes"
+    )
     train: TrainJob = Field(description="a training job, or the path of one's file")
     space: dict[str, Parameter] = Field(
         min_length=1, description="by dotted key of the last stage, such as optimizer.learning_rate"

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from mars_ray.config.base import Config
+from mars_ray.config.base import AdapterPath, Config
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 
@@ -69,7 +69,7 @@ class VllmConfig(Config):
         default=None, gt=0, le=1, description="KV cache instead of cache_bytes, as vLLM counts it"
     )
     prefix_cache: bool = Field(default=True, description="vLLM's enable_prefix_caching")
-    draft_adapter: str | None = Field(
+    draft_adapter: AdapterPath | None = Field(
         default=None, description="a draft adapter for this model: directory, hub name or URI"
     )
     masks: int | None = Field(

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+from pyarrow import ArrowException
 
+from mars_ray.config.base import found
 from mars_ray.errors import DataError
 
 Row = tuple[str, object]  # `file:line`, and the parsed content or the ValueError that it raised
@@ -23,18 +23,19 @@ def rows(patterns: Sequence[str]) -> Iterator[Row]:
         try:
             yield from reader(path)
         # UnicodeDecodeError: a Parquet column of texts may hold arbitrary bytes.
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, ArrowException) as error:
             raise DataError(f"cannot read {path}: {error}") from error
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
-    """The files that the paths and globs name, each once; those of one glob are sorted.
+    """The files that the paths and globs name, each once; those of one glob are sorted. A missing
+    `jobs/NAME` is the package's own.
 
-    Raises DataError for a path or glob that matches no file.
+    Raises DataError for a path or glob that matches no file, or one of an unknown kind.
     """
-    found: dict[Path, None] = {}
+    named: dict[Path, None] = {}
     for pattern in patterns:
-        full = str(Path(pattern).expanduser())
+        full = str(found(Path(pattern).expanduser()))
         # An existing name is not a glob, whatever characters it has.
         names = [full] if Path(full).exists() else sorted(glob.glob(full, recursive=True))
         if not names:
@@ -42,8 +43,9 @@ def expand(patterns: Sequence[str]) -> list[Path]:
         for name in names:
             if Path(name).is_dir():
                 raise DataError(f"{name} is a directory; name its files, as in {name}/*.jsonl")
-            found[Path(name)] = None
-    return list(found)
+            _reader(Path(name))
+            named[Path(name)] = None
+    return list(named)
 
 
 def checksum(path: Path) -> str:
@@ -113,8 +115,10 @@ def _skip(text: str, position: int, characters: str) -> int:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
+    from pyarrow.parquet import ParquetFile
+
     number = 0
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with ParquetFile(path) as file:
         for batch in file.iter_batches():
             for content in batch.to_pylist():
                 number += 1

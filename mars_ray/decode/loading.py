@@ -1,6 +1,7 @@
 """From a model directory to an engine that is ready."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.config.decode import EngineConfig
+from mars_ray.config.modes import Mode
 from mars_ray.decode.cpu.library import is_available
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.request import check_context
+from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import ModelError
 from mars_ray.model.card import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
-from mars_ray.model.load import load_model, load_tokenizer, multiplies_bfloat16, stored_dtype
+from mars_ray.model.load import (
+    load_model,
+    load_tokenizer,
+    multiplies_bfloat16,
+    read_config,
+    stored_dtype,
+)
 from mars_ray.model.stop import stop_at_turn_end
 
 logger = logging.getLogger(__name__)
@@ -94,6 +102,17 @@ def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:
     if config.draft_adapter is None:
         return card
     return replace(card, block_size=read_draft_card(config.draft_adapter).depths)
+
+
+def check_engine(directory: str | Path, config: EngineConfig, modes: Iterable[Mode]) -> None:
+    """Raises MarsError for what an engine of this model would refuse, as far as that is known
+    without its weights: a context, an adapter, modes."""
+    check_context(config.max_context, read_config(directory))
+    if config.draft_adapter:
+        read_draft_adapter(config.draft_adapter, directory)
+    card = drafting_card(directory, config)
+    for mode in modes:
+        window_of(mode, card)
 
 
 def _dtype(directory: str | Path, config: EngineConfig, device: str) -> torch.dtype:

@@ -24,7 +24,7 @@ from mars_ray.adapt.jobs import Places, service_table
 from mars_ray.adapt.report import Speed, write_report
 from mars_ray.adapt.run import adaptation, base_model, run_adaptation
 from mars_ray.adapt.speed import measure_speeds
-from mars_ray.cluster.port import check_port
+from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.adapt import AdaptJob, MeasureConfig
 from mars_ray.config.base import found
 from mars_ray.config.data import FilesSource
@@ -103,18 +103,16 @@ class _Demo:
         return base_model(self.adapt, self.places)
 
 
-def run_demo(job: DemoJob, console: Console) -> dict[str, Any]:
-    """Adapt, measure, serve and ask. Ray must be connected.
+def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict[str, Any]:
+    """Adapt, measure, serve and ask, on the cluster to which `connect` connects.
 
     Returns the line that the command prints last. Raises MarsError.
     """
     started = time.perf_counter()
     demo = _Demo.of(job, console)
-    # Checked now, so that it does not fail after ten minutes.
-    check_port(ServeJob.model_fields["host"].default, demo.adapt.service.port)
     if demo.shipped:
         read_draft_card(demo.shipped)
-    adapted = run_adaptation(demo.adapt, console)
+    adapted = run_adaptation(demo.adapt, console, connect)
     console.rule("before training")
     untrained = _untrained(demo)
     console.rule("after longer training" if demo.shipped else "all modes")

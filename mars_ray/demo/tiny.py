@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mars_ray.cluster.port import check_port
+from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.modes import ExactMode
 from mars_ray.core.frontier import Frontier
@@ -23,16 +23,15 @@ _QUESTION_SEED = 20_260
 _ANSWER_TOKENS = 128
 
 
-def run_tiny_demo(job: TinyDemoJob, console: Console) -> dict[str, Any]:
-    """Train, evaluate before and after MARS, serve and ask. Ray must be connected.
+def run_tiny_demo(job: TinyDemoJob, console: Console, connect: Connect = already) -> dict[str, Any]:
+    """Train, evaluate before and after MARS, serve and ask, on the cluster to which `connect`
+    connects.
 
     Returns the line that the command prints last. Raises MarsError.
     """
-    # Checked now, so that it does not fail after ten minutes.
-    check_port(job.serve.host, job.serve.port)
     started = time.perf_counter()
     console.rule("training: AR, then MARS")
-    trained = run_training(job.train)
+    trained = run_training(job.train, connect)
     before_dir, after_dir = list(trained.models.values())[-2:]
     console.rule("measuring: exact before MARS, all modes after")
     before = run_evaluation(_exact_only(job, before_dir), console)
@@ -42,6 +41,7 @@ def run_tiny_demo(job: TinyDemoJob, console: Console) -> dict[str, Any]:
     console.rule("serving and asking")
     serve = job.serve.model_copy(update={"checkpoint": str(after_dir)})
     question = problems("test", 1, _QUESTION_SEED)[0].question
+    connect()
     answer = ask(start(serve), question, _ANSWER_TOKENS, console)
     command = f"mars-ray serve {short(after_dir)} model_name={serve.name}"
     console.print(f"serve it: {command}", soft_wrap=True)

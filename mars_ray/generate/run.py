@@ -23,11 +23,13 @@ from typing import Any
 
 from rich.console import Console
 
+from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.generate import GenerateJob, OwnPrompts
 from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.data.chat import ChatEncoder, UserTurn, encoder_of
 from mars_ray.data.sources import BadRows
 from mars_ray.data.texts import beginning_key
+from mars_ray.decode.loading import check_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.files import sole_writer, write_whole
@@ -50,8 +52,11 @@ _HARMLESS = {"minutes", "least_answers", "workers", "cpus_per_worker", "gpus_per
 Start = Callable[[GenerateJob, Callable[[str], None]], AbstractContextManager[Engines]]
 
 
-def run_generation(job: GenerateJob, console: Console, start: Start) -> Generated:
-    """Write the output, or the rest of it, with the engines that `start` gives.
+def run_generation(
+    job: GenerateJob, console: Console, start: Start, connect: Connect = already
+) -> Generated:
+    """Write the output, or the rest of it, with the engines that `start` gives on the cluster to
+    which `connect` connects, once everything that can be refused without engines is checked.
 
     Raises DataError if the prompts cannot be read, if too many are bad, if the model should write
     some and writes none, or if none has room for an answer. Raises it also if existing output is
@@ -61,11 +66,12 @@ def run_generation(job: GenerateJob, console: Console, start: Start) -> Generate
     output = Path(job.output).expanduser()
     read_card(job.checkpoint)
     check_complete(Path(job.checkpoint))
+    check_engine(job.checkpoint, job.engine, (job.mode,))
     generation = _Generation(job, encoder_of(load_tokenizer(job.checkpoint)), start)
     # One lock per file: several outputs may share a directory.
     lock = output.with_name(f"{output.name}.part.lock")
     with sole_writer(output, lock, "output"):
-        return generation.run(output, console)
+        return generation.run(output, console, connect)
 
 
 # Shares of a job's minutes that are over when the first answers end, to prompts that are there, and
@@ -119,7 +125,7 @@ class _Generation:
         self._asked = read_sources(job, encoder, self._excluded)
         self._made_from = _made_from(job, self._asked, self._excluded)
 
-    def run(self, output: Path, console: Console) -> Generated:
+    def run(self, output: Path, console: Console, connect: Connect) -> Generated:
         """Does the remaining work."""
         done = output.with_suffix(".json")
         part_file = output.with_name(f"{output.name}.part")
@@ -127,6 +133,7 @@ class _Generation:
         if not part_file.exists() and (generated := _finished(output, done, self._made_from)):
             return generated
         part = Part(part_file, self._made_from)
+        connect()
         clock = _Clock(self._job.minutes, part)
         with Bars(console) as bars, self._start(self._job, bars.say) as engines:
             is_over = False

@@ -1,4 +1,4 @@
-"""Checks and identifies a model directory without loading the model.
+"""Checks and identifies a model directory without loading the model, and without torch.
 
 Without these checks, a truncated copy would fail late or load wrongly.
 """
@@ -8,12 +8,12 @@ import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from mars_ray.errors import ModelError
 
 CONFIG_FILE = "config.json"
+DRAFT_CARD_FILE = "draft.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # A safetensors file: eight bytes with the header's length, the header (JSON), the tensors' bytes.
@@ -29,6 +29,13 @@ def check_config(directory: Path, called: str) -> None:
     """Raises ModelError if there is no configuration."""
     if not (directory / CONFIG_FILE).is_file():
         raise ModelError(f"{called} has no {CONFIG_FILE}: it is no model directory")
+
+
+def no_adapter(called: str) -> ModelError:
+    """The error for a directory that holds no draft adapter."""
+    return ModelError(
+        f"{called} is no draft adapter: it has no {DRAFT_CARD_FILE}. `mars-ray adapt` makes one"
+    )
 
 
 def check_complete(directory: Path) -> None:
@@ -66,16 +73,6 @@ def check_names(directory: Path, known: Collection[str], prefix: str) -> None:
         )
 
 
-def dtype_of_weights(directory: Path) -> torch.dtype:
-    """The dtype of the first weight. Raises ModelError if the weights cannot be read."""
-    path = directory / weight_files(directory)[0]
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(next(iter(file.keys()))).dtype
-    except (OSError, SafetensorError, StopIteration) as error:
-        raise ModelError(f"the weights in {path} cannot be read: {error}") from error
-
-
 def weight_files(directory: Path) -> list[str]:
     """The names of the weight files; the files need not exist. Raises ModelError."""
     index = directory / _INDEX
@@ -104,7 +101,8 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
+    # Not "pt", which would import torch.
+    with safe_open(path, framework="np") as file:
         return list(file.keys())
 
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
 from mars_ray.files import replaced_directory
-from mars_ray.model.directory import fingerprint
+from mars_ray.model.directory import DRAFT_CARD_FILE, fingerprint, no_adapter
 
-DRAFT_CARD_FILE = "draft.json"
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DRAFT_WEIGHTS = "draft.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -139,9 +138,7 @@ def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCa
         version = content.pop("format")
         card = DraftCard(**content | {"targets": tuple(content["targets"])})
     except (FileNotFoundError, NotADirectoryError):
-        raise ModelError(
-            f"{name} is no draft adapter: it has no {DRAFT_CARD_FILE}. `mars-ray adapt` makes one"
-        ) from None
+        raise no_adapter(name) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = f"{DRAFT_CARD_FILE} of {name} is not the card of a draft adapter: {error}"
         raise ModelError(said) from error

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, read_card
-from mars_ray.model.directory import check_config, dtype_of_weights
+from mars_ray.model.directory import check_config, weight_files
 from mars_ray.storage.hub import missing
 
 # transformers' model types, and their names in messages.
@@ -151,7 +151,12 @@ def stored_dtype(directory: str | Path) -> torch.dtype:
     ModelError."""
     if isinstance(said := read_config(directory).dtype, torch.dtype):
         return said
-    return dtype_of_weights(Path(directory))
+    path = Path(directory) / weight_files(Path(directory))[0]
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(next(iter(file.keys()))).dtype
+    except (OSError, SafetensorError, StopIteration) as error:
+        raise ModelError(f"the weights in {path} cannot be read: {error}") from error
 
 
 def opened(

@@ -10,13 +10,8 @@ from typing import Any
 
 from mars_ray.errors import ModelError
 from mars_ray.model.card import CARD_FILE, ModelCard, read_card
-from mars_ray.model.directory import CONFIG_FILE, check_complete
-from mars_ray.model.draft_adapter import (
-    DRAFT_CARD_FILE,
-    DraftCard,
-    read_draft_adapter,
-    read_draft_card,
-)
+from mars_ray.model.directory import CONFIG_FILE, DRAFT_CARD_FILE, check_complete
+from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter, read_draft_card
 from mars_ray.model.load import read_config
 from mars_ray.storage import copies
 from mars_ray.storage.directory import Directory

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
-from mars_ray.config.base import DISTINCT, Config
+from mars_ray.config.base import DISTINCT, Config, Names
 from mars_ray.config.scaling import ScalingConfig, Slo
 
 
@@ -43,21 +43,21 @@ class FileTrace(_Recorded):
     """A CSV or JSONL file in the schema of docs/simulator.md, optionally gzipped."""
 
     type: Literal["file"] = "file"
-    path: str
+    path: Annotated[str, Names("file")]
 
 
 class AzureTrace(_Recorded):
     """AzureLLMInferenceTrace_*.csv of github.com/Azure/AzurePublicDataset."""
 
     type: Literal["azure"] = "azure"
-    path: str
+    path: Annotated[str, Names("file")]
 
 
 class MooncakeTrace(_Recorded):
     """conversation_trace.jsonl of github.com/kvcache-ai/Mooncake (FAST25-release)."""
 
     type: Literal["mooncake"] = "mooncake"
-    path: str
+    path: Annotated[str, Names("file")]
     spread_s: float = Field(
         default=3.0, ge=0, description="its times are multiples of 3 s, which nobody sent at"
     )
@@ -67,8 +67,12 @@ class ServeGenTrace(_Source):
     """Clients of github.com/alibaba/ServeGen, merged: rates by window, and token counts."""
 
     type: Literal["servegen"] = "servegen"
-    rates_path: str = Field(description="client_id, window_start_s, rate_rps, cv, pattern, ...")
-    lengths_path: str = Field(description="JSONL: client_id, window_s, input_ and output_tokens")
+    rates_path: Annotated[str, Names("file")] = Field(
+        description="client_id, window_start_s, rate_rps, cv, pattern, ..."
+    )
+    lengths_path: Annotated[str, Names("file")] = Field(
+        description="JSONL: client_id, window_s, input_ and output_tokens"
+    )
     duration_s: float = Field(default=3600, gt=0)
     window_s: float = Field(default=600, gt=0, description="over which a client's rate holds")
     resample: bool = Field(
@@ -208,7 +212,9 @@ class Simulation(Config):
 
     kind: Literal["simulate"] = "simulate"
     name: str
-    service_model: str = Field(description="JSON file (docs/simulator.md)")
+    service_model: Annotated[str, Names("service model")] = Field(
+        description="JSON file (docs/simulator.md)"
+    )
     accuracy: float = Field(default=100.0, gt=0, le=100, description="of lossless answers, percent")
     traces: dict[str, TraceSource] = Field(min_length=1)
     slos: dict[str, Slo] = Field(min_length=1, description="regimes by name")

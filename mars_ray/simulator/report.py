@@ -50,6 +50,8 @@ _COLOURS = ("#D55E00", "#009E73", "#56B4E9", "#000000", "#CC79A7", "#E69F00")
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _NORMAL = 1.959964
 
+RESULT_FILE = "result.json"
+
 
 def run_simulations(
     job: SimulateJob, console: Console, directory: Path | None = None, workers: int | None = None
@@ -170,9 +172,9 @@ def policy_table(result: dict[str, Any]) -> Printed:
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """Write `report.html` and `result.json`."""
+    """Write `report.html` and RESULT_FILE."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(result) + "\n")
+    (folder / RESULT_FILE).write_text(json.dumps(result) + "\n")
     (folder / "report.html").write_text(report(result), "utf-8")
 
 

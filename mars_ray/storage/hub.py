@@ -1,21 +1,14 @@
-"""Files of the Hugging Face hub, and the error for a name that is neither on the hub nor local."""
+"""The Hugging Face hub, and the error for a name that is neither on the hub nor local.
+
+The hub's library is imported where it is used: that takes half a second, which a command that names
+a directory need not spend.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import disable_progress_bars
-
-from mars_ray.errors import ModelError
+from mars_ray.errors import DataError, ModelError
 from mars_ray.storage.place import Place
 
 _PATH = "a training job leaves its models in OUTPUT_DIR/models/STAGE"
@@ -24,6 +17,9 @@ _PATH = "a training job leaves its models in OUTPUT_DIR/models/STAGE"
 def snapshot(place: Place, patterns: Sequence[str]) -> Path:
     """The snapshot's directory in the hub's cache, named by the commit, with the files that match
     the patterns. Raises ModelError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
@@ -33,6 +29,29 @@ def snapshot(place: Place, patterns: Sequence[str]) -> Path:
     except (OSError, ValueError) as error:
         raise missing(place.name, place.revision, error) from error
     return Path(directory)
+
+
+def check_data_set(name: str, revision: str | None) -> None:
+    """Raises DataError if the hub says that it has no such data set, or no such revision of it.
+    Where it cannot be asked, its cache may have the data all the same."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if Path(name).exists():
+        return
+    try:
+        HfApi().dataset_info(name, revision=revision)
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise DataError(
+            f"the Hugging Face hub does not give the data set {name!r}: "
+            f"{_why([error]) or 'that is no name of one'}. Check name, revision and HF_TOKEN"
+        ) from error
+    except (OSError, ValueError):
+        return
 
 
 def missing(
@@ -61,6 +80,16 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _why(errors: list[BaseException]) -> str | None:
     """The hub's message; None if it was not asked because the name cannot be a repository's."""
 
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     def has(*kinds: type[Exception]) -> bool:
         return any(isinstance(error, kinds) for error in errors)
 
@@ -69,7 +98,7 @@ def _why(errors: list[BaseException]) -> str | None:
     if has(RevisionNotFoundError):
         return "it has no such revision"
     if has(RepositoryNotFoundError):
-        return "it has no such model, or none that you may read"
+        return "it has none of that name, or none that you may read"
     if has(LocalEntryNotFoundError, OfflineModeIsEnabled) and not has(HfHubHTTPError):
         if constants.HF_HUB_OFFLINE:
             return "HF_HUB_OFFLINE is set, and its cache has no copy"

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.model import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
@@ -43,8 +44,9 @@ class TrainResult:
     seconds: dict[str, float]  # training time over all attempts
 
 
-def run_training(job: TrainJob) -> TrainResult:
-    """Run all stages on the cluster that `ray.init` has connected to.
+def run_training(job: TrainJob, connect: Connect = already) -> TrainResult:
+    """Run all stages on the cluster to which `connect` connects, before the first stage that has
+    something left to do: its model and data are ready by then.
 
     Raises DataError, ModelError, and ConfigError if output_dir cannot be written or another process
     is writing it. Raises TrainingError when output_dir holds another job, when a stage fails for
@@ -54,10 +56,10 @@ def run_training(job: TrainJob) -> TrainResult:
     output_dir = Path(job.output_dir)
     with sole_writer(output_dir, output_dir / ".lock", "output_dir"):
         _claim(output_dir, job)
-        return _run_stages(job, output_dir)
+        return _run_stages(job, output_dir, connect)
 
 
-def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
+def _run_stages(job: TrainJob, output_dir: Path, connect: Connect) -> TrainResult:
     model, adapter = initial_model(job), None
     result = TrainResult({}, {}, {}, {})
     stopped = False
@@ -69,6 +71,7 @@ def _run_stages(job: TrainJob, output_dir: Path) -> TrainResult:
                     f"stopped before stage {stage!r}; run the same command again to resume"
                 )
             plan = stage_plan(job, stage, model, adapter)
+            connect()
             _export(plan, fit_stage(plan), exported)
             # A stop may have been requested when the stage had no step left to stop at.
             stopped = plan.stop_file.exists()

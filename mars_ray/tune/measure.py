@@ -20,10 +20,11 @@ from mars_ray.core.frontier import (
     read_frontier,
     undominated,
 )
+from mars_ray.decode.request import check_context
 from mars_ray.errors import ConfigError, MarsError, TrainingError
 from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
 from mars_ray.evaluate.tasks import Problem
-from mars_ray.model.load import load_tokenizer
+from mars_ray.model.load import load_tokenizer, read_config
 from mars_ray.progress import Bars
 from mars_ray.tune.ledger import Ledger, TrialRecord
 
@@ -42,6 +43,7 @@ def check_room(job: TuneJob, problems: list[Problem], start_model: Path) -> None
     """Raises ConfigError if a problem has no room for its answer, before trials are trained that
     could not be measured."""
     objectives = job.objectives
+    check_context(objectives.engine.max_context, read_config(start_model))
     prompts = prompts_of(problems, load_tokenizer(start_model))
     needed = max(map(len, prompts)) + objectives.max_new_tokens
     if needed > objectives.engine.max_context:

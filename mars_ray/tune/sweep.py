@@ -27,6 +27,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 from rich.console import Console
 
+from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
@@ -70,19 +71,17 @@ class Sweep:
     summary: dict[str, Any]
 
 
-def run_sweep(job: TuneJob, console: Console) -> Sweep:
-    """Run, measure and write a sweep; a repeated call resumes it. Ray must be connected.
-
-    Raises MarsError.
-    """
+def run_sweep(job: TuneJob, console: Console, connect: Connect = already) -> Sweep:
+    """Run, measure and write a sweep on the cluster to which `connect` connects, once the inputs
+    are ready; a repeated call resumes it. Raises MarsError."""
     resolved = absolute(job)
     directory = Path(resolved.output_dir)
     with sole_writer(directory, directory / ".lock", "output_dir"):
-        return _run(job, resolved, console)
+        return _run(job, resolved, console, connect)
 
 
-def _run(job: TuneJob, resolved: TuneJob, console: Console) -> Sweep:
-    ledger = run_trials(job, console)
+def _run(job: TuneJob, resolved: TuneJob, console: Console, connect: Connect) -> Sweep:
+    ledger = run_trials(job, console, connect)
     kept = survivors(ledger, job.objectives)
     frontiers = measure(resolved, kept, start_model(resolved), console)
     chosen = best(frontiers, job.objectives, kept)
@@ -117,8 +116,8 @@ def _write_best(job: TuneJob, chosen: TrialRecord, path: Path) -> None:
     write_whole(path, header + tomli_w.dumps(table))
 
 
-def run_trials(job: TuneJob, console: Console) -> Ledger:
-    """Run every trial to its end, on the cluster that `ray.init` has connected to.
+def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Ledger:
+    """Run every trial to its end, on the cluster to which `connect` connects.
 
     Raises ConfigError, before any trial, if a point of the space is not a valid training job or a
     trial's model could not generate. Raises DataError if the objectives' task cannot be read, and
@@ -128,10 +127,11 @@ def run_trials(job: TuneJob, console: Console) -> Ledger:
     check_space(job)
     problems = problems_of(job.objectives.task)
     _claim(job)
-    plan = SweepPlan(job, start_model(job))
+    plan = SweepPlan(job, start_model(job, connect))
     check_room(job, problems, plan.start_model)
     # Tokenises the data once, before the first trial needs it.
     stage_plan(job.train, job.stage_name, plan.start_model)
+    connect()
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     # Otherwise Tune warns about missing result files, which it was configured not to write.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
@@ -291,14 +291,14 @@ class _Watch(tune.Callback):
         console.print(f"{trial.trial_id}: {message}", highlight=False, soft_wrap=True)
 
 
-def start_model(job: TuneJob) -> Path:
+def start_model(job: TuneJob, connect: Connect = already) -> Path:
     """The model that trials start from; runs the stages before the tried one, if any."""
     base = str(Path(job.output_dir) / "base")
     before = {name: s for name, s in job.train.stages.items() if name != job.stage_name}
     train = job.train.model_copy(update={"output_dir": base})
     if not before:
         return initial_model(train)
-    trained = run_training(train.model_copy(update={"stages": before}))
+    trained = run_training(train.model_copy(update={"stages": before}), connect)
     return list(trained.models.values())[-1]
 
 

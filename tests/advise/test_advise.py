@@ -244,7 +244,9 @@ def test_the_documented_command(line: str, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "advice.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_wrong_objective_is_told():
+def test_a_wrong_objective_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.csv").touch()
     words = ["advise", "trace.csv", "--model", "jobs/models/7b-verified.json", "--slo"]
     with pytest.raises(ConfigError, match="--slo '2': give the seconds"):
         CliRunner().invoke(app, [*words, "2"], catch_exceptions=False)

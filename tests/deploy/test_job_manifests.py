@@ -1,5 +1,6 @@
 """The submissions of jobs/README.md and the chart's RayJobs: one table, good commands."""
 
+import json
 import shlex
 
 import pytest
@@ -15,9 +16,7 @@ from deploy.manifests import (
     rendered,
 )
 from job_manifests import OTHERS, SUBMISSIONS, Submission, files
-from typer.testing import CliRunner
 
-from mars_ray.cli import app
 from mars_ray.config.load import JOB_KINDS, load_job
 from mars_ray.config.train import TrainJob
 from mars_ray.simulator.config import KINDS
@@ -47,14 +46,13 @@ def test_every_job_file_is_there():
 
 
 @by_job
-def test_commands_are_understood(submission: Submission, monkeypatch):
+def test_commands_are_understood(submission: Submission, monkeypatch, resolved):
     """Guards an override of a field that was renamed: on a cluster it costs ten minutes to see."""
     monkeypatch.chdir(ROOT)
     words = shlex.split(submission.entrypoint)
     assert words[:3] == ["python", "-m", "mars_ray"]
-    done = CliRunner().invoke(app, [*words[3:], "--dry-run"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "/shared/" in done.output or "--output /shared/" in submission.entrypoint
+    job = json.dumps(resolved(words[3:]))
+    assert "/shared/" in job or "--output /shared/" in submission.entrypoint
 
 
 @by_job

@@ -21,15 +21,16 @@ from safetensors.torch import load_file, save_file
 
 from mars_ray import progress
 from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
-from mars_ray.config.decode import Sampling
+from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob, OwnPrompts
+from mars_ray.config.modes import ConfidenceMode
 from mars_ray.data.chat import encode_prompt
 from mars_ray.data.rows import tokenize
 from mars_ray.data.sources import BadRows, read, read_prompts
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
-from mars_ray.errors import ConfigError, DataError
+from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.generate import run as generation
 from mars_ray.generate.part import Part
 from mars_ray.generate.run import run_generation
@@ -60,6 +61,28 @@ def test_an_interrupted_generation_goes_on_to_the_same_file(
     assert InProcess.asked == 3
     assert cut.read_text() == whole.read_text()
     assert not part.exists()
+
+
+def test_what_no_engine_could_do_is_refused_before_a_cluster_starts(
+    model: Path, talker: Path, tmp_path: Path
+):
+    """Guards a start of all engines, and a traceback of each, for a mode, a context or an adapter
+    that this model has not; and a cluster for answers that are there."""
+    output, connected = tmp_path / "own.jsonl", []
+
+    def go(checkpoint: Path, **changes: Any) -> None:
+        run(make_job(checkpoint, output, **changes), QUIET, connect=lambda: connected.append(1))
+
+    with pytest.raises(RequestError, match="needs masks"):
+        go(talker, mode=ConfidenceMode())
+    with pytest.raises(ConfigError, match="max_context=100000: this model knows"):
+        go(model, engine=EngineConfig(max_context=100_000))
+    with pytest.raises(ModelError, match="is no draft adapter"):
+        go(model, engine=EngineConfig(max_context=160, draft_adapter=str(tmp_path)))
+    assert not connected
+    go(model)
+    go(model)
+    assert connected == [1]
 
 
 def test_a_killed_generation_keeps_what_had_come(

@@ -175,3 +175,16 @@ def test_vllm_keeps_custom_proposers_from_the_newer_runner(
     monkeypatch.setattr(type(made), "use_v2_model_runner", True)
     with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         settings.read(made)
+
+
+def test_the_names_of_arguments_are_read_from_the_source():
+    """As `mars-ray serve` does before it starts anything, because an import takes ten seconds."""
+    from dataclasses import fields
+
+    from vllm.engine import arg_utils
+
+    from mars_ray.serve.preflight import _arguments
+
+    assert arg_utils.__file__ is not None
+    names = {field.name for field in fields(arg_utils.AsyncEngineArgs)}
+    assert _arguments(Path(arg_utils.__file__)) == names

@@ -101,7 +101,9 @@ def test_a_best_model_has_its_own_metrics(model, tmp_path):
 
 
 def test_a_start_that_trained_nothing_claims_nothing(model, tmp_path, monkeypatch):
-    """Guards the advice of an error, which was refused: it makes another job of it."""
+    """Guards the advice of an error, which was refused: it makes another job of it; and half a
+    minute of starting a cluster for data that cannot be used."""
+    connected = []
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n") * 8)
 
@@ -109,7 +111,8 @@ def test_a_start_that_trained_nothing_claims_nothing(model, tmp_path, monkeypatc
         columns = {"prompt": "question", "response": response}
         train = {"type": "files", "paths": [str(rows)], "columns": columns}
         table = {"max_length": 128, "train": train} | data
-        run_training(make_job(model, tmp_path / "run", data=table))
+        job = make_job(model, tmp_path / "run", data=table)
+        run_training(job, lambda: connected.append(response))
 
     def refuse(plan: StagePlan) -> StageOutcome:
         raise MemoryShortError("lower data.max_length")
@@ -121,6 +124,7 @@ def test_a_start_that_trained_nothing_claims_nothing(model, tmp_path, monkeypatc
         go("answer")
     with pytest.raises(MemoryShortError):
         go("answer", max_length=64)
+    assert connected == ["answer", "answer"]
 
 
 def test_a_model_to_start_from_is_made_anew_until_something_is_trained(

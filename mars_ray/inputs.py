@@ -1,0 +1,202 @@
+"""What a command needs of this machine, looked for before any work begins: the files, models and
+adapters that its job names, places for what it makes, and ports.
+
+A field says by its mark (`config.base.Names`) what it names. This takes a moment, because neither
+torch nor Ray is imported. What takes longer, a command checks before it starts a cluster.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from mars_ray.autoscale.service_model import load_service_model
+from mars_ray.cluster.port import LOOPBACK, check_port
+from mars_ray.config.base import Config, Names, found
+from mars_ray.config.demo import DemoJob, TinyDemoJob
+from mars_ray.config.model import ExportJob
+from mars_ray.config.serve import ServedModel
+from mars_ray.data import files
+from mars_ray.errors import ConfigError, DataError, MarsError, ModelError
+from mars_ray.model.directory import CONFIG_FILE, DRAFT_CARD_FILE, check_complete, no_adapter
+from mars_ray.storage import copies, hub
+from mars_ray.storage.package import package_name
+from mars_ray.storage.place import Place, shown
+
+# What the job itself makes before it is read.
+_MADE: dict[type[Config], tuple[str, ...]] = {
+    TinyDemoJob: ("evaluate.checkpoint", "serve.checkpoint")
+}
+_PACKAGE = "package:"
+_FILES = (".gguf", ".whl")
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A text of a job that names something."""
+
+    key: str
+    text: str
+    what: str
+    places: bool  # it may be a hub name or a URI
+    revision: str | None  # of a hub name
+
+
+def check_inputs(job: Config, *, elsewhere: bool = False) -> None:
+    """Raises ConfigError, DataError or ModelError, with the key, for what is missing, is not what
+    the job takes it for, or cannot be written.
+
+    With `elsewhere`, the hub and object stores are asked as well; work that needs something from
+    there asks them before it starts a cluster.
+    """
+    made = _MADE.get(type(job), ())
+    named = [each for each in _named(job) if each.key not in made]
+    for check in (_check_here, _check_elsewhere)[: 1 + elsewhere]:
+        for each in named:
+            try:
+                check(each)
+            except MarsError as error:
+                raise type(error)(f"{each.key}: {error}") from error
+    match job:
+        case DemoJob():
+            check_port(LOOPBACK, job.adapt.service.port)
+        case TinyDemoJob():
+            check_port(job.serve.host, job.serve.port)
+
+
+def _named(section: Config, before: str = "", places: bool = False) -> Iterator[_Named]:
+    """Everything that a section names, and the sections in it."""
+    places = places or isinstance(section, ServedModel | ExportJob)
+    for name, field in type(section).model_fields.items():
+        mark = _mark(Annotated[field.annotation, None, *field.metadata])
+        for key, value in _items(f"{before}{name}", getattr(section, name)):
+            if isinstance(value, Config):
+                yield from _named(value, f"{key}.", places)
+            elif mark and isinstance(value, str):
+                revision = getattr(section, "revision", None)
+                yield _Named(key, value, mark.what, places, revision)
+
+
+def _mark(annotation: Any) -> Names | None:
+    """The mark in a field's annotation, at its top or within a union or a container."""
+    found = [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Names)]
+    found += [mark for each in get_args(annotation) if (mark := _mark(each))]
+    return found[0] if found else None
+
+
+def _items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    match value:
+        case dict():
+            for name, each in value.items():
+                yield from _items(f"{key}.{name}", each)
+        case tuple():
+            for index, each in enumerate(value):
+                yield from _items(f"{key}.{index}", each)
+        case _:
+            yield key, value
+
+
+def _check_here(named: _Named) -> None:
+    _HERE[named.what](named)
+
+
+def _check_model(named: _Named) -> None:
+    if not _is_elsewhere(named, "model"):
+        check_complete(Path(named.text))
+
+
+def _check_adapter(named: _Named) -> None:
+    directory = Path(named.text)
+    if not _is_elsewhere(named, "draft adapter") and not (directory / DRAFT_CARD_FILE).is_file():
+        raise no_adapter(named.text)
+
+
+def _is_elsewhere(named: _Named, what: str) -> bool:
+    """Whether the text names no directory of this machine. Raises ModelError if it must."""
+    place = Place.parse(named.text)
+    if named.places and (place.is_uri or place.is_on_hub):
+        return True
+    if Path(named.text).is_dir():
+        return False
+    if named.places:
+        raise ModelError(
+            f"{shown(named.text)} is no {what}: there is no such directory on this machine; name "
+            "one, a name of the hub (org/name), or a URI"
+        )
+    raise hub.missing(named.text)
+
+
+def _check_start_model(named: _Named) -> None:
+    if Path(named.text).is_dir():
+        check_complete(Path(named.text))
+    elif not Place(named.text).is_on_hub:
+        raise hub.missing(named.text)
+
+
+def _check_import(named: _Named) -> None:
+    path = Path(named.text).expanduser()
+    if named.text.startswith(_PACKAGE):
+        package_name(named.text.removeprefix(_PACKAGE))
+    elif path.suffix not in _FILES:
+        _check_start_model(_Named(named.key, str(path), named.what, False, None))
+    elif not path.is_file():
+        raise ModelError(f"there is no file {path} in {Path.cwd()}: correct the path")
+
+
+def _check_file(named: _Named) -> None:
+    is_url = named.text.startswith(("http://", "https://"))
+    if not is_url and not Path(named.text).expanduser().is_file():
+        raise DataError(f"no such file: {named.text} (looked in {Path.cwd()})")
+
+
+def _check_rows(named: _Named) -> None:
+    files.expand((named.text,))
+
+
+def _check_output(named: _Named) -> None:
+    """Raises ConfigError if the place could not be made; it is not made yet."""
+    place = Path(named.text).expanduser().absolute()
+    there = next(parent for parent in (place, *place.parents) if parent.exists())
+    is_file = named.what == "output file"
+    if is_file and place.is_dir():
+        raise ConfigError(f"{named.text} is a directory; name a file")
+    if not there.is_dir() and not (is_file and there == place):
+        raise ConfigError(f"{named.text} cannot be made: {there} is a file; name another place")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{named.text} cannot be written: {there} is not yours to write to")
+
+
+def _nothing(named: _Named) -> None:
+    """Nothing of it is on this machine."""
+
+
+_HERE: dict[str, Callable[[_Named], object]] = {
+    "model": _check_model,
+    "start model": _check_start_model,
+    "model to import": _check_import,
+    "adapter": _check_adapter,
+    "service model": lambda named: load_service_model(named.text),
+    "file": _check_file,
+    "rows": _check_rows,
+    "shipped rows": lambda named: files.expand((str(found(named.text)),)),
+    "data set": _nothing,
+    "output": _check_output,
+    "output file": _check_output,
+}
+
+
+def _check_elsewhere(named: _Named) -> None:
+    """Raises ModelError or DataError for what the hub or an object store does not have."""
+    file = {"model": CONFIG_FILE, "start model": CONFIG_FILE, "model to import": CONFIG_FILE}
+    file |= {"adapter": DRAFT_CARD_FILE}
+    if named.what == "data set":
+        hub.check_data_set(named.text, named.revision)
+    elif named.what in file:
+        place = Place(named.text, named.revision)
+        if named.what == "adapter":
+            place = Place.parse(named.text)
+        if place.is_uri or place.is_on_hub:
+            with copies.pinned(place, file[named.what]) as (_, directory):
+                if not (directory / file[named.what]).is_file():
+                    raise ModelError(f"{shown(named.text)} has no {file[named.what]}")
