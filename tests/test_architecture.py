@@ -82,8 +82,6 @@ ONLY_IN = {
 SHORT = {
     "__main__.py": "entry point",
     "adapt/devices.py": "keeps Ray out of adapt/jobs.py",
-    "advise/config.py": "checked without numba",
-    "advise/objectives.py": "to be merged",
     "cluster/direct.py": "to be merged",
     "cluster/ending.py": "to be merged",
     "cluster/environment.py": "to be merged",
@@ -115,9 +113,6 @@ SHORT = {
     "serve/replica/engine_requests.py": "to be merged",
     "serve/replica/template_switches.py": "to be merged",
     "serve/replica/vllm_warm_up.py": "to be merged",
-    "simulator/engine/compiled.py": "to be merged",
-    "simulator/engine/context_limit.py": "to be merged",
-    "simulator/traces/prefixes.py": "to be merged",
     "train/optim.py": "to be merged",
     "vllm/cpu.py": "a repair of vLLM's CPU build, to go with its cause",
     "vllm/relaxed.py": "one rule",
