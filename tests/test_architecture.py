@@ -97,7 +97,6 @@ SHORT = {
     "decode/strategies/confidence.py": "to be merged",
     "decode/strategies/exact.py": "to be merged",
     "decode/strategies/jacobi.py": "to be merged",
-    "decode/strategies/speculative.py": "to be merged",
     "demo/asking.py": "to be merged",
     "generate/left_out.py": "to be merged",
     "memory.py": "level 0: all packages ask it",

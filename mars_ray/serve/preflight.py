@@ -31,7 +31,6 @@ def _check_files(job: ServeJob) -> None:
     engine = job.engine
     for what, name in (
         ("model", job.checkpoint),
-        ("model", engine.draft_model),
         ("draft adapter", engine.draft_adapter),
     ):
         if name and _is_missing(name):
