@@ -81,7 +81,7 @@ def _measured(name: str, device: torch.device) -> dict[str, Any]:
             attention_backend=backend,
             prefix_cache=False,
         )
-        engine = Engine(model, replace(PLAIN, block_size=DEPTH), config, None, adapter, "random")
+        engine = Engine(model, replace(PLAIN, block_size=DEPTH), config, adapter, "random")
         timer = StepTimer(engine._backend, engine.card, config)
         batches = BATCHES if is_graphs else (1,)
         cases += [

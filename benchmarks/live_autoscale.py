@@ -53,7 +53,7 @@ from mars_ray.serve.deploy import APP_NAME, service_model, start
 from mars_ray.serve.status import Decided
 from mars_ray.serve.threshold_actor import end_controls
 from mars_ray.simulator.config import AzureTrace
-from mars_ray.simulator.engine.result import Outcome, summarise
+from mars_ray.simulator.engine.run import Outcome, summarise
 from mars_ray.simulator.traces.load import load_trace
 
 _COMPARED = ("ttft_p90_s", "answer_p90_s", "replica_s")

@@ -27,8 +27,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.serve.step_tokens import sized
 from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import DONE
-from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import Deciding, Fixture, simulate
+from mars_ray.simulator.engine.run import Deciding, Fixture, Outcome, simulate
 from mars_ray.simulator.traces.trace import Trace
 
 LOOK_S = 0.5

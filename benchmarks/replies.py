@@ -7,8 +7,8 @@
 with a small checkpoint directory MODEL. It sends the requests of `reply_requests.py` one after the
 other, and writes a line of JSON for each: the request, the status, the headers and the body. Of the
 tree it uses only the command `mars-ray serve`, so that trees of any age can be recorded. MODEL must
-have a context of 1024 tokens, and masks (`mars.json`) for the modes that need them; it serves as
-its own draft model in mode `speculative`. Takes about two minutes on two CPU cores.
+have a context of 1024 tokens, and masks (`mars.json`) for the modes that need them. Takes about two
+minutes on two CPU cores.
 
 `compare` counts the requests whose replies are equal, lists the others with their first difference,
 writes the result with its provenance, and exits with status 1 if any differ. Two recordings of one
@@ -144,7 +144,6 @@ def _job(model: str, keys: str, port: int) -> dict[str, Any]:
         "dtype": "float32",
         "window_control": False,
         "prefix_cache": False,
-        "draft_model": model,
     }
     own = {"checkpoint": model, "replicas": 1, "cpus_per_replica": 0.5, "stream_interval_s": 0}
     own["engine"] = engine

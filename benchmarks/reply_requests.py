@@ -47,8 +47,6 @@ _MODES: tuple[dict[str, Any], ...] = (
     {"mode": "confidence", "window": 3},
     {"mode": "jacobi"},
     {"mode": "jacobi", "window": 4},
-    {"mode": "speculative"},
-    {"mode": "speculative", "threshold": 0.2, "window": 3},
     {"quality": "lossless"},
     {"quality": "balanced"},
     {"quality": "fast"},
@@ -207,7 +205,6 @@ def _sampling() -> Iterator[Case]:
             {"temperature": 1, "mode": "exact"},
             {"temperature": 1, "mode": "confidence", "threshold": 0.5},
             {"temperature": 1, "mode": "jacobi"},
-            {"temperature": 1, "mode": "speculative"},
         )
     ):
         how = ", ".join(f"{name} {value}" for name, value in fields.items())

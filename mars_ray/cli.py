@@ -25,6 +25,7 @@ from mars_ray.config.evaluate import BenchJob, EvaluateJob, evaluation_of
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
 from mars_ray.config.model import ExportJob
+from mars_ray.config.scaling import AdviseJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
@@ -336,14 +337,11 @@ def advise(
     dry_run: DryRun = False,
 ) -> None:
     """Say which steps, fleet and decoding suit a service's traffic, by a trace or Prometheus."""
-    from mars_ray.advise.config import AdviseJob
-
     table = {"kind": "advise", "source": source, "service_model": model, "hours": hours}
     table |= {"model_name": model_name, "slos": [_slo(text) for text in slo or ()]}
     job = _job(AdviseJob, table, overrides, dry_run)
-    from mars_ray.advise.page import write_page
-    from mars_ray.advise.run import advise as advised
-    from mars_ray.advise.run import print_advice, summary
+    from mars_ray.advise.advice import advise as advised
+    from mars_ray.advise.advice import print_advice, summary, write_page
     from mars_ray.files import check_writable
 
     if page:

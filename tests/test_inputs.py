@@ -13,10 +13,10 @@ from huggingface_hub import constants
 from told import looks_like_a_model, told
 from typer.testing import CliRunner
 
-from mars_ray.advise.config import AdviseJob
 from mars_ray.cli import app
 from mars_ray.config.base import Config
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
+from mars_ray.config.scaling import AdviseJob
 from mars_ray.errors import MarsError
 from mars_ray.inputs import _mark, check_inputs
 from mars_ray.simulator.config import KINDS
@@ -166,7 +166,7 @@ WRONG = [
     ),
     ("tune", {"train.data.eval": FILES}, "train.data.eval.paths.0: no such file"),
     ("tune", {"objectives.task": {"type": "gsm8k", "path": "no.jsonl"}}, "no such file: no.jsonl"),
-    ("tune", {"objectives.engine.draft_model": "nowhere"}, "objectives.engine.draft_model: "),
+    ("tune", {"objectives.engine.draft_adapter": "nowhere"}, "objectives.engine.draft_adapter: "),
     ("evaluate", {"checkpoint": "nowhere"}, "checkpoint: there is no directory nowhere"),
     ("evaluate", {"checkpoint": "org/name"}, "checkpoint: there is no directory org/name"),
     ("evaluate", {"task": {"type": "prompts", "kinds": {"a": FILES}}}, "task.kinds.a.paths.0: "),

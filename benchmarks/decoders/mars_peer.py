@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -91,8 +91,8 @@ def replaying(
     drafts a step."""
     prepare = engine._prepare
 
-    def prepare_with_drafts(meanwhile: Callable[[], None]) -> None:
-        prepare(meanwhile)
+    def prepare_with_drafts() -> None:
+        prepare()
         for sequence in engine._scheduler.running_sequences():
             if sequence.forwards:
                 prompt = sequence.request.prompt

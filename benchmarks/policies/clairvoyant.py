@@ -11,8 +11,7 @@ import numpy as np
 from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
 from mars_ray.simulator.cases import Case
-from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import simulate
+from mars_ray.simulator.engine.run import Outcome, simulate
 from mars_ray.simulator.policies import Fixed
 
 _WINDOW_S = 30.0

@@ -13,8 +13,7 @@ from mars_ray.autoscale.policy import Decision
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.simulator.cases import Case
-from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import EXACT, Deciding, Policy, simulate
+from mars_ray.simulator.engine.run import EXACT, Deciding, Outcome, Policy, simulate
 from mars_ray.simulator.policies import TARGET_ONGOING, Fixed, RayDefault, first_replicas
 from policies.job import PolicyName
 from policies.keda import QUEUE_LENGTH, Keda

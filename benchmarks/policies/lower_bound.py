@@ -32,8 +32,7 @@ import numpy as np
 from mars_ray.autoscale.service_model import Level, Shape
 from mars_ray.simulator.cases import Case
 from mars_ray.simulator.engine.arrays import make_world
-from mars_ray.simulator.engine.context_limit import within_context
-from mars_ray.simulator.traces.trace import Trace
+from mars_ray.simulator.traces.trace import Trace, within_context
 
 # Prices of a second of a request's time, in replica-seconds; any price gives a bound.
 _PRICES = (0.0, *np.geomspace(1e-4, 10, 41).tolist())

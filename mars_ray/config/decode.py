@@ -1,11 +1,11 @@
 """Settings of sampling, and of an engine's size."""
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mars_ray.config.base import AdapterPath, Config, ModelPath
+from mars_ray.config.base import AdapterPath, Config
 from mars_ray.config.modes import Mode
 
 # While a prompt waits, one row of a step in this many is kept for prompts.
@@ -45,6 +45,10 @@ _STEP_TOKENS = 512
 class EngineConfig(Config):
     """Size of one decoding engine."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "draft_model": "`verified` drafts by n-grams or a draft adapter; vLLM has draft models"
+    }
+
     type: Literal["mars"] = "mars"
     max_batch: int = Field(default=16, ge=1, description="sequences decoded together")
     max_context: int = Field(default=1024, ge=8, description="prompt and answer, tokens")
@@ -66,9 +70,6 @@ class EngineConfig(Config):
         "when the model is loaded",
     )
     prefix_cache: bool = Field(default=True, description="prompts share pages of equal beginnings")
-    draft_model: ModelPath | None = Field(
-        default=None, description="checkpoint with the same tokenizer, for mode speculative"
-    )
     draft_adapter: AdapterPath | None = Field(
         default=None,
         description="directory of a draft adapter for this model (`mars-ray adapt` makes one), or "
@@ -132,5 +133,3 @@ def check_generation(modes: Iterable[Mode], max_new_tokens: int, engine: EngineC
             f"max_new_tokens {max_new_tokens} leaves no room for a prompt in engine.max_context "
             f"{engine.max_context}: lower the one or raise the other"
         )
-    if any(mode.needs_draft_model for mode in modes) and not engine.draft_model:
-        raise ValueError("mode speculative needs engine.draft_model: name one, or leave it out")

@@ -34,7 +34,6 @@ class BaseMode(Config):
     has_drafts: ClassVar[bool] = False
     # A step commits tokens that the model might not choose itself, and never verifies them.
     commits_unseen: ClassVar[bool] = False
-    needs_draft_model: ClassVar[bool] = False
     # Drafts are accepted by a threshold.
     verifies: ClassVar[bool] = False
     # False for modes that exist only for comparison with the paper.
@@ -213,45 +212,13 @@ class JacobiMode(BaseMode):
         return 1 + self.guesses
 
 
-class SpeculativeMode(_Windowed, _WithThreshold, BaseMode):
-    """A draft model adds its tokens to those of the masks (paper, section 4.6).
-
-    At threshold 1 the output is that of `exact`. With window 0 it is ordinary speculative decoding.
-    """
-
-    has_masks: ClassVar[bool] = True
-    has_drafts: ClassVar[bool] = True
-    needs_draft_model: ClassVar[bool] = True
-    verifies: ClassVar[bool] = True
-    least_window: ClassVar[int] = 0
-
-    type: Literal["speculative"] = "speculative"
-    threshold: Threshold = 1.0
-    draft_tokens: int = Field(
-        default=4, ge=1, le=64, description="the draft model's tokens per step"
-    )
-    window: int | None = Field(
-        default=None, ge=0, le=64, description="masks of a group; default: trained depth"
-    )
-    groups: int | None = Field(
-        default=None, ge=1, le=129, description="outcomes that get masks; default: all"
-    )
-
-    def groups_of(self, window: int) -> int:
-        outcomes = window + self.draft_tokens + 1
-        return min(self.groups or outcomes, outcomes)
-
-    def most_rows(self, window: int) -> int:
-        return 1 + window + self.draft_tokens + self.groups_of(window) * window
-
-
 def _long_form(value: Any) -> Any:
     """A mode that is named only, as in requests, has its defaults."""
     return {"type": value} if isinstance(value, str) else value
 
 
 Mode = Annotated[
-    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode | SpeculativeMode,
+    ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode,
     Field(discriminator="type"),
     BeforeValidator(_long_form),
 ]

@@ -83,7 +83,7 @@ class ServedModel(Config):
     default_mode: Mode | None = Field(
         default=None,
         description="mode of requests that name none; default: `verified` if the model drafts, "
-        "else `exact`. The threshold of `verified`, `speculative` and `confidence` by probability "
+        "else `exact`. The threshold of `verified`, and of `confidence` by probability, "
         "is then that of default_quality and of the set-point, and the one here for those who name "
         "the mode",
     )

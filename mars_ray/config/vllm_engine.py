@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Discriminator,
@@ -52,9 +52,6 @@ _FIXED = (
 
 class VllmConfig(Config):
     """vLLM's engine in a replica (docs/vllm.md). `args` takes every other argument of vLLM."""
-
-    # It has no second model: its drafts come from masks.
-    draft_model: ClassVar[None] = None
 
     type: Literal["vllm"] = "vllm"
     max_batch: int = Field(default=64, ge=1, description="vLLM's max_num_seqs")

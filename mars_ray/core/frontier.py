@@ -23,7 +23,6 @@ _SHOWN = {
     "branches": " B={}",
     "cache_block": ", blocks of {}",
     "guesses": ", {} guesses",
-    "draft_tokens": ", {} drafts",
 }
 
 

@@ -2,7 +2,7 @@
 
 A request may name the lowest threshold that it tolerates. The threshold in force is then the
 service's set-point, but never below that floor. At 1 an answer is that of plain decoding:
-`verified` and `speculative` accept nothing else, and `confidence` has no masks then. Or, in modes
+`verified` accepts nothing else, and `confidence` has no masks then. Or, in modes
 that verify, a request states a budget: the share of its tokens that may differ from AR decoding.
 The threshold in force is then found by feedback. Whatever the feedback does, no answer exceeds its
 budget at any moment.

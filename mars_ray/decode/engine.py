@@ -18,7 +18,6 @@ from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
 from mars_ray.decode.draft_control import DraftControl
-from mars_ray.decode.draft_model import Drafter
 from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
 from mars_ray.decode.model_runner import forward, nothing
@@ -67,7 +66,6 @@ class Engine:
         model: PreTrainedModel,
         card: ModelCard,
         config: EngineConfig,
-        draft_engine: "Engine | None" = None,
         adapter: DraftAdapter | None = None,
         adapter_name: str | None = None,
         release: bool = False,
@@ -84,8 +82,7 @@ class Engine:
         self.config = config
         depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
         # Rows of an answer's last step may lie beyond the limit.
-        rows = config.step_tokens
-        self._spare = rows if draft_engine else min(rows, widest_rows(depth))
+        self._spare = min(config.step_tokens, widest_rows(depth))
         positions = config.max_context + self._spare
         runner = runner_of(model, config, positions, release)
         pages = page_count(model, positions, config)  # from the memory that the runner has left
@@ -94,9 +91,6 @@ class Engine:
         self._backend = backend_of(config, runner, cache, positions)
         self._scheduler = Scheduler(config, self.pool)
         self._sequences: dict[str, Sequence] = {}
-        self.drafter: Drafter | None = None  # adds to the drafts of mode speculative
-        if draft_engine:
-            self.drafter = Drafter(draft_engine, model.config.vocab_size)
         self.measures = LiveMeasures()
         self.thresholds = Thresholds()
         self.totals = StepTotals()
@@ -245,10 +239,6 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
         check_request(request, self.model.config.vocab_size, self.card, self.config.max_context)
-        if request.mode.needs_draft_model and not self.drafter:
-            raise RequestError(
-                "mode 'speculative' needs an engine with a draft_model", field="mode"
-            )
         rows = request.mode.most_rows(window_of(request.mode, self.card))
         if rows > self.config.step_tokens:
             raise RequestError(
@@ -293,9 +283,9 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] = nothing) -> list[TokenEvent]:
         """Run one forward, or end the requests that are late; returns an event per changed request.
 
-        `meanwhile` is called in every forward, also the draft model's, once all its work is
-        launched on the device; it must not touch the engine. If a step raises, nothing was
-        committed: `step_apart` (`decode/isolation.py`) finds the sequence that is to blame.
+        `meanwhile` is called in every forward, once all its work is launched on the device; it must
+        not touch the engine. If a step raises, nothing was committed: `step_apart` finds the
+        sequence that is to blame.
         """
         with self._torch_threads():
             return self._step(meanwhile)
@@ -316,7 +306,7 @@ class Engine:
         begin_s = time.monotonic()
         if late := self._expire():
             return late
-        self._prepare(meanwhile)
+        self._prepare()
         work = self._scheduler.schedule()
         self.last_rows = sum(item.rows for item in work)
         if not work:
@@ -372,7 +362,7 @@ class Engine:
         moves.make(self._backend.cache)
         return events
 
-    def _prepare(self, meanwhile: Callable[[], None]) -> None:
+    def _prepare(self) -> None:
         """Set threshold, masks and drafts of each sequence for the next step."""
         # Also of those that wait: the step may admit them, and the first one may have masks.
         for sequence in self._scheduler.all():
@@ -380,12 +370,6 @@ class Engine:
                 sequence.threshold = self.thresholds.of(quality)
         if self.control:
             self.control.choose(self._scheduler.next_sequences())
-        if self.drafter:
-            running = self._scheduler.running_sequences()
-            wanting = ((s, strategy_of(s).drafts_wanted(s)) for s in running)
-            self.drafter.extend(((s, count) for s, count in wanting if count), meanwhile)
-            for sequence in running:
-                sequence.follow_grammar()
 
     def _absorb(
         self, sequence: Sequence, plan: Plan, rows: Rows, outcome: int, proposals: Proposals

@@ -34,11 +34,7 @@ def load_engine(
     directory: str | Path, config: EngineConfig
 ) -> tuple[Engine, PreTrainedTokenizerBase]:
     """An engine for a model directory, warmed up, and its tokenizer. Raises MarsError."""
-    draft_engine = None
-    if config.draft_model:
-        draft_engine = _load(config.draft_model, _draft_config(config))
-        draft_engine.warm_up()
-    engine = _load(directory, config, draft_engine)
+    engine = _load(directory, config)
     check_context(config.max_context, engine.model.config)
     engine.warm_up()
     tokenizer = load_tokenizer(directory)
@@ -56,22 +52,6 @@ def _stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             logger.warning("answers end only where generation_config.json says so: %s", error)
 
 
-def _draft_config(config: EngineConfig) -> EngineConfig:
-    """The configuration of the draft model's engine: its prompts are texts followed by drafts, and
-    with small pages most of a shared prefix is found again."""
-    changes = {
-        "draft_model": None,
-        "draft_adapter": None,
-        "max_context": config.max_context + config.step_tokens,
-        "page_size": 4,
-        "cache_bytes": None,
-        "cache_memory_share": None,
-        "prefix_cache": True,
-        "window_control": False,
-    }
-    return config.model_copy(update=changes)
-
-
 def engine_model(directory: str | Path, config: EngineConfig) -> PreTrainedModel:
     """The model alone, where and in the dtype in which an engine of this configuration has it.
     Raises ModelError."""
@@ -83,16 +63,14 @@ def engine_model(directory: str | Path, config: EngineConfig) -> PreTrainedModel
     return load_model(directory, dtype=_dtype(directory, config, device), device=device)
 
 
-def _load(
-    directory: str | Path, config: EngineConfig, draft_engine: Engine | None = None
-) -> Engine:
+def _load(directory: str | Path, config: EngineConfig) -> Engine:
     card = read_card(directory)
     model = engine_model(directory, config)
     adapter = name = None
     if config.draft_adapter:
         adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)
         name = Path(config.draft_adapter).name
-    return Engine(model, card, config, draft_engine, adapter, name, release=True)
+    return Engine(model, card, config, adapter, name, release=True)
 
 
 def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:

@@ -46,7 +46,6 @@ class Sequence:
     adapters: list[str] = field(
         default_factory=list
     )  # that have made its drafts, one after another
-    extended: int = 0  # the forward after which a draft model extended the drafts
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the first full pages of its tokens
     published: int = 0  # number of its first pages that are published
@@ -127,15 +126,12 @@ class Sequence:
         """Adapt to masks of at most this depth and to forwards of at most `rows`."""
         mode = self.request.mode
         widest = mode.widest(depth)
-        if mode.needs_draft_model:
-            # Limited by the rows that there is room for.
-            widest = min(widest, self.widest)
         self.widest, self.choice = widest, None
         self._set_size()
         if widest and (excess := mode.most_rows(widest) - rows) > 0:
             self.groups = max(1, self.groups - -(-excess // widest))
             self.branches = 1
-        if mode.verifies and not mode.needs_draft_model:
+        if mode.verifies:
             self.keep_drafts(range(1, min(widest, first_chain(self.draft_parents)) + 1))
 
     def set_drafts(

@@ -89,7 +89,7 @@ def _digest(problems: Sequence[Problem]) -> str:
 
 def _weights(job: EvaluateJob) -> list[Any]:
     """What tells whether weights have changed since a run was interrupted."""
-    places = (job.checkpoint, job.engine.draft_adapter, job.engine.draft_model)
+    places = (job.checkpoint, job.engine.draft_adapter)
     files = [file for place in places if place for file in Path(place).glob("*.safetensors")]
     states = [(file.name, file.stat()) for file in sorted(files)]
     return [[name, state.st_size, state.st_mtime_ns] for name, state in states]

@@ -19,7 +19,6 @@ _STYLE = {
     "confidence": ("#D55E00", "^"),
     "block_cached": ("#009E73", "v"),
     "jacobi": ("#CC79A7", "D"),
-    "speculative": ("#E69F00", "P"),
 }
 
 

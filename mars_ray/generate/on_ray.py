@@ -109,8 +109,8 @@ class RayEngines:
         job = self._job
         engine = job.engine
         changes: dict[str, Any] = {"threads": engine.threads or max(1, int(job.cpus_per_worker))}
-        paths = {"draft_model": engine.draft_model, "draft_adapter": engine.draft_adapter}
-        changes |= {name: _absolute(path) for name, path in paths.items() if path}
+        if engine.draft_adapter:
+            changes["draft_adapter"] = _absolute(engine.draft_adapter)
         remote = ray.remote(Worker).options(
             num_cpus=job.cpus_per_worker,
             num_gpus=self._gpus,

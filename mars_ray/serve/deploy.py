@@ -289,9 +289,6 @@ def _checked_model(job: ServeJob) -> ServeJob:
     _check_default_mode(job, card)
     if isinstance(engine, EngineConfig):  # vLLM checks it itself, for more architectures
         check_context(engine.max_context, config_of(source))
-    if engine.draft_model:
-        drafts, _ = pinned(Place(engine.draft_model))
-        engine = engine.model_copy(update={"draft_model": drafts.name})
     return job.model_copy(
         update={
             "checkpoint": source.name,

@@ -20,11 +20,8 @@ _MOST_ROWS = 2048
 
 
 def with_room(engine: Engine) -> Engine:
-    """The configuration of an engine whose steps can have any size that may be chosen.
-
-    A draft model's sequences are as long as a step besides the context, so it gets no more room.
-    """
-    rows = engine.step_tokens if engine.max_step_tokens or engine.draft_model else _MOST_ROWS
+    """The configuration of an engine whose steps can have any size that may be chosen."""
+    rows = engine.max_step_tokens or _MOST_ROWS
     return engine.model_copy(update={"max_step_tokens": rows})
 
 

@@ -15,8 +15,7 @@ from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import Level
 from mars_ray.simulator.cases import Case
 from mars_ray.simulator.config import PolicyName
-from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import EXACT, Deciding, simulate
+from mars_ray.simulator.engine.run import EXACT, Deciding, Outcome, simulate
 
 OURS: PolicyName = "mars"
 # Nobody ships a fixed fleet: operators take twice what they need on average.

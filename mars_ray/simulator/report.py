@@ -23,7 +23,7 @@ from mars_ray.page import GREY, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
 from mars_ray.simulator.cases import Case, Cell, loaded, make_case
 from mars_ray.simulator.config import PolicyName, SimulateJob, Simulation
-from mars_ray.simulator.engine.result import Outcome, Timeline, summarise
+from mars_ray.simulator.engine.run import Outcome, Timeline, summarise
 from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.policies import run
 

@@ -14,7 +14,7 @@ import pytest
 from mars_ray.cluster.port import free_port
 from mars_ray.config.scaling import Slo
 from mars_ray.simulator.engine.observe import token_times
-from mars_ray.simulator.engine.result import Outcome
+from mars_ray.simulator.engine.run import Outcome
 from mars_ray.simulator.traces.trace import Trace
 
 needs_prometheus = pytest.mark.skipif(

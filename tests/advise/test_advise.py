@@ -15,16 +15,24 @@ from rich.console import Console
 from simulator.simulated import MODEL
 from typer.testing import CliRunner
 
-from mars_ray.advise.config import AdviseJob
-from mars_ray.advise.draw import draw
-from mars_ray.advise.fleets import Fleets, Scaled, case, fleets, smallest, ways
-from mars_ray.advise.objectives import objectives
-from mars_ray.advise.page import report
-from mars_ray.advise.prometheus import Histogram, Measured
-from mars_ray.advise.run import Advice, advise, recommendation, summary
-from mars_ray.advise.verdict import verdicts
+from mars_ray.advise.advice import (
+    Advice,
+    Fleets,
+    Scaled,
+    advise,
+    case,
+    fleets,
+    objectives,
+    recommendation,
+    report,
+    smallest,
+    summary,
+    verdicts,
+    ways,
+)
+from mars_ray.advise.traffic import Histogram, Measured, draw
 from mars_ray.cli import app
-from mars_ray.config.scaling import Slo
+from mars_ray.config.scaling import AdviseJob, Slo
 from mars_ray.errors import ConfigError
 from mars_ray.simulator.engine.run import EXACT
 from mars_ray.simulator.traces.trace import Trace
@@ -40,7 +48,7 @@ HOUR_S = 120
 def _short_hours() -> Iterator[None]:
     """Hours of two minutes, or a simulation would take a minute itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mars_ray.advise.fleets.HOUR_S", HOUR_S)
+        patch.setattr("mars_ray.advise.advice.HOUR_S", HOUR_S)
         yield
 
 

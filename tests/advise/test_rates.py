@@ -17,11 +17,18 @@ from docs.commands import runs
 from simulator.simulated import run
 from typer.testing import CliRunner
 
-from mars_ray.advise.draw import draw
-from mars_ray.advise.prometheus import FAMILIES, Histogram, Measured, Prometheus, measure, quantile
+from mars_ray.advise.traffic import (
+    FAMILIES,
+    Histogram,
+    Measured,
+    Prometheus,
+    draw,
+    measure,
+    quantile,
+)
 from mars_ray.cli import app
 from mars_ray.errors import ConfigError, DataError
-from mars_ray.simulator.engine.result import Outcome
+from mars_ray.simulator.engine.run import Outcome
 
 # Of the answers in RECORDED, which a real Prometheus gave (`test_a_real_prometheus`).
 BEGIN_S, MINUTES = 1_700_000_040.0, 30

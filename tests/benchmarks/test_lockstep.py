@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from decode import reference
 from decode.models import CARD, pattern, request, trained_model
 from decoders.lockstep_peer import Lockstep
 
 from mars_ray.config.modes import BlockCachedMode, ConfidenceMode
-from mars_ray.decode import reference
 
 PROMPTS = [pattern(3 * j, 1 + j % 4, 2 + j) for j in range(5)]
 

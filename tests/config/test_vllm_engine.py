@@ -59,7 +59,7 @@ def test_arguments_that_vllm_does_not_have_are_refused_with_the_nearest():
     ("mode", "complaint"),
     [
         ({"type": "confidence"}, "not 'confidence': use one"),
-        ({"type": "speculative"}, "not 'speculative'"),
+        ({"type": "jacobi"}, "not 'jacobi'"),
         ({"type": "verified", "groups": 2, "window": 3}, "window and groups"),
     ],
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode import reference
 from decode.adapters import KINDS, good_adapter, random_adapter
 from decode.cases import MODES, SAMPLING_NAMES, SAMPLINGS, SCARCE, SIZE, untrained
 from decode.models import CARD, SHAPE, pattern, request
@@ -11,7 +12,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
-from mars_ray.decode import reference
 from mars_ray.decode.adapter import Gated, Last, fused
 from mars_ray.decode.attention.dense import DenseAttention, Group
 from mars_ray.decode.engine import Engine, generate_all

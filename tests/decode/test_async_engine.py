@@ -4,11 +4,11 @@ import asyncio
 import threading
 
 import pytest
+from decode import reference
 from decode.models import CARD, pattern, request
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
-from mars_ray.decode import reference
 from mars_ray.decode.async_engine import AsyncEngine, complete
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.mailbox import Mailbox

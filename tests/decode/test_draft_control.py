@@ -1,6 +1,7 @@
 """Window control: arithmetic against simulation, extremes of cost, and texts that do not change."""
 
 import pytest
+from decode import reference
 from decode.models import CARD, pattern, request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,6 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.core.draft_choice import Choice, Prospects
 from mars_ray.core.step_cost import StepCost, row_counts
-from mars_ray.decode import reference
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.draft_stats import DraftStats
 from mars_ray.decode.engine import Engine, generate_all

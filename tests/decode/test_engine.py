@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode import reference
 from decode.cases import MODES, PAGE_BYTES, SAMPLING_NAMES, SAMPLINGS, SCARCE, SIZE, untrained
 from decode.models import CARD, MASK, pattern, request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mars_ray.config.modes import BlockCachedMode, ExactMode, VerifiedMode
-from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
 
 

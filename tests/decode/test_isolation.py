@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decode import reference
 from decode.cases import untrained
 from decode.models import CARD, VOCABULARY, pattern, request
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
-from mars_ray.decode import reference
 from mars_ray.decode.async_engine import AsyncEngine, complete
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.engine import Engine

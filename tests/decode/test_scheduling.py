@@ -4,12 +4,13 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+from decode import reference
 from decode.cases import SCARCE
 from decode.models import CARD, pattern, request
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
-from mars_ray.decode import reference, scheduler
+from mars_ray.decode import scheduler
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.page_pool import content_hashes
 

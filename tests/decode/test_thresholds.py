@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from decode import reference
 from decode.cases import SIZE
 from decode.models import CARD, STOP, pattern
 from hypothesis import given
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.core.thresholds import Budget, Elastic, Quality, Thresholds
-from mars_ray.decode import reference
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.request import Request
 from mars_ray.errors import RequestError

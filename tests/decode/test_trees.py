@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decode import reference
 from decode.adapters import good_adapter, random_adapter
 from decode.cases import SAMPLING_NAMES, SAMPLINGS, SIZE
 from decode.models import CARD, STOP, pattern, request, trained_model
@@ -14,7 +15,6 @@ from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.step_cost import StepCost
 from mars_ray.core.thresholds import Elastic
 from mars_ray.core.tree import fan
-from mars_ray.decode import reference
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.engine import Engine, generate_all

@@ -87,7 +87,6 @@ NOT_HERE = {
     "helm ": "needs a Kubernetes cluster",
     "curl -X PUT --data @memory.json ": "routes of a policy: tests/serve/test_memory_routes.py",
     "curl -X DELETE ": "routes of a policy: tests/serve/test_memory_routes.py",
-    _SUBMIT + "--entrypoint-num-cpus 8 --entrypoint-num-gpus 1 ": "needs a GPU",
 }
 
 

@@ -14,7 +14,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
 from mars_ray.config.load import load_job
-from mars_ray.config.modes import ConfidenceMode, JacobiMode, SpeculativeMode, VerifiedMode
+from mars_ray.config.modes import ConfidenceMode, JacobiMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
 from mars_ray.demo import tiny
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
@@ -158,8 +158,6 @@ def test_what_a_mode_cannot_do_is_told_before_any_is_measured(checkpoint, tmp_pa
     with pytest.raises(RequestError, match="window 64 is more than"):
         run_evaluation(job(checkpoint, output_dir=str(tmp_path), modes=modes), Console(quiet=True))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValidationError, match=r"speculative needs engine\.draft_model"):
-        job(checkpoint, modes=(SpeculativeMode(),))
     with pytest.raises(ValidationError, match="max_new_tokens 256 leaves no room for a prompt"):
         job(checkpoint, max_new_tokens=256)
 

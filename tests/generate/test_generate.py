@@ -425,8 +425,6 @@ def test_a_job_without_room_for_an_answer_is_refused(model: Path, tmp_path: Path
     output = tmp_path / "own.jsonl"
     with pytest.raises(ValidationError, match="max_new_tokens 160 leaves no room for a prompt"):
         make_job(model, output, max_new_tokens=160)
-    with pytest.raises(ValidationError, match=r"speculative needs engine\.draft_model"):
-        make_job(model, output, mode={"type": "speculative"})
     with pytest.raises(DataError, match="no prompt has room for 159 tokens"):
         run(make_job(model, output, max_new_tokens=159), QUIET)
     assert not list(tmp_path.iterdir())

@@ -75,7 +75,7 @@ def _fit_mode(body: dict[str, Any], modes: Sequence[str]) -> None:
     if not isinstance(body.get("mode"), str | None):
         return
     mode = modes[len(str(body)) % len(modes)]
-    if body.get("mode") in (*MODES, "speculative", None):
+    if body.get("mode") in (*MODES, None):
         body["mode"] = mode
     for name, most in (("window", 64), ("threshold", 1)):
         if _is_count(body.get(name)) and body[name] <= most:

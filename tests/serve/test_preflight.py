@@ -42,7 +42,6 @@ def test_what_is_missing_is_told_within_two_seconds(tmp_path):
         {"request_log": "/nowhere/requests.jsonl"},
         {"service_model": "/nowhere/model.json"},
         {"engine": {"draft_adapter": "/nowhere/adapter"}},
-        {"engine": {"draft_model": "/nowhere/draft"}},
         {"more_models": ({"checkpoint": "/nowhere/second"},)},
     ],
 )

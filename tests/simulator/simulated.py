@@ -4,8 +4,7 @@ import numpy as np
 
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
 from mars_ray.simulator.config import Cluster
-from mars_ray.simulator.engine.result import Outcome
-from mars_ray.simulator.engine.run import Fixture, Policy, simulate
+from mars_ray.simulator.engine.run import Fixture, Outcome, Policy, simulate
 from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.trace import Trace
 

@@ -16,7 +16,7 @@ from mars_ray.serve.ingress import prefixes, router
 from mars_ray.simulator.engine import core
 from mars_ray.simulator.engine.arrays import DONE, PREFIX, Tables, make_tables, make_world
 from mars_ray.simulator.engine.core import advance, set_levels, start
-from mars_ray.simulator.engine.result import summarise
+from mars_ray.simulator.engine.run import summarise
 from mars_ray.simulator.traces.trace import Trace
 
 PLAIN = replace(MODEL, levels=(Level(1.0, 0.0, ()),))

@@ -9,8 +9,7 @@ from simulator.simulated import MODEL, poisson, run, trace
 from mars_ray.autoscale.policy import Decision, State
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.simulator.engine.arrays import DONE, FAILED, SHED
-from mars_ray.simulator.engine.result import summarise
-from mars_ray.simulator.engine.run import Deciding
+from mars_ray.simulator.engine.run import Deciding, summarise
 
 
 class Script:

@@ -6,7 +6,6 @@ from mars_ray.config.modes import (
     ExactMode,
     JacobiMode,
     Mode,
-    SpeculativeMode,
     VerifiedMode,
 )
 from mars_ray.decode.sequence import Sequence
@@ -15,7 +14,6 @@ from mars_ray.decode.strategies.block_cached import BlockCached
 from mars_ray.decode.strategies.confidence import Confidence
 from mars_ray.decode.strategies.exact import Exact
 from mars_ray.decode.strategies.jacobi import Jacobi
-from mars_ray.decode.strategies.speculative import Speculative
 from mars_ray.decode.strategies.verified import Verified
 
 STRATEGIES: dict[type[Mode], Strategy] = {
@@ -24,7 +22,6 @@ STRATEGIES: dict[type[Mode], Strategy] = {
     VerifiedMode: Verified(),
     BlockCachedMode: BlockCached(),
     JacobiMode: Jacobi(),
-    SpeculativeMode: Speculative(),
 }
 
 

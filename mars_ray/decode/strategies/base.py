@@ -145,10 +145,6 @@ class Proposals:
 class Strategy(Protocol):
     """How a mode decodes. It has no state: that lives in the sequence."""
 
-    def drafts_wanted(self, sequence: Sequence) -> int:
-        """How many tokens a draft model should add to the sequence's drafts before `plan`."""
-        return 0
-
     def plan(self, sequence: Sequence) -> Plan:
         """The rows that the next forward should hold for this sequence."""
         ...

@@ -340,7 +340,7 @@ class AnyAnswerBody(Body):
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None  # its newer name
     metadata: Metadata | None = None  # written to the log, too
     # The fields from here on are not in OpenAI's API.
-    mode: Literal["exact", "verified", "confidence", "jacobi", "speculative"] | None = None
+    mode: Literal["exact", "verified", "confidence", "jacobi"] | None = None
     threshold: Threshold | None = None
     window: Annotated[int, Field(ge=0, le=64)] | None = None
     quality: Annotated[str, Field(max_length=64)] | None = None

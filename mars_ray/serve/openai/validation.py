@@ -9,7 +9,6 @@ from mars_ray.config.modes import (
     ExactMode,
     JacobiMode,
     Mode,
-    SpeculativeMode,
     VerifiedMode,
 )
 from mars_ray.config.serve import Limits, ServeJob
@@ -28,8 +27,7 @@ from mars_ray.serve.openai.request_models import (
 from mars_ray.serve.protocol import GenerationRequest, Prompt, Tools, Turn
 
 _MODES: dict[str, Mode] = {
-    mode.type: mode
-    for mode in (ExactMode(), VerifiedMode(), ConfidenceMode(), JacobiMode(), SpeculativeMode())
+    mode.type: mode for mode in (ExactMode(), VerifiedMode(), ConfidenceMode(), JacobiMode())
 }
 # OpenAI's default for completions; a chat's answer may use all the room left.
 _COMPLETION_TOKENS = 16

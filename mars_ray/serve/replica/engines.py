@@ -71,8 +71,6 @@ async def _vllm(job: ServeJob, config: VllmConfig, checkpoint: Path) -> Running:
 def _fetched(engine: EngineConfig, cache: str) -> EngineConfig:
     """The engine's configuration with its other models fetched."""
     changes: Mapping[str, str] = {}
-    if engine.draft_model:
-        changes |= {"draft_model": str(local_copy(Place(engine.draft_model), cache))}
     if engine.draft_adapter:
         changes |= {"draft_adapter": str(local_adapter(engine.draft_adapter, cache))}
     return engine.model_copy(update=changes)

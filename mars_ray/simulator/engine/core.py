@@ -25,8 +25,8 @@ from mars_ray.simulator.engine.arrays import (
     Ints,
     Tables,
     World,
+    compiled,
 )
-from mars_ray.simulator.engine.compiled import compiled
 from mars_ray.simulator.engine.engine import begin, cut, end_segment, first_place, set_event
 
 # As in serve/ingress/router.py and prefixes.py: tokens that the table of sent prompts holds, those

@@ -11,8 +11,16 @@ import math
 
 import numpy as np
 
-from mars_ray.simulator.engine.arrays import DONE, ENDS, FIRSTS, NOBODY, Floats, Tables, World
-from mars_ray.simulator.engine.compiled import compiled
+from mars_ray.simulator.engine.arrays import (
+    DONE,
+    ENDS,
+    FIRSTS,
+    NOBODY,
+    Floats,
+    Tables,
+    World,
+    compiled,
+)
 
 # Fewer remaining tokens than this are a rounding error.
 NONE_LEFT = 1e-6

@@ -23,7 +23,6 @@ from mars_ray.config.modes import (
     ExactMode,
     JacobiMode,
     Mode,
-    SpeculativeMode,
     VerifiedMode,
 )
 from mars_ray.core.acceptance import Measure, accepted_prefix, accepts, confidence, passes
@@ -35,14 +34,6 @@ from mars_ray.decode.request import Completion, Request, check_request, window_o
 from mars_ray.model.card import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.forward import hidden_states, output_head
-
-_PENALTIES = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_new_tokens",
-)
 
 
 @dataclass(slots=True)
@@ -56,7 +47,6 @@ class _Run:
     prompt: tuple[int, ...]
     stop_ids: frozenset[int]
     tokens: list[int]
-    draft_model: PreTrainedModel | None = None
     adapter: DraftAdapter | None = None
     drafts: list[int] = field(default_factory=list)
     draft_probabilities: list[float] = field(default_factory=list)
@@ -175,10 +165,9 @@ def generate(
     model: PreTrainedModel,
     card: ModelCard,
     request: Request,
-    draft_model: PreTrainedModel | None = None,
     adapter: DraftAdapter | None = None,
 ) -> Completion:
-    """Decode one request; `speculative` needs the draft model. Raises RequestError."""
+    """Decode one request. Raises RequestError."""
     if adapter:
         card = replace(card, block_size=adapter.card.depths)
     check_request(
@@ -193,7 +182,6 @@ def generate(
         request.prompt,
         request.stop_ids,
         list(request.prompt),
-        draft_model,
         adapter,
     )
     committed: list[int] = []
@@ -315,28 +303,6 @@ def _verified(run: _Run, mode: VerifiedMode) -> list[int]:
     return _verify(run, mode.threshold, mode.groups_of(run.window), mode.branches_of(run.window))
 
 
-def _speculative(run: _Run, mode: SpeculativeMode) -> list[int]:
-    """The draft model's tokens follow the masks' drafts; every outcome gets masks."""
-    if len(run.tokens) > len(run.prompt):
-        _add_drafts(run, mode.draft_tokens)
-    return _verify(run, mode.threshold, mode.groups or len(run.drafts) + 1)
-
-
-def _add_drafts(run: _Run, count: int) -> None:
-    """Add drafts by plain decoding of the draft model, with the target's seed and no penalties."""
-    assert run.draft_model
-    penalties = Sampling().model_dump(include=set(_PENALTIES))
-    sampling = run.sampling.model_copy(update=penalties)
-    own = replace(run, model=run.draft_model, sampling=sampling, tokens=run.tokens + run.drafts)
-    for _ in range(count):
-        rows = own.rows([], [])
-        token = rows.tokens[0]
-        own.tokens.append(token)
-        run.draft_parents.append(len(run.drafts))
-        run.drafts.append(token)
-        run.draft_probabilities.append(float(rows.logits_NV[0].softmax(dim=-1)[token]))
-
-
 def _verify(run: _Run, threshold: float, groups: int, branches: int = 1) -> list[int]:
     drafts, parents = run.drafts, run.draft_parents
     # One group stands behind the whole first chain, whatever the probabilities.
@@ -401,5 +367,4 @@ _STEPS: dict[type[Mode], Callable[..., list[int]]] = {
     BlockCachedMode: _block_cached,
     VerifiedMode: _verified,
     JacobiMode: _jacobi,
-    SpeculativeMode: _speculative,
 }
