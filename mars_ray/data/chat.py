@@ -198,13 +198,16 @@ class ChatEncoder:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
         options: Options = MappingProxyType({}),
+        *,
+        is_answered: bool = True,
     ) -> Plan:
         """Renders and cuts a conversation that waits for an answer, with the template's options.
 
-        Earlier answers are cut as in training, so they have the same tokens.
+        Earlier answers are cut as in training, so they have the same tokens. The answer's beginning
+        is left out if it is not answered.
         """
         chat, described, sentinel = self._neutralise(messages, tools)
-        text = self._render(chat, described, options, prompt=True)
+        text = self._render(chat, described, options, prompt=is_answered)
         # An answer that the template rewrites once it is history cannot be found in the text. It
         # does not need to be, as nothing here carries a loss.
         starts = [

@@ -81,6 +81,7 @@ class GenerationRequest:
     shows_stop: bool = False  # the text has the stop string, or the stop token's text
     is_echoed: bool = False  # the text begins with the prompt
     switches: Switches = ()
+    add_special_tokens: bool = True  # to prompts that are texts: what the tokenizer adds to any
     shows_reasoning: bool | None = None  # None: thoughts are part of the answer
     priority: int = 0  # smaller goes first
     n: int = 1  # number of answers to each prompt
@@ -232,8 +233,21 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """A prompt whose tokens are asked for; the fields are those of a `GenerationRequest`."""
+
+    prompt: Prompt
+    tools: Tools | None = None
+    switches: Switches = ()
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True  # what the template writes for an answer to begin
+    with_strings: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Tokenized:
     """A prompt's tokens, and the most that a sequence may have."""
 
     tokens: tuple[int, ...]
     max_context: int
+    strings: tuple[str, ...] | None = None  # the tokens as the vocabulary writes them

@@ -2,7 +2,13 @@
 
 from collections.abc import AsyncGenerator
 
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    GenerationRequest,
+    Message,
+    Tokenized,
+    TokenizeRequest,
+)
 
 
 class Saying:
@@ -15,7 +21,7 @@ class Saying:
         for message in self._messages:
             yield message
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         return ErrorInfo(503, "gone")
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:

@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Turn
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+    Turn,
+)
 
 
 def complete(client: TestClient, **fields: Any):
@@ -123,14 +129,14 @@ def test_long_prompts_are_encoded_beside_the_loop(text_engine, monkeypatch):
     """Guards streams that stand still meanwhile; short ones are not worth a thread."""
     encode, threads = text_engine._chat.encode, []
 
-    def seen(*given):
+    def seen(*given, **options):
         threads.append(threading.current_thread())
-        return encode(*given)
+        return encode(*given, **options)
 
     monkeypatch.setattr(text_engine._chat, "encode", seen)
 
     async def first(prompt: str | tuple[Turn, ...]) -> Message:
-        await text_engine.tokenize(prompt)
+        await text_engine.tokenize(TokenizeRequest(prompt))
         call = GenerationRequest("a", (prompt,), ExactMode(), Sampling(), 1, 100)
         async with aclosing(text_engine.generate(call)) as messages:
             return await anext(messages)

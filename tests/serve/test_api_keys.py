@@ -23,8 +23,8 @@ from mars_ray.serve.protocol import (
     GenerationRequest,
     Message,
     OutputDelta,
-    Prompt,
     Tokenized,
+    TokenizeRequest,
 )
 
 SECRET, OTHER = "a-secret-of-24-characters", "another-secret-of-some-30-chars"
@@ -52,7 +52,7 @@ class Counting:
         for choice in range(call.choices):
             yield OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice)
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         return Tokenized((1, 2), 10)
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:

@@ -46,10 +46,7 @@ CHATS: dict[str, tuple[list[Any], list[Any]]] = {
     "continue_final_message": ([False], [True]),
     "add_special_tokens": ([False], [True]),
 }
-COMPLETIONS: dict[str, tuple[list[Any], list[Any]]] = {
-    "suffix": ([""], ["end"]),
-    "add_special_tokens": ([True], [False]),
-}
+COMPLETIONS: dict[str, tuple[list[Any], list[Any]]] = {"suffix": ([""], ["end"])}
 FIELDS = {ChatBody: BOTH | CHATS, CompletionBody: BOTH | COMPLETIONS}
 KINDS = pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 

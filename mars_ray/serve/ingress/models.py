@@ -7,7 +7,14 @@ from typing import Protocol
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.ingress.api_keys import ApiKey
 from mars_ray.serve.openai.request_models import ApiError
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized, Used
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    GenerationRequest,
+    Message,
+    Tokenized,
+    TokenizeRequest,
+    Used,
+)
 from mars_ray.serve.status import Decided, ReplicaStatus
 
 
@@ -18,7 +25,7 @@ class Backend(Protocol):
         """Yields deltas until every choice has finished, or an error; closing it ends the work."""
         ...
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         """A prompt's tokens."""
         ...
 

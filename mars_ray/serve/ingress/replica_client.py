@@ -20,7 +20,14 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ClusterError
 from mars_ray.serve.openai.request_models import ApiError
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Prompt, Tokenized, Used
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    GenerationRequest,
+    Message,
+    Tokenized,
+    TokenizeRequest,
+    Used,
+)
 from mars_ray.serve.status import Decided, ReplicaStatus
 from mars_ray.serve.threshold_actor import learnt, newest_decision, relearn
 
@@ -152,8 +159,8 @@ class ReplicaClient:
                 call = replace(call, timeout_s=max(0.0, until - time.monotonic()))
         yield _LOST
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
-        return await insisted(lambda: self._handle.tokenize.remote(prompt))
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
+        return await insisted(lambda: self._handle.tokenize.remote(asked))
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return await insisted(lambda: self._handle.detokenize.remote(tokens))

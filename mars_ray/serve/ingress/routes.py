@@ -47,7 +47,7 @@ from mars_ray.serve.openai.request_models import (
     TokenizeBody,
     parse,
 )
-from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply
+from mars_ray.serve.openai.response_models import ModelEntry, ModelsReply, TokenizeReply
 from mars_ray.serve.openai.responses_reply import ResponseEvents, whole
 from mars_ray.serve.openai.responses_request import (
     ResponsesBody,
@@ -56,7 +56,7 @@ from mars_ray.serve.openai.responses_request import (
     to_chat,
 )
 from mars_ray.serve.openai.sse import Chunks, Events, EventStream, internal_error, stream
-from mars_ray.serve.openai.validation import to_generation_request, turns_of
+from mars_ray.serve.openai.validation import to_generation_request, to_tokenize_request
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Used
 from mars_ray.serve.status import MarsStatusReply, ModelStatus, model_status
 
@@ -291,17 +291,17 @@ class _Routes:
     async def _tokenize(self, raw: bytes, _entry: Entry, key: ApiKey | None) -> Response:
         body = parse(TokenizeBody, raw)
         backend = self._models.asked(body.model, key).backend
-        if (body.prompt is None) == (body.messages is None):
-            message = "give either 'prompt' or 'messages'"
-            raise ApiError(ErrorInfo(400, message, param="prompt", code="invalid_value"))
-        turns = turns_of(body.messages or ())
-        made = await backend.tokenize(turns if body.prompt is None else body.prompt)
+        made = await backend.tokenize(to_tokenize_request(body))
         if isinstance(made, ErrorInfo):
             raise ApiError(made)
-        count = len(made.tokens)
-        return JSONResponse(
-            {"count": count, "max_model_len": made.max_context, "tokens": list(made.tokens)}
-        )
+        reply: TokenizeReply = {
+            "count": len(made.tokens),
+            "max_model_len": made.max_context,
+            "tokens": list(made.tokens),
+        }
+        if made.strings is not None:
+            reply["token_strs"] = list(made.strings)
+        return JSONResponse(reply)
 
     async def _detokenize(self, raw: bytes, _entry: Entry, key: ApiKey | None) -> Response:
         body = parse(DetokenizeBody, raw)

@@ -72,7 +72,6 @@ class CompletionNoOps(Wire):
     """Of completions only."""
 
     suffix: Literal[""] | None = None
-    add_special_tokens: On | None = None
 
 
 def no_ops_of(kind: type[Wire]) -> set[str]:

@@ -385,7 +385,22 @@ class AnswerBody(AnyAnswerBody, no_op_fields.AnswerNoOps):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class ChatBody(AnswerBody, no_op_fields.ChatNoOps):
+class TemplateFields(Wire):
+    """What the chat template is given besides messages."""
+
+    tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=MAX_TOOLS)] | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: ThinkingSwitches | None = None
+
+    @property
+    def switches(self) -> Switches:
+        """Its variables that have a value."""
+        given = self.chat_template_kwargs or ThinkingSwitches()
+        told = {**given.model_dump(), "reasoning_effort": self.reasoning_effort}
+        return tuple((name, value) for name, value in told.items() if value is not None)
+
+
+class ChatBody(AnswerBody, TemplateFields, no_op_fields.ChatNoOps):
     """Body of a chat completion request."""
 
     messages: Messages
@@ -393,19 +408,9 @@ class ChatBody(AnswerBody, no_op_fields.ChatNoOps):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: ThinkingSwitches | None = None
     include_reasoning: bool | None = None
-
-    @property
-    def switches(self) -> Switches:
-        """What the chat template is told."""
-        given = self.chat_template_kwargs or ThinkingSwitches()
-        told = {**given.model_dump(), "reasoning_effort": self.reasoning_effort}
-        return tuple((name, value) for name, value in told.items() if value is not None)
 
 
 class CompletionBody(AnswerBody, no_op_fields.CompletionNoOps):
@@ -414,14 +419,19 @@ class CompletionBody(AnswerBody, no_op_fields.CompletionNoOps):
     prompt: Prompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None  # default true; prompts that are tokens stay as they are
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, TemplateFields):
     """A text or a conversation to count."""
 
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool | None = None  # default true; a conversation has its template's
     messages: Messages | None = None
+    add_generation_prompt: bool | None = None  # default true
+    continue_final_message: Off | None = None
+    return_token_strs: bool | None = None
 
 
 class MemoryBody(Body):

@@ -413,6 +413,7 @@ class TokenizeReply(Part):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: NotRequired[list[str]]
 
 
 class DetokenizeReply(Part):

@@ -21,10 +21,12 @@ from mars_ray.serve.openai.request_models import (
     JsonFormat,
     NamedTool,
     SchemaFormat,
+    TokenizeBody,
+    ToolBody,
     ToolMessage,
     refuse,
 )
-from mars_ray.serve.protocol import GenerationRequest, Prompt, Tools, Turn
+from mars_ray.serve.protocol import GenerationRequest, Prompt, TokenizeRequest, Tools, Turn
 
 _MODES: dict[str, Mode] = {
     mode.type: mode for mode in (ExactMode(), VerifiedMode(), ConfidenceMode(), JacobiMode())
@@ -64,6 +66,7 @@ def to_generation_request(
         ignore_eos=_ignore_eos(body),
         shows_stop=bool(body.include_stop_str_in_output),
         is_echoed=isinstance(body, CompletionBody) and bool(body.echo),
+        add_special_tokens=isinstance(body, ChatBody) or body.add_special_tokens is not False,
         switches=body.switches if isinstance(body, ChatBody) else (),
         shows_reasoning=_shows_reasoning(body, job),
         priority=body.priority or 0,
@@ -84,6 +87,31 @@ def to_generation_request(
     if call.choices > most:
         refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
     return call
+
+
+def to_tokenize_request(body: TokenizeBody) -> TokenizeRequest:
+    """The request to a replica. Raises ApiError for fields that would have no effect."""
+    if (body.prompt is None) == (body.messages is None):
+        refuse("prompt", "give either 'prompt' or 'messages'")
+    of_chats = {
+        "tools": bool(body.tools),
+        "chat_template_kwargs": body.chat_template_kwargs is not None,
+        "reasoning_effort": body.reasoning_effort is not None,
+        "add_generation_prompt": body.add_generation_prompt is False,
+    }
+    of_texts = {"add_special_tokens": bool(body.add_special_tokens)}
+    other = "prompt" if body.messages is None else "messages"
+    for param, is_given in (of_chats if body.messages is None else of_texts).items():
+        if is_given:
+            refuse(param, f"'{param}' has no effect with '{other}'")
+    return TokenizeRequest(
+        turns_of(body.messages or ()) if body.prompt is None else body.prompt,
+        Tools(_definitions(body.tools)) if body.tools else None,
+        body.switches,
+        add_special_tokens=body.add_special_tokens is not False,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        with_strings=bool(body.return_token_strs),
+    )
 
 
 def _ignore_eos(body: AnswerBody) -> bool:
@@ -287,9 +315,8 @@ def _tools(body: AnswerBody) -> Tools | None:
         if choice not in (None, "none"):
             refuse("tool_choice", "'tool_choice' has no effect without 'tools'")
         return None
+    definitions = _definitions(body.tools)
     names = [tool.function.name for tool in body.tools]
-    if len(set(names)) < len(names):
-        refuse("tools", "two of the tools have the same name")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         refuse("tool_choice", f"there is no tool {choice.function.name!r} among 'tools'")
     if choice == "none":
@@ -298,8 +325,15 @@ def _tools(body: AnswerBody) -> Tools | None:
         _check_options(tool.function.parameters or {}, f"tools.{number}.function.parameters")
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return Tools(
-        tuple(tool.model_dump(exclude_none=True) for tool in body.tools),
+        definitions,
         is_required=named is not None or choice == "required",
         is_parallel=named is None and body.parallel_tool_calls is not False,
         named=named,
     )
+
+
+def _definitions(tools: tuple[ToolBody, ...]) -> tuple[dict[str, Any], ...]:
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        refuse("tools", "two of the tools have the same name")
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools)

@@ -75,11 +75,17 @@ class ChatFormat:
             self._check_reasoning_parser(reasoning_parser)
 
     def encode(
-        self, prompt: Prompt, tools: Tools | None = None, switches: Switches = ()
+        self,
+        prompt: Prompt,
+        tools: Tools | None = None,
+        switches: Switches = (),
+        *,
+        add_special_tokens: bool = True,
+        add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """A prompt's tokens. Raises DataError and RequestError."""
         if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
+            return tuple(self._encoded(prompt, add_special_tokens))
         turns = [part for part in prompt if isinstance(part, Turn)]
         if not turns:
             return tuple(part for part in prompt if isinstance(part, int))
@@ -89,8 +95,18 @@ class ChatFormat:
         said = [self._turn(turn) for turn in turns]
         if not self._tells(encoder):
             said, definitions = self._as_text(said, definitions), ()
-        plan = encoder.plan_prompt(said, definitions, options)
+        plan = encoder.plan_prompt(said, definitions, options, is_answered=add_generation_prompt)
         return tuple(encoder.encode([plan])[0].input_ids.tolist())
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text. A conversation that a template has rendered begins with the token
+        that the tokenizer adds, and gets no second one."""
+        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        begin = self._tokenizer.bos_token_id
+        if not add_special_tokens or tokens[:2] != [begin, begin]:
+            return tokens
+        own = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens[1:] if len(tokens) > len(own) else tokens
 
     def grammar(self, call: GenerationRequest) -> str | None:
         """The grammar of a call's answers, if any text will not do. Raises RequestError for tools

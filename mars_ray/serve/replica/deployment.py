@@ -15,8 +15,8 @@ from mars_ray.serve.protocol import (
     GenerationRequest,
     Message,
     Prepared,
-    Prompt,
     Tokenized,
+    TokenizeRequest,
     Used,
 )
 from mars_ray.serve.replica.adapters import Adapters
@@ -70,9 +70,9 @@ class Replica:
         """Yields the messages of one call; Serve cancels the iteration when the caller is gone."""
         return self._engine.generate(call)
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         """A prompt's tokens."""
-        return await self._engine.tokenize(prompt)
+        return await self._engine.tokenize(asked)
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         """The text of tokens."""

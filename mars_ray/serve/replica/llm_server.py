@@ -35,8 +35,8 @@ from mars_ray.serve.protocol import (
     GenerationRequest,
     Message,
     OutputDelta,
-    Prompt,
     Tokenized,
+    TokenizeRequest,
     TokenText,
     Turn,
     Used,
@@ -250,13 +250,26 @@ class LLMServer:
         """What a call has used whose end nobody has heard of; None if it has not been here."""
         return await self._usage.of(call_id)
 
-    async def tokenize(self, prompt: Prompt) -> Tokenized | ErrorInfo:
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         """A prompt's tokens as for a request; text of a message never becomes a special token."""
+        encode = partial(
+            self._chat.encode,
+            asked.prompt,
+            asked.tools,
+            asked.switches,
+            add_special_tokens=asked.add_special_tokens,
+            add_generation_prompt=asked.add_generation_prompt,
+        )
         try:
-            tokens = await _encoded(partial(self._chat.encode, prompt), prompt)
-            return Tokenized(tokens, self._facts.max_context)
+            tokens = await _encoded(encode, asked.prompt, asked.tools)
+        except RequestError as error:
+            return ErrorInfo(400, str(error), param=error.field, code="invalid_value")
         except (DataError, ModelError) as error:
             return ErrorInfo(400, str(error), param="messages", code="invalid_value")
+        strings = None
+        if asked.with_strings:
+            strings = tuple(self._tokenizer.convert_ids_to_tokens(list(tokens)))
+        return Tokenized(tokens, self._facts.max_context, strings)
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         """The text of tokens, special ones included."""
@@ -291,7 +304,12 @@ class LLMServer:
         return [replace(request, mode=ExactMode(), quality=None) for request in made]
 
     def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        prompts = [self._chat.encode(prompt, call.tools, call.switches) for prompt in call.prompts]
+        prompts = [
+            self._chat.encode(
+                prompt, call.tools, call.switches, add_special_tokens=call.add_special_tokens
+            )
+            for prompt in call.prompts
+        ]
         return engine_requests(call, prompts, self._facts, grammar)
 
     def _used(self, answers: dict[str, _Answer]) -> Used:
