@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import ray
-from click.testing import Result
 from told import looks_like_a_model
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mars_ray.cli import app
 from mars_ray.cluster.connection import Connection
@@ -28,6 +27,21 @@ from mars_ray.evaluate import bench as bench_module
 def test_a_checkpoint_arrives_as_it_was_typed(command: str, target: str, resolved):
     """Guards a URI that goes through a path, which leaves one of its slashes."""
     assert resolved([command, target])["checkpoint"] == target
+
+
+def test_what_everybody_sets_has_a_flag(resolved):
+    """By vLLM's names where it has one; a key behind it wins."""
+    flags = ["--port", "8001", "--adapter", "a dir", "--max-model-len", "512", "--gpus", "0.5"]
+    flags += ["--served-model-name", "x", "--replicas", "2", "--dtype", "float32", "--keys", "k"]
+    job = resolved(["serve", "m", *flags, "port=8002"])
+    engine = {name: job["engine"][name] for name in ("draft_adapter", "max_context", "dtype")}
+    assert engine == {"draft_adapter": "a dir", "max_context": 512, "dtype": "float32"}
+    kept = ("port", "model_name", "replicas", "gpus_per_replica", "keys_file")
+    assert [job[name] for name in kept] == [8002, "x", 2, 0.5, "k"]
+    flags = ["--engine", "vllm", "--tensor-parallel-size", "2", "--host", "0.0.0.0"]
+    job = resolved(["serve", "m", *flags])
+    assert (job["engine"]["type"], job["engine"]["tensor_parallel_size"]) == ("vllm", 2)
+    assert job["host"] == "0.0.0.0"
 
 
 def test_the_help_of_overrides_holds_for_every_command():

@@ -43,12 +43,12 @@ class Brittle(Engine):
         if part == "forward":
             self._backend = DenseBackend(BrittleRunner(model, 220), self._backend.cache)
 
-    def _prepare(self, meanwhile) -> None:
+    def _prepare(self) -> None:
         running = self._scheduler.running_sequences()
         bad = any(POISON in s.request.prompt and s.forwards >= 3 for s in running)
         if self.part == "always" or (self.part == "prepare" and bad):
             raise RuntimeError("cannot prepare")
-        super()._prepare(meanwhile)
+        super()._prepare()
 
     def _absorb(self, sequence, *others):
         if self.part == "absorb" and POISON in sequence.request.prompt and sequence.forwards >= 3:

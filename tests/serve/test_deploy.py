@@ -80,7 +80,7 @@ def test_a_taken_port_is_named():
 
 def test_a_job_that_cannot_start_is_refused_before_a_cluster_starts(job, tmp_path):
     """Guards half a minute of waiting, and Ray's messages around the one that counts."""
-    with pytest.raises(ModelError, match=r"mars\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         check(job.model_copy(update={"checkpoint": str(tmp_path)}))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
