@@ -58,7 +58,9 @@ def job(checkpoint) -> ServeJob:
     """Room for the description of a tool, which takes a token for almost every letter."""
     return ServeJob(
         checkpoint=str(checkpoint),
-        engine=EngineConfig(max_batch=4, max_context=1200, device="cpu", threads=1),
+        engine=EngineConfig(
+            max_batch=4, max_context=1200, device="cpu", threads=1, window_control=False
+        ),
         limits=Limits(new_tokens=300),
     )
 
