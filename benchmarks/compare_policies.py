@@ -4,8 +4,8 @@
 
 with a job of `benchmarks/policies/`: as `mars-ray simulate`, with policies of other systems,
 settings that are tuned on the other traces, the best fixed fleets known in hindsight, and a lower
-bound (docs/simulator.md). It writes `report.html` and `result.json`; what is finished stays in DIR,
-and the same command goes on there.
+bound (docs/inside/simulator.md). It writes `report.html` and `result.json`; what is finished stays
+in DIR, and the same command goes on there.
 """
 
 import argparse

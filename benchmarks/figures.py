@@ -1,4 +1,4 @@
-"""The figures of docs/concepts.md: `python benchmarks/figures.py [--checkpoint MODEL]`.
+"""The figures of docs/start/concepts.md: `python benchmarks/figures.py [--checkpoint MODEL]`.
 
 With a checkpoint, a question is answered again, and `results/answer_trace.json` records which
 forward gave which token. The figures are drawn from that file, from measured step costs, and from
@@ -45,7 +45,7 @@ def main() -> None:
     """Write all figures as SVG."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", help="as of jobs/demo-tiny.toml: answer the question anew")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args()
     if arguments.checkpoint:
         TRACE.write_text(json.dumps(answer_trace(arguments.checkpoint), indent=1) + "\n")

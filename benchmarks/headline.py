@@ -268,7 +268,6 @@ HEADLINES = {
     ),
     "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
-    "policy.lines": Headline("policy_lines", _at("after")),
     # Of the page of one replica, in kB of 1,000 bytes.
     "service.metrics_kb": Headline(
         "metrics_size", lambda result: result["pages"]["vllm"]["bytes"] / 1000

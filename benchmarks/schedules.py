@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from render_sweeps import difference
+from lib.tables import difference
 from rich.console import Console
 from rich.table import Table
 

@@ -143,7 +143,9 @@ def verified() -> ServiceModel:
         verified_level(t, round(lost, 1), [acceptance_rate("verified", f, 4)] * 4)
         for t, lost, f in [(1.0, 0.0, 1.52), *points]
     )
-    source = "T/F of a small model on real text, points assumed by likelihood (docs/simulator.md)"
+    source = (
+        "T/F of a small model on real text, points assumed by likelihood (docs/inside/simulator.md)"
+    )
     return _h200("7B assumed, verified, H200", "verified", levels, source)
 
 

@@ -428,6 +428,23 @@ def bench(
         output.write_text(json.dumps(result, indent=1) + "\n")
 
 
+@app.command()
+def doctor() -> None:
+    """Say what is on this machine, and what will not work."""
+    from mars_ray.doctor import findings
+
+    found = findings()
+    for finding in found:
+        mark = "!" if finding.advice else " "
+        print(f"{mark} {finding.name:<14} {finding.found}", file=sys.stderr)
+        if finding.advice:
+            print(f"{'':17}{finding.advice}", file=sys.stderr)
+    _print_result(
+        {finding.name: finding.found for finding in found}
+        | {"problems": [finding.advice for finding in found if finding.advice]}
+    )
+
+
 def _job(
     kinds: type[AnyJob] | tuple[type[AnyJob], ...],
     source: Path | dict[str, Any],
@@ -514,7 +531,7 @@ def _use_haproxy() -> None:
     if address := named_address():
         raise ConfigError(
             f"--haproxy is for a cluster that this command starts; the nodes of {address} need it "
-            "in their environment (docs/serving.md)"
+            "in their environment (docs/how-to/serve.md)"
         )
     for name, value in haproxy_environment().items():
         os.environ.setdefault(name, value)

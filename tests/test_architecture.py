@@ -29,6 +29,7 @@ LEVELS = {
     "serve": 4,
     "generate": 4,
     "importing": 4,
+    "doctor": 4,
     "simulator": 5,
     "tune": 5,
     "adapt": 5,
@@ -76,6 +77,7 @@ ONLY_IN = {
         "vllm/",
         "evaluate/",
         "serve/",
+        "doctor.py",
         "importing.py",
     },
 }

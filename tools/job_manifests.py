@@ -179,7 +179,7 @@ def chart_job(submission: Submission) -> dict[str, Any]:
 def with_runbooks(text: str) -> str:
     """The alerts with addresses on the site that mkdocs.yml names."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"]
-    return re.sub(r"(?<=runbook_url: )\S+/(?=\w+\.html#)", lambda _: site, text)
+    return re.sub(r"(?<=runbook_url: )\S+?/(?=operate/)", lambda _: site, text)
 
 
 def files() -> dict[Path, str]:

@@ -7,7 +7,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 _PACKAGE = Path(__file__).parents[1] / "mars_ray"
-_API_HEAD = """# API
+_API_HEAD = """# Python
 
 Every module, written from its docstrings. Names that begin with an underscore are not for others.
 
@@ -16,7 +16,7 @@ Every module, written from its docstrings. Names that begin with an underscore a
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds both references."""
-    pages = {"reference/configuration.md": reference(), "reference/api.md": api()}
+    pages = {"reference/configuration.md": reference(), "reference/python.md": api()}
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files

@@ -20,7 +20,7 @@ def main() -> None:
     if "mars" not in entry_points(group="vllm.general_plugins").names:
         sys.exit(
             f"{sys.executable} has no mars-ray: install it there without its dependencies, or name "
-            "its directory in PYTHONPATH (docs/vllm.md)"
+            "its directory in PYTHONPATH (docs/how-to/vllm.md)"
         )
     # The plain peer has the runner that vLLM chooses; the plug-in works with this one.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

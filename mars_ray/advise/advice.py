@@ -1,7 +1,7 @@
 """Advice on the traffic of a service: step size, fleets by the hour, and what pays.
 
 The traffic is a trace, or one drawn from what a Prometheus server knows (`traffic.py`). At each
-objective fleets are found by simulation (docs/simulator.md) in each way of decoding: by the hour,
+objective fleets are found by simulation in each way of decoding: by the hour,
 of one size, and as our policy scales them. The page at the end tells all of it.
 """
 
@@ -643,7 +643,7 @@ def _capacities(advice: Advice) -> str:
 
 def _assumptions(advice: Advice) -> list[str]:
     lines = [
-        "Replicas are simulated (docs/simulator.md). A fleet by the hour is the smallest that "
+        "Replicas are simulated. A fleet by the hour is the smallest that "
         "keeps its hour by itself, from an idle and warm beginning: it knows the hour, as our "
         "policy does not.",
         f"The service model is {advice.model.name}: "

@@ -1,7 +1,7 @@
 """The traffic of a service, as a Prometheus server knows it: rates and histograms, not requests.
 
 `measure` asks for requests and tokens by minute, lengths and latencies; `draw` makes a trace of
-them. vLLM's metrics (docs.vllm.ai/en/latest/usage/metrics) and ours (docs/metrics.md) end alike, so
+them. vLLM's metrics (docs.vllm.ai/en/latest/usage/metrics) and ours end alike, so
 a family of metrics is its prefix. The HTTP API is that of prometheus.io/docs/prometheus/latest/
 querying/api.
 """

@@ -45,11 +45,10 @@ and at least
 - the rows that are as good as free: while a step waits for the weights, fewer save no time;
 - what one sequence may take, with all of its drafts and masks.
 
-The remaining 15% are for reading the cached context of the batch. `benchmarks/step_size.py` looks
-for the smallest fixed fleet of a simulated 7B model (flash crowd, Azure's code, Mooncake's
-conversations; 6, 15 and 30 ms a token; plain and `verified`): with shares of 70 to 90% it is the
-smallest or has one replica more. Beyond 100% plain decoding needs up to twice as many replicas.
-Half of the share costs little where 30 ms are owed, and much where 6 are.
+The remaining 15% are for reading the cached context of the batch. In simulations of a 7B model
+(flash crowd, Azure's code, Mooncake's conversations; 6, 15 and 30 ms a token; plain and `verified`)
+shares of 70 to 90% take the smallest fixed fleet, or one replica more; beyond 100% plain decoding
+needs up to twice as many.
 
 Masks commit several tokens a step, so `verified` tolerates longer steps. It does not gain by them:
 where there are so many sequences that replicas are short, few masks pay.

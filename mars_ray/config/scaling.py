@@ -38,7 +38,7 @@ _LEARNT = "the policy learns from latencies how much of a replica can be used"
 
 
 class ScalingConfig(Config):
-    """Replicas and threshold of one fleet (docs/autoscaling.md)."""
+    """Replicas and threshold of one fleet (docs/reference/autoscaling.md)."""
 
     gone: ClassVar[Mapping[str, str]] = {
         "aim": _LEARNT,
@@ -80,10 +80,10 @@ class AdviseJob(Config):
 
     kind: Literal["advise"] = "advise"
     source: Annotated[str, Names("file")] = Field(
-        description="trace file of docs/simulator.md, or http(s) URL of Prometheus"
+        description="trace file of docs/inside/simulator.md, or http(s) URL of Prometheus"
     )
     service_model: Annotated[str, Names("service model")] = Field(
-        description="JSON file (docs/simulator.md)"
+        description="JSON file (docs/how-to/capacity-and-cost.md)"
     )
     slos: Annotated[tuple[Slo, ...], DISTINCT] = Field(
         default=(), description="default: three around what the model can do"

@@ -52,7 +52,7 @@ class ServedModel(Config):
     )
     scaling: ScalingConfig = Field(
         default=ScalingConfig(),
-        description="how replicas and threshold scale (docs/autoscaling.md)",
+        description="how replicas and threshold scale (docs/reference/autoscaling.md)",
     )
     service_model: Annotated[str | None, Names("service model")] = Field(
         default=None, description="for `scaling`; default: the checkpoint's frontier, and live"
@@ -197,7 +197,8 @@ class ServeJob(ServedModel):
         default=1, ge=1, description="processes that speak HTTP; one serves several engines"
     )
     keys_file: Annotated[str | None, Names("file")] = Field(
-        default=None, description="TOML with API keys (docs/serving.md); default: nobody is asked"
+        default=None,
+        description="TOML with API keys (docs/how-to/serve.md); default: nobody is asked",
     )
     allowed_origins: tuple[str, ...] = Field(
         default=(),

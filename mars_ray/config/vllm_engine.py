@@ -51,7 +51,7 @@ _FIXED = (
 
 
 class VllmConfig(Config):
-    """vLLM's engine in a replica (docs/vllm.md). `args` takes every other argument of vLLM."""
+    """vLLM's engine in a replica (docs/how-to/vllm.md). `args` takes its other arguments."""
 
     type: Literal["vllm"] = "vllm"
     max_batch: int = Field(default=64, ge=1, description="vLLM's max_num_seqs")
@@ -104,7 +104,7 @@ class VllmConfig(Config):
             if name in _UNUSED:
                 raise ValueError(
                     f"args.{name}: no request of this service can name a LoRA, so it would have no "
-                    "effect: merge the LoRA into the checkpoint, or use `vllm serve` (docs/vllm.md)"
+                    "effect: merge the LoRA into the checkpoint, or use vLLM with the plug-in"
                 )
             if name in _FIXED:
                 raise ValueError(f"args.{name}: the service relies on its own value; leave it out")

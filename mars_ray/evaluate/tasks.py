@@ -66,7 +66,9 @@ def gsm8k_problems(task: Gsm8kTask) -> list[Problem]:
     """The first `count` problems of the file. Raises DataError, naming the line."""
     path = Path(task.path).expanduser()
     if not path.is_file():
-        raise DataError(f"{path}: no such file; docs/quickstart.md has the lines that fetch GSM8K")
+        raise DataError(
+            f"{path}: no such file; docs/how-to/fine-tune.md has the lines that fetch GSM8K"
+        )
     try:
         # Not splitlines(), which also splits at characters that JSON allows in a text.
         with path.open(encoding="utf-8-sig") as file:

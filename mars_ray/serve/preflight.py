@@ -61,7 +61,7 @@ def _check_vllm(engine: VllmConfig) -> None:
     if found is None:
         raise ConfigError(
             f"engine.type 'vllm': {python} has no vLLM; install mars-ray[vllm] there, or name a "
-            "Python that has it with engine.py_executable (docs/vllm.md)"
+            "Python that has it with engine.py_executable (docs/how-to/vllm.md)"
         )
     directory, version = found
     try:

@@ -40,7 +40,7 @@ class _Recorded(_Whole):
 
 
 class FileTrace(_Recorded):
-    """A CSV or JSONL file in the schema of docs/simulator.md, optionally gzipped."""
+    """A CSV or JSONL file in the schema of docs/inside/simulator.md, optionally gzipped."""
 
     type: Literal["file"] = "file"
     path: Annotated[str, Names("file")]
@@ -213,7 +213,7 @@ class Simulation(Config):
     kind: Literal["simulate"] = "simulate"
     name: str
     service_model: Annotated[str, Names("service model")] = Field(
-        description="JSON file (docs/simulator.md)"
+        description="JSON file (docs/how-to/capacity-and-cost.md)"
     )
     accuracy: float = Field(default=100.0, gt=0, le=100, description="of lossless answers, percent")
     traces: dict[str, TraceSource] = Field(min_length=1)

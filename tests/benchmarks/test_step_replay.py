@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import render_step_replay
 import step_replay
 import torch
 from decode.models import CARD, SHAPE, pattern, request
@@ -17,7 +16,6 @@ from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.step_cost import StepCost
 from mars_ray.decode.draft_control import DraftControl
 from mars_ray.decode.engine import Engine
-from mars_ray.provenance import provenance
 from mars_ray.simulator.engine.run import EXACT
 
 
@@ -117,7 +115,7 @@ def test_the_simulated_run_of_one_request_is_its_steps():
 
 @pytest.mark.parametrize("mode", [ExactMode(), VerifiedMode()], ids=lambda mode: mode.type)
 def test_from_requests_to_tables(engine: Engine, mode, monkeypatch: pytest.MonkeyPatch):
-    """Every part in its place: measured at the start, run, predicted, simulated, rendered."""
+    """Every part in its place: measured at the start, run, predicted, simulated."""
     monkeypatch.setattr(step_replay, "NEW_TOKENS", 6)
     engine.warm_up()
     prompts = [tuple(pattern(i, 1, 20 + i)) for i in range(5)]
@@ -127,7 +125,3 @@ def test_from_requests_to_tables(engine: Engine, mode, monkeypatch: pytest.Monke
     assert len(found["steps"]) == found["noise"]["steps"] > 6
     assert len(found["steps"][0]) == len(found["columns"])
     assert sum(row["steps"] for row in found["by_rows"]) == len(found["steps"])
-    result = {"modes": {mode.type: found}, "runs": 3, "requests": 5, "provenance": provenance()}
-    lines = render_step_replay.step_replay(result)
-    rows = [line for line in lines if line.startswith(f"| `{mode.type}` |")]
-    assert len(rows) == 1 + len(found["by_rows"]) + 2

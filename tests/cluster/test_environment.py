@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_documentation_names_what_nodes_need():
     """Guards a cluster set up by the page, with limits that are not ours."""
-    page = (ROOT / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "serve.md").read_text()
     for name, value in HAPROXY_ENVIRONMENT.items():
         assert f"\n{name}={value}\n" in page
 
@@ -58,4 +58,4 @@ def test_a_cluster_that_runs_cannot_be_told_any_more():
     )
     assert done.returncode == 2
     assert "10.0.0.1:6379" in done.stderr
-    assert "docs/serving.md" in done.stderr
+    assert "docs/how-to/serve.md" in done.stderr

@@ -82,7 +82,7 @@ def test_a_hash_is_of_the_page_and_all_before_it():
 
 @pytest.mark.parametrize(("preset", "token"), [("qwen2.5-0.5b", 12_288), ("qwen2.5-7b", 57_344)])
 def test_the_documented_sizes(preset, token):
-    """docs/decoding.md states them."""
+    """docs/reference/decoding.md states them."""
     config = preset_config(preset, 1000)
     assert page_bytes(config, 16, torch.bfloat16) == 16 * token
 

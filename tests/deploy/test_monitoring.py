@@ -64,11 +64,11 @@ def test_alerts_name_metrics_that_exist():
 def test_every_alert_says_what_to_do():
     """Guards a page at night that leads to a heading which is not there."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"]
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operate" / "monitoring.md").read_text()
     headings = {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     for rule in ALERTS:
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert page == f"{site}operations.html"
+        assert page == f"{site}operate/monitoring.html"
         assert anchor in headings, rule["alert"]
 
 
@@ -84,12 +84,10 @@ def test_rules_and_scrape_configuration_pass_promtool():
 
 def test_documented_scrapes_pass_promtool(tmp_path):
     """Guards a parameter that Prometheus does not know."""
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    found = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(found) == 2
-    for text in found:
-        (tmp_path / "prometheus.yml").write_text(text)
-        promtool("check", "config", str(tmp_path / "prometheus.yml"))
+    page = (ROOT / "docs" / "operate" / "monitoring.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(text)
+    promtool("check", "config", str(tmp_path / "prometheus.yml"))
 
 
 def test_each_alert_fires_on_its_condition_and_is_quiet_otherwise():
@@ -186,5 +184,5 @@ def test_runbooks_follow_the_site(monkeypatch, tmp_path):
     text = job_manifests.with_runbooks((MONITORING / "alerts.yml").read_text())
     (group,) = yaml.safe_load(text)["groups"]
     assert {rule["annotations"]["runbook_url"].partition("#")[0] for rule in group["rules"]} == {
-        "https://docs.test/mars/operations.html"
+        "https://docs.test/mars/operate/monitoring.html"
     }

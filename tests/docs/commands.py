@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "jobs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The log is of what was, and no page of the site.
+_DOCS = sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "log.md"})
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "jobs" / "README.md", *_DOCS]
 _PROGRAM = "python"
 _NO_PROGRAMS = {"text", "json", "toml", "yaml"}
 
@@ -75,6 +77,8 @@ EXECUTED_BY = {
 # What no test can execute, and why; test_commands.py looks at what can be seen of them.
 NOT_HERE = {
     "make test": "executes the tests, this one among them",
+    "make setup": "makes the environment that tests run in",
+    "make check": "a part of `make test`",
     "make image ": "needs Docker, and bases from a registry",
     'pip install "mars-ray[vllm]"': "vLLM pins another torch than we do",
     'pip install "vllm==': "the same",
@@ -85,8 +89,6 @@ NOT_HERE = {
     "vllm bench serve ": "the same",
     "kubectl ": "needs a Kubernetes cluster",
     "helm ": "needs a Kubernetes cluster",
-    "curl -X PUT --data @memory.json ": "routes of a policy: tests/serve/test_memory_routes.py",
-    "curl -X DELETE ": "routes of a policy: tests/serve/test_memory_routes.py",
 }
 
 

@@ -70,7 +70,6 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "simulate_overloads.json",
         "test_minutes.json",
         "step_replay.json",
-        "policy_lines.json",
         "load_tools.json",
         "metrics_size.json",
         "token_sums.json",
@@ -266,4 +265,4 @@ def test_the_training_of_the_adapter_is_that_of_its_card():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"trained for {minutes} minutes" in readme
     assert f"{card['mask_tokens']:,} masks" in readme
-    assert f"{minutes} minutes" in (ROOT / "docs" / "quickstart.md").read_text()
+    assert f"{minutes} minutes" in (ROOT / "docs" / "start" / "quickstart.md").read_text()

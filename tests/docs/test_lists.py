@@ -27,7 +27,7 @@ def test_every_metric_is_described():
     made = {text for text in texts if text.startswith("mars_")}
     assert len(made) > 20
     described = re.findall(
-        r"^\| `(mars_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+        r"^\| `(mars_\w+)`", (ROOT / "docs/operate/monitoring.md").read_text(), re.MULTILINE
     )
     assert sorted(described) == sorted(made)
 
@@ -45,5 +45,10 @@ def codes() -> Iterator[str]:
 def test_every_error_code_is_described():
     made = set(codes())
     assert {"replica_lost", "model_not_found"} <= made
-    table = (ROOT / "docs/serving.md").read_text().split("| status | `code` |")[1].split("\n\n")[0]
+    table = (
+        (ROOT / "docs/reference/api.md")
+        .read_text()
+        .split("| status | `code` |")[1]
+        .split("\n\n")[0]
+    )
     assert set(re.findall(r"`([a-z_]+)`", table)) - {"timeout_s", "param"} == made

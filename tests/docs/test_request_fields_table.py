@@ -11,7 +11,7 @@ from mars_ray.serve.openai.no_op_fields import no_ops_of
 from mars_ray.serve.openai.request_models import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parents[2]
-TABLE = (ROOT / "docs/serving.md").read_text().split("## Request fields")[1].split("\n## ")[0]
+TABLE = (ROOT / "docs/reference/api.md").read_text().split("## Request fields")[1].split("\n## ")[0]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in TABLE.splitlines()

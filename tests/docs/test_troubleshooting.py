@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md speaks of messages that the code really has."""
+"""docs/operate/troubleshooting.md speaks of messages that the code really has."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def _text(node: ast.AST) -> str:
 
 def test_every_heading_is_a_message():
     """Guards a page that explains what nobody will ever see."""
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    text = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
     headings = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
     assert headings >= OTHERS
     known = messages()

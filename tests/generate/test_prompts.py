@@ -206,8 +206,8 @@ def test_every_try_has_a_seed_of_its_own(talker: Path, tmp_path: Path):
 
 def test_the_job_of_the_documentation_is_one():
     """Guards a page whose example is refused."""
-    page = Path(__file__).parents[2] / "docs" / "own-answers.md"
-    (example,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "adapt.md"
+    example, *_ = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     job = parse_job(tomllib.loads(example), source=page.name)
     assert isinstance(job, GenerateJob)
     assert [source.type for source in job.prompts] == ["own", "files"]

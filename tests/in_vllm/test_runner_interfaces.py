@@ -2,7 +2,7 @@
 
 Of the V1 runner: what the plug-in reads of a runner and a model that live. Of the newer runner,
 which takes no proposer of others yet: that vLLM says so, and what support for it would extend. When
-one of these fails, vLLM has changed: the message says what, and docs/vllm.md what it is used for.
+one of these fails, vLLM has changed: the message says what.
 """
 
 import inspect

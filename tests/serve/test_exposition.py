@@ -145,6 +145,6 @@ def test_vllms_dashboard_finds_its_metrics():
 
 def test_the_table_says_which_names_are_vllms():
     """Guards documentation of a name that no page has."""
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "monitoring.md").read_text()
     said = set(re.findall(r"^\| `mars_(\w+)` \| yes \|", page, re.MULTILINE))
     assert said == {name.removesuffix("_total") for name in SAME_AS_VLLM}

@@ -1,4 +1,4 @@
-"""lm-eval's GSM8K against the live service, by the command of docs/serving.md."""
+"""lm-eval's GSM8K against the live service, by the command of docs/how-to/measure.md."""
 
 import json
 import os

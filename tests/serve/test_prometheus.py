@@ -125,11 +125,11 @@ def prometheus(short_path: Path, service: str) -> Iterator[str]:
 
 
 def documented_scrape(service: str) -> dict[str, Any]:
-    """Of the service under vLLM's names, as docs/metrics.md shows it."""
-    fences = (ROOT / "docs" / "metrics.md").read_text().split("```yaml\n")
+    """Of the service under vLLM's names, as docs/operate/monitoring.md shows it."""
+    fences = (ROOT / "docs" / "operate" / "monitoring.md").read_text().split("```yaml\n")
     text = fences[1].partition("```")[0].replace("127.0.0.1:8000", service.removeprefix("http://"))
-    (scrape,) = yaml.safe_load(text)["scrape_configs"]
-    return scrape
+    by_vllms, _ = yaml.safe_load(text)["scrape_configs"]
+    return by_vllms
 
 
 @pytest.mark.ray

@@ -1,6 +1,6 @@
 """Traces from files: our own schema, and two published ones.
 
-The schema (docs/simulator.md) has `arrival_s`, `prompt_tokens`, `output_tokens`, and optionally
+The schema has `arrival_s`, `prompt_tokens`, `output_tokens`, and optionally
 `priority`, `deadline_s`, `pinned_threshold`, `session`, as columns of a CSV or keys of JSON lines.
 An unusable row is an error that names file and line, because a trace with gaps would be a different
 load.
@@ -144,7 +144,8 @@ def _whole(number: Any) -> int:
 
 def missing(path: str | Path) -> str:
     """The error text for a trace that is not there."""
-    return f"{path}: no such file; docs/simulator.md says where published traces come from"
+    page = "docs/how-to/capacity-and-cost.md"
+    return f"{path}: no such file; {page} says where published traces come from"
 
 
 def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
