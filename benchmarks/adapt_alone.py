@@ -18,8 +18,7 @@ import torch
 from rich.console import Console
 from train_alone import train_here
 
-from mars_ray.adapt.jobs import Devices, Places, generate_job, train_job
-from mars_ray.adapt.split import split
+from mars_ray.adapt.jobs import Devices, Places, generate_job, split, train_job
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import load_job

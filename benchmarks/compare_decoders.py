@@ -45,9 +45,9 @@ from mars_ray.evaluate.bench import (
     print_cases,
     timed,
 )
-from mars_ray.files import Kept, check_writable
-from mars_ray.model.card import ModelCard, read_card, write_card
+from mars_ray.files import ResultCache, check_writable
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import ModelCard, read_card, write_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.stop import stop_at_turn_end, stop_ids
 from mars_ray.progress import Bars
@@ -120,7 +120,7 @@ def run_bench_decode(
             for peer in dict.fromkeys(contender.peer for contender in contenders)
         }
         parts = output and output.with_name(f".{output.name}.parts")
-        kept = Kept(parts, _work(job))
+        kept = ResultCache(parts, _work(job))
         measured = _measure(job, _cells(job, contenders), tasks, peers, kept, bars)
         hellos = {name: peer.hello for name, peer in peers.items()}
     result = {
@@ -167,7 +167,7 @@ def _measure(
     cells: Sequence[_Cell],
     tasks: dict[int, dict[str, Any]],
     peers: dict[str, "_Peer"],
-    kept: Kept,
+    kept: ResultCache,
     bars: Bars,
 ) -> _Measured:
     """Rounds of all cells, behind one that warms up by the first batch of each. The answers of

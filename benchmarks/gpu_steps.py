@@ -23,9 +23,9 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.warm_up import StepTimer
-from mars_ray.model.card import PLAIN
+from mars_ray.model.create import SHAPES, preset_config
+from mars_ray.model.directory import PLAIN
 from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
-from mars_ray.model.presets import SHAPES, preset_config
 from mars_ray.provenance import provenance
 
 BATCHES = (1, 4, 16, 64)

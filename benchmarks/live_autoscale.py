@@ -32,7 +32,7 @@ from load_client import percentile
 from ray import serve
 from ray.util import list_named_actors
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 
 ROOT = Path(__file__).parents[1]
 # vLLM compiles on its first start of a checkpoint.

@@ -27,7 +27,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.data.corpus import problems
 from mars_ray.provenance import provenance
 

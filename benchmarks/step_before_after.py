@@ -25,7 +25,7 @@ from typing import Any
 import mars_ray
 from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.loading import load_engine
-from mars_ray.decode.strategies.base import MaskGroup, Plan
+from mars_ray.decode.strategies import MaskGroup, Plan
 from mars_ray.decode.warm_up import StepTimer
 from mars_ray.provenance import provenance
 

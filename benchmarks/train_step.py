@@ -34,9 +34,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mars_ray.config.data import CorpusSource, DataConfig
 from mars_ray.config.model import PresetModel, PresetName
-from mars_ray.config.schedule import ConstantBlockSize
 from mars_ray.config.train import (
     ArObjective,
+    ConstantBlockSize,
     DraftAdapterConfig,
     DraftObjective,
     MarsObjective,
@@ -50,8 +50,8 @@ from mars_ray.data.loader import Loader
 from mars_ray.data.rows import tokenize
 from mars_ray.errors import MarsError
 from mars_ray.files import check_writable
-from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_model, load_tokenizer, multiplies_bfloat16
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
@@ -62,7 +62,7 @@ from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.model_step import TrainStep
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import OwnTime
+from mars_ray.train.throughput import RankTimer
 
 _FOUR = ConstantBlockSize(size=4)
 OBJECTIVES: dict[str, Objective] = {
@@ -364,7 +364,7 @@ class _Bench:
                 OptimizerConfig(learning_rate=1e-4),
                 self._ranks,
                 bfloat16=self._bfloat16,
-                own_time=OwnTime(self._ranks),
+                timer=RankTimer(self._ranks),
             )
         return self._engines[kind]
 

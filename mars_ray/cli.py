@@ -14,10 +14,9 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 
 from mars_ray import __version__
-from mars_ray.cluster.cli import cluster
 from mars_ray.cluster.connection import Connection, named_address
-from mars_ray.cluster.ending import sigterm_ends_at_once
-from mars_ray.cluster.environment import haproxy_environment
+from mars_ray.cluster.local import commands as cluster
+from mars_ray.cluster.machine import haproxy_environment, sigterm_ends_at_once
 from mars_ray.config.adapt import AdaptJob, adaptation_of
 from mars_ray.config.base import Config
 from mars_ray.config.demo import DemoJob, TinyDemoJob
@@ -132,8 +131,7 @@ def evaluate(
     """Measure speed and quality of a model's modes."""
     source, overrides = evaluation_of(model, overrides or (), data or (), regex, function)
     job = _job(EvaluateJob, source, overrides, dry_run)
-    from mars_ray.evaluate.report import print_table, summary
-    from mars_ray.evaluate.run import run_evaluation
+    from mars_ray.evaluate.run import print_table, run_evaluation, summary
 
     evaluation = run_evaluation(job, _console())
     print_table(evaluation, _console())
@@ -307,8 +305,7 @@ def demo(
 ) -> None:
     """Adapt, measure, serve and ask, end to end; run again to resume."""
     job = _job((DemoJob, TinyDemoJob), job_file, overrides, dry_run)
-    from mars_ray.demo.run import run_demo
-    from mars_ray.demo.tiny import run_tiny_demo
+    from mars_ray.demo.run import run_demo, run_tiny_demo
 
     with Connection() as cluster:
         if isinstance(job, DemoJob):

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from mars_ray.cluster.port import LOOPBACK, check_port
-from mars_ray.decode.cpu.check import check
+from mars_ray.cluster.machine import LOOPBACK, check_port
+from mars_ray.decode.cpu.backend import check
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.cpu.library import default_threads, library
 from mars_ray.errors import ConfigError
-from mars_ray.memory import free_on_node
-from mars_ray.provenance import provenance
+from mars_ray.provenance import free_on_node, provenance
 
 _NEEDED = ("torch", "transformers", "ray", "deepspeed", "datasets", "pydantic")
 # By package: the command or setting that needs it.

@@ -6,7 +6,7 @@ claim                 keeps a directory for one job
 replaced, write_whole write a file so that it exists whole or not at all
 replaced_directory    does the same for a directory
 read_journal, append  JSON lines that a long run adds to and resumes from
-Kept                  keeps a long run's results by name in such a journal
+ResultCache                  keeps a long run's results by name in such a journal
 """
 
 import json
@@ -159,7 +159,7 @@ def read_journal(path: Path, *, mend: bool = True) -> list[Any]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-class Kept:
+class ResultCache:
     """JSON values by name, each written to a journal once it is known.
 
     `work` identifies the work that the values result from; values of other work are ignored.

@@ -30,9 +30,8 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
 from mars_ray.files import replaced_directory
-from mars_ray.model.card import PLAIN, ModelCard, read_card
 from mars_ray.model.create import check_rows
-from mars_ray.model.directory import check_complete, fingerprint
+from mars_ray.model.directory import PLAIN, ModelCard, check_complete, fingerprint, read_card
 from mars_ray.model.gguf import SUFFIX, load_gguf
 from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
 from mars_ray.model.places import local_copy, pinned

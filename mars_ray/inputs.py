@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from mars_ray.autoscale.service_model import load_service_model
-from mars_ray.cluster.port import LOOPBACK, check_port
+from mars_ray.cluster.machine import LOOPBACK, check_port
 from mars_ray.config.base import Config, Names, found
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.model import ExportJob

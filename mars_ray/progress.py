@@ -68,7 +68,6 @@ class Bars(Progress):
         self._lines = Lines(console, self._text)
 
     def start(self) -> None:
-        """Shows the bars."""
         super().start()
         self._lines.start()
 

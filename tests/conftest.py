@@ -55,7 +55,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     dashboard is the job server."""
     import ray
 
-    from mars_ray.cluster.environment import NODE_ENVIRONMENT
+    from mars_ray.cluster.machine import NODE_ENVIRONMENT
 
     os.environ.update(NODE_ENVIRONMENT)
     os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")

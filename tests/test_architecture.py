@@ -9,7 +9,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = {
     "__init__": 0,
     "errors": 0,
-    "memory": 0,
     "progress": 0,
     "page": 0,
     "provenance": 0,
@@ -40,7 +39,7 @@ LEVELS = {
 }
 ONLY_IN = {
     "ray": {
-        "adapt/devices.py",
+        "adapt/run.py",
         "train/on_ray.py",
         "generate/on_ray.py",
         "serve/autoscaler.py",
@@ -55,7 +54,7 @@ ONLY_IN = {
         "serve/ingress/router.py",
         "serve/shutdown.py",
         "serve/swap.py",
-        "tune/measure.py",
+        "tune/results.py",
         "tune/sweep.py",
         "tune/search.py",
         "tune/trial.py",
@@ -85,26 +84,8 @@ ONLY_IN = {
 # Files below 60 lines, and why each is one.
 SHORT = {
     "__main__.py": "entry point",
-    "adapt/devices.py": "keeps Ray out of adapt/jobs.py",
-    "cluster/direct.py": "to be merged",
-    "cluster/ending.py": "to be merged",
-    "cluster/environment.py": "to be merged",
-    "cluster/port.py": "to be merged",
     "config/model.py": "of which model a job is",
-    "core/loops.py": "one rule",
-    "core/randomness.py": "one rule",
-    "data/hub.py": "to be merged",
-    "decode/info.py": "to be merged",
     "decode/model_runner.py": "one step of the engine",
-    "decode/strategies/block_cached.py": "to be merged",
-    "decode/strategies/confidence.py": "to be merged",
-    "decode/strategies/exact.py": "to be merged",
-    "decode/strategies/jacobi.py": "to be merged",
-    "demo/asking.py": "to be merged",
-    "generate/left_out.py": "to be merged",
-    "memory.py": "level 0: all packages ask it",
-    "model/forward.py": "how a model is called, by training and evaluation",
-    "model/lora_product.py": "one product, in training and decoding",
     "serve/ingress/body.py": "to be merged",
     "serve/ingress/page_files.py": "to be merged",
     "serve/ingress/usage_metrics.py": "to be merged",
@@ -116,9 +97,7 @@ SHORT = {
     "serve/replica/template_switches.py": "to be merged",
     "serve/replica/vllm_warm_up.py": "to be merged",
     "serve/step_tokens.py": "to be merged",
-    "train/optim.py": "to be merged",
     "vllm/cpu.py": "a repair of vLLM's CPU build, to go with its cause",
-    "vllm/relaxed.py": "one rule",
 }
 
 

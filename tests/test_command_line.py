@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from mars_ray.cli import app
 from mars_ray.cluster.connection import Connection
-from mars_ray.cluster.environment import ask_for_token
+from mars_ray.cluster.machine import ask_for_token
 from mars_ray.errors import ConfigError
 from mars_ray.evaluate import bench as bench_module
 

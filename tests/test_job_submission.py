@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mars_ray.cluster.local import LocalCluster, Plan, down, up
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mars_ray.memory import free_on_node
+from mars_ray.provenance import free_on_node
 
 MIB = 2**20
 

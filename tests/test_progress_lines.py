@@ -15,8 +15,7 @@ from mars_ray.config.load import load_job
 from mars_ray.progress import Bars, Lines
 from mars_ray.simulator import report
 from mars_ray.simulator.config import KINDS, SimulateJob
-from mars_ray.train.metrics import MetricsReader
-from mars_ray.train.progress import StageProgress
+from mars_ray.train.metrics import MetricsReader, StageProgress
 from mars_ray.tune.ledger import Ledger, ended
 
 

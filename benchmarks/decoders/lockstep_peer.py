@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from mars_ray.model.card import ModelCard, read_card
+from mars_ray.model.directory import ModelCard, read_card
 from mars_ray.model.load import load_model
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mars_ray import __version__
 from mars_ray.config.decode import EngineConfig
-from mars_ray.core.draft_choice import Choice
+from mars_ray.core.tree import Choice
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.evaluate.peers import mars_answer

@@ -17,10 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model
-from mars_ray.files import Kept
+from mars_ray.files import ResultCache
 from mars_ray.provenance import provenance
-from mars_ray.simulator.cases import Cell, make_case
-from mars_ray.simulator.parts import run_parts
+from mars_ray.simulator.cases import Cell, make_case, run_parts
 from mars_ray.simulator.report import KEPT_FILE, warn_of_steps, work_of
 from policies.contenders import (
     FIXED,
@@ -67,7 +66,9 @@ def run_simulations(
     # Loading all traces now shows at once if one is missing.
     needs = _needs(job, model)
     where = provenance()
-    kept = Kept(directory / KEPT_FILE if directory else None, work_of(job, model, where, _CHOSEN))
+    kept = ResultCache(
+        directory / KEPT_FILE if directory else None, work_of(job, model, where, _CHOSEN)
+    )
     parts = partial(run_parts, kept=kept, workers=workers, console=console)
     matrix = Matrix(job, model, needs, parts)
     _estimate(matrix, workers, console)

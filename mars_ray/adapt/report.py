@@ -66,7 +66,6 @@ class Adaptation:
 
 
 def write_report(result: Adaptation, path: Path) -> None:
-    """Write the page to a file."""
     path.write_text(report(result), encoding="utf-8")
 
 

@@ -14,30 +14,31 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import ray
 import tomli_w
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from mars_ray.adapt.devices import devices
 from mars_ray.adapt.jobs import (
     STAGE,
     Devices,
     Places,
+    Split,
     evaluate_job,
     generate_job,
     service_table,
+    split,
     train_job,
 )
 from mars_ray.adapt.report import Adaptation, Speed, write_report
 from mars_ray.adapt.speed import measure_speeds
-from mars_ray.adapt.split import Split, split
 from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.adapt import AdaptJob
 from mars_ray.core.frontier import Frontier, read_frontier
 from mars_ray.errors import CheckpointError
-from mars_ray.evaluate.report import print_table
-from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
+from mars_ray.evaluate.run import Evaluation, is_whole, print_table, run_evaluation
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import claim, sole_writer, write_whole
 from mars_ray.generate.on_ray import RayEngines
@@ -45,11 +46,41 @@ from mars_ray.generate.run import run_generation
 from mars_ray.importing import import_model
 from mars_ray.model.directory import CONFIG_FILE
 from mars_ray.model.draft_adapter import adapter_bytes, name_base, read_draft_card
-from mars_ray.model.load import read_config
+from mars_ray.model.load import multiplies_bfloat16, read_config
 from mars_ray.progress import short
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path
 from mars_ray.train.run import run_training
+
+
+def devices() -> Devices:
+    """One worker per GPU. Without GPUs: two workers on a single node, otherwise one per node.
+
+    One engine per node or GPU writes answers: a CPU's engines would share its memory bandwidth.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in alive]
+    working = [node for node in alive if node["Resources"].get("CPU", 0.0) >= 1]
+    cpus = [node["Resources"]["CPU"] for node in working]
+    gpus = int(sum(node.get("GPU", 0.0) for node in nodes))
+    if gpus:
+        each = max(1.0, min(cpus, default=1.0) // max(1, gpus // len(nodes)))
+        return Devices(gpus, each, 1.0, gpus, each, "bfloat16")
+    least = min(cpus, default=1.0)
+    precision = _precision(working)
+    if len(cpus) > 1:
+        return Devices(len(cpus), least, 0.0, len(cpus), least, precision)
+    workers = 2 if least >= 2 else 1
+    return Devices(workers, least // workers, 0.0, 1, least, precision)
+
+
+def _precision(nodes: list[dict[str, Any]]) -> Literal["float32", "bfloat16"]:
+    """The faster precision of these nodes' CPUs, which may differ from this machine's."""
+    asked = ray.remote(num_cpus=0)(multiplies_bfloat16)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    said = ray.get([asked.options(scheduling_strategy=place).remote() for place in places])
+    return "bfloat16" if all(said) else "float32"
+
 
 _JOB_FILE = "adapt.json"
 # Share of a job's minutes left to training, however long the answers took.

@@ -97,7 +97,6 @@ class _Run:
 def _round(
     decode: _Decode, batches: Sequence[Sequence[tuple[int, ...]]], clock: Callable[[], float]
 ) -> list[_Run]:
-    """One run for each mode."""
     runs = [_Run() for _ in _MODES]
     for batch in batches:
         for mode, run in zip(_MODES, runs, strict=True):

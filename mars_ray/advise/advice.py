@@ -27,13 +27,12 @@ from mars_ray.autoscale.service_model import (
     step_rows,
 )
 from mars_ray.config.scaling import AdviseJob, ScalingConfig, Slo, ThresholdBounds
-from mars_ray.files import Kept, write_whole
+from mars_ray.files import ResultCache, write_whole
 from mars_ray.page import BLUE, GREEN, GREY, ORANGE, Cell, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
-from mars_ray.simulator.cases import Case
+from mars_ray.simulator.cases import Case, run_parts
 from mars_ray.simulator.config import Cluster, FileTrace
 from mars_ray.simulator.engine.run import EXACT, Deciding, simulate, summarise
-from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
@@ -146,8 +145,6 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """All that the page shows."""
-
     job: AdviseJob
     trace: Trace
     model: ServiceModel
@@ -178,7 +175,7 @@ def advise(
         for given in cases
         for way in several
     }
-    made = iter(run_parts(calls, Kept(None, ""), workers, console).values())
+    made = iter(run_parts(calls, ResultCache(None, ""), workers, console).values())
     found: list[Found] = [{way: next(made) for way in several} for _ in cases]
     judged = [
         Objective(given, each, verdicts(each, given))
@@ -248,7 +245,6 @@ def capacity(given: Case, way: Way) -> float:
 
 
 def fleets(given: Case, way: Way) -> Fleets:
-    """The fleets of a case in one way of decoding."""
     trace, carried = given.trace, capacity(given, way)
     by_hour = [_of_hour(given, way, part, carried) for part in _hours(trace)]
     largest = max((n for n in by_hour if n), default=1)
@@ -439,7 +435,6 @@ def recommendation(given: Objective) -> str:
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """Print the sentences of the page."""
     for each in advice.objectives:
         console.print(objective(each.case).capitalize(), style="bold")
         lines = [recommendation(each)]
@@ -475,7 +470,6 @@ def summary(advice: Advice, page: Path | None) -> dict[str, Any]:
 
 
 def _short(found: Fleets) -> dict[str, Any]:
-    """Without the timeline."""
     table = asdict(replace(found, scaled=None))
     table |= {"replica_hours": found.replica_hours, "fixed_hours": found.fixed_hours}
     if found.scaled:
@@ -485,7 +479,6 @@ def _short(found: Fleets) -> dict[str, Any]:
 
 
 def write_page(advice: Advice, path: Path) -> None:
-    """Write the page to a file."""
     write_whole(path, report(advice))
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from mars_ray.cluster.direct import urlopen
+from mars_ray.cluster.machine import urlopen
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.simulator.traces.trace import Floats, Ints, Trace
 
@@ -154,7 +154,8 @@ def measure(server: Prometheus, hours: float, model: str | None, now_s: float) -
     end_s = math.floor(now_s / _MINUTE_S) * _MINUTE_S
     start_s = end_s - count * _MINUTE_S
     family, name = _service(server, model, start_s, end_s)
-    label, value = FAMILIES[family], _labelled(family, name)
+    label = FAMILIES[family]
+    value = _REPLICA + name if label == "deployment" else name
     chosen = f"{label}={json.dumps(value)}"
     span = f"{count}m"
 
@@ -224,10 +225,6 @@ def _service(
 
 def _named(family: str, value: str) -> str:
     return value.removeprefix(_REPLICA) if FAMILIES[family] == "deployment" else value
-
-
-def _labelled(family: str, name: str) -> str:
-    return _REPLICA + name if FAMILIES[family] == "deployment" else name
 
 
 def _window_s(server: Prometheus, answers: str, span: str, end_s: float) -> int:

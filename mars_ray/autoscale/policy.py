@@ -153,11 +153,9 @@ class Counts:
     late: float = 0.0
 
     def plus(self, other: "Counts") -> "Counts":
-        """The sum of both."""
         return Counts(self.started + other.started, self.slow + other.slow, self.late + other.late)
 
     def times(self, factor: float) -> "Counts":
-        """Each count times a factor."""
         return Counts(self.started * factor, self.slow * factor, self.late * factor)
 
     def share(self, count: float) -> float:

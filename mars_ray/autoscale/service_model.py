@@ -289,7 +289,6 @@ class ServiceModel:
         return Operating(batch, shape, seconds, output)
 
     def to_json(self) -> str:
-        """The model as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -298,7 +297,10 @@ class ServiceModel:
         try:
             table = json.loads(text)
             table["seconds_at"] = tuple((rows, seconds) for rows, seconds in table["seconds_at"])
-            table["levels"] = tuple(_level(row) for row in table["levels"])
+            table["levels"] = tuple(
+                Level(**row | {"shapes": tuple(Shape(**shape) for shape in row["shapes"])})
+                for row in table["levels"]
+            )
             table["spread"] = tuple(table.get("spread", ()))
             return cls(**table)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -307,11 +309,6 @@ class ServiceModel:
     def save(self, path: str | Path) -> None:
         """Write the model as JSON."""
         Path(path).write_text(self.to_json())
-
-
-def _level(row: dict[str, Any]) -> Level:
-    shapes = tuple(Shape(**shape) for shape in row.pop("shapes"))
-    return Level(shapes=shapes, **row)
 
 
 def load_service_model(path: str | Path) -> ServiceModel:
@@ -326,7 +323,7 @@ def load_service_model(path: str | Path) -> ServiceModel:
 class Uniform:
     """Number of masks per group, and of groups, of every sequence in each step of `verified`.
 
-    An engine chooses for each sequence by the confidences of its drafts (`core.draft_choice`) and
+    An engine chooses for each sequence by the confidences of its drafts (`core.tree`) and
     does a little better.
     """
 

@@ -4,14 +4,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mars_ray.cluster.environment import NODE_ENVIRONMENT, ask_for_token
+from mars_ray.cluster.machine import NODE_ENVIRONMENT, ask_for_token
 from mars_ray.errors import ConfigError
 
 _OWN = "local"
 
 
 def named_address() -> str | None:
-    """The address of the cluster that RAY_ADDRESS names, if it names one."""
     address = os.environ.get("RAY_ADDRESS", _OWN)
     return None if address == _OWN else address
 

@@ -1,10 +1,10 @@
 """Decoding modes: the options of each for users, and the facts that an engine needs.
 
-A mode is one class here and one strategy in `decode/strategies/`. `window` is the number of masks
+A mode is one class here and one strategy in `decode/strategies.py`. `window` is the number of masks
 behind an outcome, `depth` the number of positions that masks were trained for.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -212,15 +212,11 @@ class JacobiMode(BaseMode):
         return 1 + self.guesses
 
 
-def _long_form(value: Any) -> Any:
-    """A mode that is named only, as in requests, has its defaults."""
-    return {"type": value} if isinstance(value, str) else value
-
-
 Mode = Annotated[
     ExactMode | VerifiedMode | ConfidenceMode | BlockCachedMode | JacobiMode,
     Field(discriminator="type"),
-    BeforeValidator(_long_form),
+    # A mode that is named only, as in requests, has its defaults.
+    BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),
 ]
 Modes = Annotated[tuple[Mode, ...], DISTINCT]
 

@@ -2,13 +2,12 @@
 
 - `confidence` and `passes`: the paper's left-to-right rule (section 3.3). Everything is float32: a
   bfloat16 softmax rounds p > 0.998 to 1.
-- `accepts`: a draft is verified by the row before it in the next forward.
 - `acceptance_counts`: what `verified` decoding would commit, teacher-forced. In a block after the
   data's text, the mask rows give the drafts, and the clean rows at the same positions give what
   autoregressive decoding would choose. Depth d survives in a block if depths 1 .. d all agree.
   This is an estimate, since the data's text stands in for the model's own.
 
-Shape suffixes: N rows, V vocabulary, K drafts, B batch, R rows of a layout, M noisy rows, D depths.
+Shape suffixes: N rows, V vocabulary, B batch, R rows of a layout, M noisy rows, D depths.
 """
 
 import torch
@@ -41,24 +40,6 @@ def passes(confidence_N: Tensor, threshold: float, measure: Measure) -> Tensor:
     if measure == "entropy":
         return confidence_N <= threshold
     return confidence_N >= threshold
-
-
-def accepted_prefix(passed_N: Tensor) -> int:
-    """How many proposals are accepted left to right: the length of the leading run of True."""
-    return int(passed_N.long().cumprod(dim=-1).sum())
-
-
-def accepts(scores_KV: Tensor, draft_K: Tensor, threshold: float) -> Tensor:
-    """Whether each draft passes, bool (K,); scores are those of `core.sampling.scores`.
-
-    At threshold 1 the draft must be the argmax itself, so that a tie cannot change the output.
-    Below 1, its score may lie log(1 / threshold) under the largest: at temperature 0 that means
-    p(d) >= threshold * max p; when sampling, the same holds for probabilities times their noise.
-    """
-    if threshold == 1:
-        return scores_KV.argmax(dim=-1) == draft_K
-    draft_score_K = scores_KV.gather(-1, draft_K.unsqueeze(-1)).squeeze(-1)
-    return (draft_score_K - scores_KV.amax(dim=-1)).exp() >= threshold
 
 
 def acceptance_counts(layout: Layout, predicted_BR: Tensor, depths: int) -> Tensor:

@@ -46,7 +46,6 @@ class DraftHead:
 
 
 def root_mean_square_norm(x_NH: Tensor) -> Tensor:
-    """Each row divided by its root mean square."""
     return torch.rms_norm(x_NH, x_NH.shape[-1:], None, _EPSILON)
 
 

@@ -35,8 +35,6 @@ _CHUNK_PARTS = 8
 
 
 class DraftTargets(NamedTuple):
-    """The targets of mask rows."""
-
     teacher_TH: Tensor  # last hidden states of clean rows
     twin_N: Tensor  # each mask row's index among them, non-decreasing
     token_N: Tensor  # the data's next token

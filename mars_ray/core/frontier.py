@@ -117,7 +117,6 @@ class Frontier:
     reference_nll: float | None = None  # mean per token of the reference answers, if there are any
 
     def point(self, label: str) -> FrontierPoint:
-        """The point with this label. Raises KeyError."""
         for point in self.points:
             if point.label == label:
                 return point

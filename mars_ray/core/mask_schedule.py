@@ -9,7 +9,7 @@ Shape suffixes: B rows, L tokens of a row, S choices.
 import torch
 from torch import Tensor
 
-from mars_ray.config.schedule import (
+from mars_ray.config.train import (
     BlockSchedule,
     ConstantBlockSize,
     CurriculumBlockSize,
@@ -18,7 +18,7 @@ from mars_ray.config.schedule import (
     MixedBlockSize,
 )
 from mars_ray.core.layout import TokenBatch, turn_starts
-from mars_ray.core.randomness import uniform
+from mars_ray.core.sampling import uniform
 
 # One stream of draws per purpose, so that no two decisions share a random number.
 _BLOCK_SIZE, _GRID_OFFSET, _NOISY_SHARE, _DRAFT_GRIDS = 1, 2, 3, 4

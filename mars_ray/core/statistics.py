@@ -1,5 +1,8 @@
-"""Intervals and tests for shares of correct answers, and when rounds tell a ratio of speeds. Plain
-arithmetic, no torch."""
+"""Judging answers, without torch: shares of correct ones, ratios of speeds, and endless loops.
+
+Small models' greedy answers may repeat themselves for ever. Loops are easy to draft, so tokens per
+forward are reported with and without them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,3 +63,32 @@ def ratio_fault(ratios: Sequence[float], most: float) -> str | None:
     if round(ratio, 2) > round(most, 2):
         return f"{ratio:.2f} times exact is more than its forwards allow, {most:.2f}"
     return None
+
+
+# An answer loops if this many of its last tokens repeat with at most this period.
+_TAIL_TOKENS, _LONGEST_PERIOD = 32, 16
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether the last tokens are a loop; an answer that ended by itself is not one."""
+    return _period(tokens) is not None
+
+
+def before_loop(tokens: Sequence[int]) -> list[int]:
+    """The tokens up to the end of the loop's second round; all tokens if there is no loop."""
+    period = _period(tokens)
+    if period is None:
+        return list(tokens)
+    start = len(tokens) - _TAIL_TOKENS
+    while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
+        start -= 1
+    return list(tokens[: start + 2 * period])
+
+
+def _period(tokens: Sequence[int]) -> int | None:
+    """Shortest period with which the last tokens repeat; None if they do not."""
+    tail = list(tokens[-_TAIL_TOKENS:])
+    if len(tail) < _TAIL_TOKENS:
+        return None
+    periods = range(1, _LONGEST_PERIOD + 1)
+    return next((period for period in periods if tail[period:] == tail[:-period]), None)

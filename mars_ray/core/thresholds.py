@@ -37,8 +37,6 @@ Quality = Elastic | Budget
 
 
 class Thresholds:
-    """The thresholds in force in one engine."""
-
     def __init__(self) -> None:
         self.set_point = 1.0
         self._log_of: dict[float, float] = {}  # by budget, see `_key`

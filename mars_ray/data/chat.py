@@ -263,7 +263,6 @@ class ChatEncoder:
 
     @cached_property
     def vocabulary(self) -> int:
-        """Number of tokens."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, plans: Sequence[Plan]) -> list[Encoded]:
@@ -312,7 +311,6 @@ class ChatEncoder:
         return _behind(prompt, text)
 
     def without_special(self, text: str) -> str:
-        """The text without special tokens."""
         return self._special.sub("", text)
 
     def takes(self, *messages: Message) -> bool:

@@ -1,16 +1,19 @@
-"""Rows of local files: JSON, JSON lines, Parquet, and texts with a prompt on each line."""
+"""Rows of local files (JSON, JSON lines, Parquet, a prompt a line) and of the hub's data sets."""
 
 import glob
 import gzip
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pyarrow import ArrowException
 
 from mars_ray.config.base import found
+from mars_ray.config.data import HubSource
 from mars_ray.errors import DataError
 
 Row = tuple[str, object]  # `file:line`, and the parsed content or the ValueError that it raised
@@ -64,10 +67,6 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
     raise DataError(f"{path} has none of the known endings {', '.join(_READERS)}")
 
 
-def _bytes(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-
-
 def _json_lines(path: Path) -> Iterator[Row]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -88,7 +87,8 @@ def _parse(line: bytes) -> object:
 def _json_array(path: Path) -> Iterator[Row]:
     """The elements one by one, because `json.loads` does not report the lines they start at."""
     try:
-        text = _bytes(path).decode("utf-8-sig")
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
         decoder, whitespace = json.JSONDecoder(), " \t\r\n"
         line, done = 1, 0
         position = _skip(text, 0, whitespace)
@@ -148,3 +148,51 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".parquet": _parquet,
     ".txt": _text_lines,
 }
+
+
+# <configuration>/<version>/<commit, or hash of the files>/<name>-<split>.arrow
+_NAME_PARTS = 4
+
+
+def hub_rows(source: HubSource) -> Iterator[tuple[str, object]]:
+    """All rows with `name:row`. Raises DataError if the data set cannot be loaded or read."""
+    left = enumerate(load_hub(source), start=1)
+    while True:
+        try:
+            number, content = next(left)
+        except StopIteration:
+            return
+        except OSError as error:
+            # Includes Arrow's errors. Converted here, because the code that writes these rows would
+            # take an OSError for a fault of its own disk.
+            raise DataError(f"cannot read data set {source.name!r}: {error}") from error
+        yield f"{source.name}:{number}", content
+
+
+def load_hub(source: HubSource) -> Any:
+    """The `datasets.Dataset`, downloaded on first use."""
+    # Imported here because it takes seconds, which jobs on files or the corpus need not spend.
+    from datasets import disable_progress_bars, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return load_dataset(
+            source.name, source.subset, split=source.split, revision=source.revision
+        )
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"cannot load data set {source.name!r} (subset {source.subset}, split {source.split}): "
+            f"{error}"
+        ) from error
+
+
+def hub_fingerprint(source: HubSource) -> list[str]:
+    """An identity of the downloaded data: the ends of the names under which `datasets` keeps them.
+
+    They hold the commit of the hub's repository and a hash of the files asked for.
+    """
+    names = [Path(file["filename"]) for file in load_hub(source).cache_files]
+    assert names, "a data set that is not kept in memory has files"
+    return ["/".join(name.parts[-_NAME_PARTS:]) for name in names]

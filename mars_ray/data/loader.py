@@ -159,12 +159,10 @@ class Rows:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """The conversations of one row."""
         return self.members[self.starts[index] : self.starts[index + 1]].tolist()
 
 
 def one_each(lengths: np.ndarray) -> Rows:
-    """Rows of one conversation each."""
     return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 

@@ -27,10 +27,9 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.data import DataConfig, FilesSource, HubSource, Source
-from mars_ray.data import files, hub
+from mars_ray.data import files
 from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
-from mars_ray.data.sources import BadRows, Record, read
-from mars_ray.data.token_rows import token_plan
+from mars_ray.data.sources import BadRows, Record, read, token_plan
 from mars_ray.errors import DataError
 from mars_ray.progress import Bars
 
@@ -283,7 +282,7 @@ def _key(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfig)
 def _content(source: Source) -> list[str]:
     if isinstance(source, FilesSource):
         return [files.checksum(path) for path in files.expand(source.paths)]
-    return hub.fingerprint(source) if isinstance(source, HubSource) else []
+    return files.hub_fingerprint(source) if isinstance(source, HubSource) else []
 
 
 @contextmanager

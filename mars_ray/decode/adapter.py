@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
-from mars_ray.model.draft_adapter import DraftAdapter
-from mars_ray.model.lora_product import LoraProduct, side_by_side
+from mars_ray.model.draft_adapter import DraftAdapter, LoraProduct, side_by_side
 
 # A decoder layer's linear layers, grouped by input, in the order of the runner's product.
 _SITES = {
@@ -46,12 +45,10 @@ class Last:
     first: int
 
     def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
-        """See MaskRows."""
         ids_R, depth_M = ids_N[: self.first], ids_N[self.first :]
         return torch.cat([embedding(ids_R, token_VH), embedding(depth_M, mask_DH)])
 
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
-        """See MaskRows."""
         if product:
             y_NO[self.first :].addmm_(product.inner(x_NI[self.first :]), product.up_KO)
 
@@ -63,12 +60,10 @@ class Gated:
     is_mask_N1: Tensor
 
     def embedded(self, ids_N: Tensor, token_VH: Tensor, mask_DH: Tensor) -> Tensor:
-        """See MaskRows."""
         mask_NH = embedding(ids_N.clamp(max=len(mask_DH) - 1), mask_DH)
         return torch.where(self.is_mask_N1, mask_NH, embedding(ids_N, token_VH))
 
     def add(self, product: LoraProduct | None, y_NO: Tensor, x_NI: Tensor) -> None:
-        """See MaskRows."""
         if product:
             # Between the two products, where a row is shortest. `where` and not a product with 0,
             # which would turn infinities into NaN.

@@ -1,6 +1,10 @@
 """An engine for asyncio: one thread owns it, and streams deliver its events.
 
 All commands from outside go through one queue, and are executed between two steps.
+
+If a step fails, the sequence that is to blame is searched for (`step_apart`). A step commits
+nothing before its forward has succeeded, and a sequence that leaves the batch and returns gives the
+same text as one that stays. So all leave, and each takes its next steps alone.
 """
 
 import asyncio
@@ -9,18 +13,18 @@ import contextlib
 import logging
 import queue
 import time
+from collections import abc
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from mars_ray.config.modes import Mode
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.engine_thread import EngineThread
-from mars_ray.decode.isolation import step_apart, works
-from mars_ray.decode.mailbox import Close, Deliver, failed
+from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
 from mars_ray.decode.request import Completion, EngineFacts, Request, TokenEvent
+from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
@@ -75,12 +79,15 @@ class AsyncEngine(EngineThread):
             config.max_context, config.max_batch, model.config.vocab_size, stop_ids(model)
         )
 
-    def _leave(self, requests: Several[Request], deliver: Deliver, close: Close) -> None:
+    def _leave(self, requests: abc.Sequence[Request], deliver: Deliver, close: Close) -> None:
         """Forget the requests of a stream that is over or was closed, and count its rest."""
         self._aborted.difference_update(request.id for request in requests)
 
         def leave() -> None:
-            self._cancel(requests, deliver)
+            for request in requests:
+                # Another request may have this id: a refused request must not end that one.
+                if self._listeners.get(request.id) is deliver:
+                    self._abort(request.id)
             close(self._discard)
 
         with contextlib.suppress(EngineError):
@@ -266,12 +273,6 @@ class AsyncEngine(EngineThread):
     def _discard(self, tokens: int) -> None:
         self._discarded_tokens += tokens
 
-    def _cancel(self, requests: Iterable[Request], deliver: Deliver) -> None:
-        for request in requests:
-            # Another request may have this id: a refused request must not end that one.
-            if self._listeners.get(request.id) is deliver:
-                self._abort(request.id)
-
     def _abort(self, request_id: str) -> None:
         if self._listeners.pop(request_id, None):
             self._engine.cancel(request_id)
@@ -305,3 +306,55 @@ async def complete(engine: AsyncEngine, request: Request) -> Completion:
         if events[-1].completion:
             return events[-1].completion
     raise EngineError("the engine ended a stream without a completion")
+
+
+def step_apart(engine: Engine) -> list[TokenEvent]:
+    """The events of each sequence's next steps without the others, including failures.
+
+    Afterwards all sequences that have neither failed nor ended are back in their order. Those that
+    were not near the batch had no part in the failure and are not tried.
+    """
+    suspects = engine.config.max_batch
+    everybody = engine.set_aside()
+    turns = {sequence.request.id: sequence.order for sequence in everybody}
+    events, staying = [], everybody[suspects:]
+    for sequence in everybody[:suspects]:
+        events += _alone(engine, sequence)
+        staying = [*engine.set_aside(), *staying]
+    for sequence in sorted(staying, key=lambda sequence: turns[sequence.request.id]):
+        engine.take_back(sequence)
+    return events
+
+
+def works(engine: Engine) -> bool:
+    """Whether the engine can decode a token of a test prompt alone; all sequences come back.
+
+    This distinguishes a broken engine from faulty requests.
+    """
+    everybody, written = engine.set_aside(), engine.totals.output_tokens
+    probe = Request("probe", (0,), ExactMode(), Sampling(), 1, frozenset())
+    try:
+        engine.submit(probe)
+        said = engine.step()
+        return bool(said and said[0].completion)
+    except Exception:  # noqa: BLE001 - whatever it is, it is not the requests' fault
+        return False
+    finally:
+        engine.cancel(probe.id)
+        engine.totals.output_tokens = written  # the probe's token is nobody's
+        for sequence in everybody:
+            engine.take_back(sequence)
+
+
+def _alone(engine: Engine, sequence: Sequence) -> list[TokenEvent]:
+    """The events of a sequence's next two steps that commit tokens. The first has to compute its
+    prompt again, and only the second prepares a sequence that is already running."""
+    engine.take_back(sequence)
+    events = []
+    try:
+        while engine.has_work and len(events) < 2:
+            events += engine.step()
+    except Exception as error:  # noqa: BLE001 - whatever it is, this sequence is to blame
+        engine.cancel(sequence.request.id)
+        events.append(TokenEvent(sequence.request.id, (), sequence.forwards, failure=error))
+    return events

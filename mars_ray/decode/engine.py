@@ -17,13 +17,12 @@ from mars_ray.core.step_cost import CONTEXT, StepCost
 from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
-from mars_ray.decode.draft_control import DraftControl
-from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.kv_cache import Moves, PagedCache, page_count
-from mars_ray.decode.model_runner import forward, nothing
-from mars_ray.decode.page_pool import PagePool
+from mars_ray.decode.drafts import DraftControl
+from mars_ray.decode.kv_cache import Moves, PagedCache, PagePool, page_count
+from mars_ray.decode.model_runner import forward, no_overlap
 from mars_ray.decode.request import (
     Completion,
+    EngineInfo,
     Request,
     TokenEvent,
     TokenLogprobs,
@@ -41,11 +40,10 @@ from mars_ray.decode.stats import (
     context_tokens,
     prompt_pairs,
 )
-from mars_ray.decode.strategies import strategy_of
-from mars_ray.decode.strategies.base import Plan, Proposals, Rows
+from mars_ray.decode.strategies import Plan, Proposals, Rows, strategy_of
 from mars_ray.decode.warm_up import Clock, StepTimer, measure_steps
 from mars_ray.errors import ModelError, RequestError
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 
 # Adapters up to this depth always fit.
@@ -280,15 +278,15 @@ class Engine:
         self._sequences[sequence.request.id] = sequence
         self._scheduler.add(sequence)
 
-    def step(self, meanwhile: Callable[[], None] = nothing) -> list[TokenEvent]:
+    def step(self, overlap: Callable[[], None] = no_overlap) -> list[TokenEvent]:
         """Run one forward, or end the requests that are late; returns an event per changed request.
 
-        `meanwhile` is called in every forward, once all its work is launched on the device; it must
+        `overlap` is called in every forward, once all its work is launched on the device; it must
         not touch the engine. If a step raises, nothing was committed: `step_apart` finds the
         sequence that is to blame.
         """
         with self._torch_threads():
-            return self._step(meanwhile)
+            return self._step(overlap)
 
     @contextmanager
     def _torch_threads(self) -> Iterator[None]:
@@ -302,7 +300,7 @@ class Engine:
         finally:
             torch.set_num_threads(threads)
 
-    def _step(self, meanwhile: Callable[[], None]) -> list[TokenEvent]:
+    def _step(self, overlap: Callable[[], None]) -> list[TokenEvent]:
         begin_s = time.monotonic()
         if late := self._expire():
             return late
@@ -315,7 +313,7 @@ class Engine:
         reader = forward(self._backend, work, self.card.mask_token_id)
         for number, item in enumerate(work):
             _read_prompt(reader, number, item)
-        read = self._read(work, reader, meanwhile)
+        read = self._read(work, reader, overlap)
         end_s = time.monotonic()
         self.totals.add(work)
         attended = context_tokens(work), prompt_pairs(work), sum(item.masks for item in work)
@@ -326,11 +324,11 @@ class Engine:
         return events
 
     def _read(
-        self, work: list[Work], reader: Sampler, meanwhile: Callable[[], None]
+        self, work: list[Work], reader: Sampler, overlap: Callable[[], None]
     ) -> Iterator[_Read]:
         """For every plan: its rows' results, its outcome, and the proposals of the masks there."""
         planned = [(item.sequence, item.plan) for item in work if item.plan]
-        rows = reader.rows(meanwhile)
+        rows = reader.rows(overlap)
         outcomes = [
             strategy_of(sequence).outcome(sequence, plan, own)
             for (sequence, plan), own in zip(planned, rows, strict=True)

@@ -1,20 +1,25 @@
-"""An engine's own thread as others see it: the same for this package's engine and for vLLM's."""
+"""An engine's own thread as others see it, and the way of its events to the loop of those who
+asked: the same for this package's engine and for vLLM's."""
 
 import asyncio
 import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
-from collections.abc import Sequence as Several
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any
 
-from mars_ray.decode.mailbox import Close, Deliver, delivered
 from mars_ray.decode.request import Request, TokenEvent
 from mars_ray.errors import EngineError
 
 # Interval of checks whether the thread has ended.
 _LOOK_S = 0.05
+Deliver = Callable[[TokenEvent], None]
+# Gets numbers of tokens that nobody has read.
+Discard = Callable[[int], None]
+# Gives what a stream leaves unread, and what still comes, to a Discard.
+Close = Callable[[Discard], None]
 
 
 class EngineThread(ABC):
@@ -40,7 +45,6 @@ class EngineThread(ABC):
         """Number of commands that the thread has not taken up."""
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -102,10 +106,119 @@ class EngineThread(ABC):
         """End the thread, on the thread."""
 
     @abstractmethod
-    def _submit(self, requests: Several[Request], deliver: Deliver) -> Any:
+    def _submit(self, requests: Sequence[Request], deliver: Deliver) -> Any:
         """Submit the requests up to the first that is refused, which ends their stream; on the
         thread."""
 
     @abstractmethod
-    def _leave(self, requests: Several[Request], deliver: Deliver, close: Close) -> None:
+    def _leave(self, requests: Sequence[Request], deliver: Deliver, close: Close) -> None:
         """Forget the requests of a stream that is over or was closed, and count its rest."""
+
+
+class RequestOutputCollector:
+    """Events of some requests: one writer on any thread, one reader on the loop it was made on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[TokenEvent] = deque()
+        self._woken = asyncio.Event()
+        self._is_awaited = False
+        # Counts of requests' first and last events; each count is changed by one side only.
+        self._urgent_put = self._urgent_taken = 0
+        self._discard: Discard | None = None
+
+    def put(self, event: TokenEvent) -> None:
+        """Add an event, which wakes a waiting reader; a first or last one also ends a pause."""
+        if self._discard:
+            self._discard(len(event.tokens))
+            return
+        is_urgent = _is_urgent(event)
+        self._events.append(event)
+        self._urgent_put += is_urgent
+        if is_urgent or self._is_awaited:
+            self._is_awaited = False
+            # The loop may be closed by the time a last event arrives.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._woken.set)
+
+    def close(self, discard: Discard) -> None:
+        """The reader is gone: `discard` gets the number of tokens of what is here and still comes.
+        Only the writer may call it."""
+        self._discard = discard
+        while self._events:
+            discard(len(self._events.popleft().tokens))
+
+    async def take(self) -> list[TokenEvent]:
+        """Wait for an event, and return all that are here."""
+        while not self._events:
+            self._woken.clear()
+            self._is_awaited = True
+            # The writer may have checked the flag before it was set.
+            if not self._events:
+                await self._woken.wait()
+        taken = [self._events.popleft() for _ in range(len(self._events))]
+        self._urgent_taken += sum(map(_is_urgent, taken))
+        return taken
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for this time, or until a request's first or last event is here."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._urgent_put <= self._urgent_taken:
+                    self._woken.clear()
+                    await self._woken.wait()
+
+
+async def delivered(
+    requests: Sequence[Request],
+    interval_s: float,
+    submit: Callable[[Deliver], None],
+    cancel: Callable[[Deliver, Close], None],
+    aborted: Collection[str],
+) -> AsyncGenerator[list[TokenEvent], None]:
+    """Submits the requests when the first events are requested, and yields events until each
+    request has had its last; in the end `cancel` gets the same function as `submit`, and another
+    that the engine's thread calls to learn how many tokens were not read.
+
+    Events are yielded at most every `interval_s`, together with all that came in the meantime; only
+    a request's first and last event do not wait. An event with a failure is yielded, and then its
+    failure is raised before any later event, unless its request is among the aborted ones.
+    """
+    mailbox = RequestOutputCollector()
+    deliver = mailbox.put  # one object, by which an engine recognises the requests' stream
+    arrived: list[TokenEvent] = []
+    submit(deliver)
+    try:
+        unfinished = len(requests)
+        while True:
+            arrived = await mailbox.take()
+            while arrived:
+                failures = (end for end, event in enumerate(arrived, start=1) if event.failure)
+                end = next(failures, len(arrived))
+                events, arrived = arrived[:end], arrived[end:]
+                yield events
+                last = events[-1]
+                if last.failure and last.request_id not in aborted:
+                    raise last.failure
+                unfinished -= sum(event.is_last for event in events)
+            if unfinished <= 0:
+                return
+            if interval_s:
+                await mailbox.pause(interval_s)
+    finally:
+        unread = sum(len(event.tokens) for event in arrived)
+
+        def close(discard: Discard) -> None:
+            discard(unread)
+            mailbox.close(discard)
+
+        cancel(deliver, close)
+
+
+def failed(request_id: str, failure: Exception) -> TokenEvent:
+    """The last event of a request that never entered the engine, or leaves it with an error."""
+    return TokenEvent(request_id, (), 0, failure=failure)
+
+
+def _is_urgent(event: TokenEvent) -> bool:
+    return event.forward == 1 or event.is_last

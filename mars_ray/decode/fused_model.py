@@ -14,7 +14,7 @@ feed-forward layer, V vocabulary, O outputs.
 """
 
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -24,12 +24,7 @@ from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
 from mars_ray.decode.adapter import FusedAdapter, LayerLora, MaskRows
-from mars_ray.errors import ModelError
-from mars_ray.model.forward import output_head
-
-# Rotary embeddings whose angles depend only on the position.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
+from mars_ray.model.forward import check_layers, head_norm_weight, joined, output_head
 
 # Rotary position embedding of a forward's rows: cosines and sines, (N, 1, D) each, the same for all
 # heads. The sines contain the sign that rotating a pair needs.
@@ -52,7 +47,7 @@ class FusedModel:
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
         """For sequences of at most `positions`. Raises ModelError for what is unsupported."""
-        check_supported(model)
+        check_layers(model)
         base: Any = model.base_model
         self.device, self.dtype = model.device, model.dtype
         # Time spent in the model so far; on a GPU, in launching it and waiting for its results.
@@ -83,7 +78,7 @@ class FusedModel:
         With an adapter, the ids of `masks` are their depths, from 0.
         """
         started = time.perf_counter()
-        loras: Several[LayerLora | None] = [None] * len(self._layers)
+        loras: Sequence[LayerLora | None] = [None] * len(self._layers)
         if masks and self.adapter:
             x_NH = masks.embedded(ids_N, self._embedding, self.adapter.mask_embedding_DH)
             loras = self.adapter.layers or loras
@@ -113,19 +108,6 @@ class FusedModel:
         return logits_PV
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raise ModelError for what no decoding step computes."""
-    base: Any = model.base_model
-    rope = base.rotary_emb.rope_type
-    if rope not in _ROPE_TYPES:
-        raise ModelError(
-            f"rope_type {rope!r} is not supported by the decoding engine; supported are "
-            f"{', '.join(_ROPE_TYPES)}"
-        )
-    if model.config.hidden_act != "silu":
-        raise ModelError(f"activation {model.config.hidden_act!r} is not supported: only silu")
-
-
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A product with the weight transposed, which suits matrix products."""
@@ -147,19 +129,9 @@ class Linear:
 def linear_of(modules: list[nn.Linear]) -> Linear:
     """Linear layers with the same input, joined into one; all have biases or none has. Their
     weights become views of the joined one."""
-    weight_OI = _joined([module.weight for module in modules])
+    weight_OI = joined([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
-    return Linear(weight_OI.t(), _joined(biases) if biases else None)
-
-
-def _joined(parts: list[Any]) -> Tensor:
-    """One tensor of all rows; the parts become views of it."""
-    if len(parts) == 1:
-        return parts[0].detach()
-    whole = torch.cat(parts)
-    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        part.data = view
-    return whole
+    return Linear(weight_OI.t(), joined(biases) if biases else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +156,8 @@ class _HeadNorm:
 
     @classmethod
     def of(cls, attention: Any, query_heads: int, key_heads: int) -> "_HeadNorm | None":
-        if not hasattr(attention, "q_norm"):
-            return None
-        query, key = attention.q_norm.weight, attention.k_norm.weight
-        weight = torch.cat([query.expand(query_heads, -1), key.expand(key_heads, -1)])
-        return cls(weight, attention.q_norm.variance_epsilon)
+        weight_TD = head_norm_weight(attention, query_heads, key_heads)
+        return None if weight_TD is None else cls(weight_TD, attention.q_norm.variance_epsilon)
 
     def __call__(self, x_NTD: Tensor) -> Tensor:
         return torch.rms_norm(x_NTD, x_NTD.shape[-1:], None, self.epsilon) * self.weight_TD

@@ -171,7 +171,6 @@ def _like(schema: dict[str, Any], place: Place) -> set[Place]:
 
 
 def _first_fault(schema: dict[str, Any], options: dict[str, Any]) -> SchemaFault:
-    """The fault of a schema that cannot be followed."""
     places = [place for place, _ in sorted(_keywords(schema).items(), key=_rank)]
 
     def refusal(count: int) -> str:

@@ -4,10 +4,16 @@ A sequence's table lists its pages. Its row i (real tokens first, then the rows 
 lies at place i of the table's pages, laid end to end. Everything behind a sequence's cursor is
 garbage, which its next forward overwrites before any row may see it. So nothing has to be erased.
 
+`PagePool` has the state of every page, counts and hashes: a page is free, in use (by one or more
+sequences), or kept: no sequence uses it, but its content may be needed again. When free pages run
+out, kept pages are reused, the longest unused first.
+
 Shape suffixes: X rows, P places of the pool, C places of a table, H key-value heads, D head size.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.errors import ConfigError
-from mars_ray.memory import free_on_node
+from mars_ray.provenance import free_on_node
 
 
 def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -117,7 +123,6 @@ class Moves:
                 self._to.append(self._place(pages, first + offset))
 
     def make(self, cache: PagedCache) -> None:
-        """Make all of them in one copy."""
         if self._from:
             cache.move(np.array(self._from), np.array(self._to))
 
@@ -128,3 +133,102 @@ class Moves:
 def _heads(config: PretrainedConfig) -> tuple[int, int]:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, size
+
+
+class PagePool:
+    """The pages 0 .. count - 1, each with a reference for every sequence that holds it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = deque(range(count))
+        self._references = [0] * count
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Number of pages that `take` could give: free and kept ones."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def in_use(self) -> int:
+        """Number of pages that some sequence holds."""
+        return self.count - self.available
+
+    @property
+    def kept(self) -> int:
+        """Number of unused pages whose content is kept."""
+        return len(self._kept)
+
+    def take(self, count: int) -> list[int] | None:
+        """Take pages with one reference each; if there are too few, take none and return None."""
+        if count > self.available:
+            return None
+        pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Give back one reference to each page."""
+        for page in pages:
+            self._references[page] -= 1
+            assert self._references[page] >= 0, f"page {page} is released more often than taken"
+            if self._references[page]:
+                continue
+            if page in self._hash_of:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    def publish(self, page: int, content: bytes) -> None:
+        """Let others find a full page by its content; of equal pages the first is the one found."""
+        assert self._references[page], f"page {page} is published by nobody"
+        if content not in self._page_of and page not in self._hash_of:
+            self._page_of[content] = page
+            self._hash_of[page] = content
+
+    def share(self, contents: Iterable[bytes]) -> list[int]:
+        """Pages of the leading contents that are cached, with one more reference each."""
+        pages = []
+        for content in contents:
+            page = self._page_of.get(content)
+            if page is None:
+                break
+            self._references[page] += 1
+            self._kept.pop(page, None)
+            pages.append(page)
+        return pages
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert that every page is in exactly the state that the sequences' tables imply."""
+        held = Counter(page for table in tables for page in table)
+        for page in range(self.count):
+            assert self._references[page] == held[page], (
+                f"page {page} has {self._references[page]} references and {held[page]} holders"
+            )
+        idle = [*self._free, *self._kept]
+        assert len(idle) == len(set(idle)), "a page is idle twice"
+        assert set(idle) == {page for page in range(self.count) if not held[page]}
+        assert {self._page_of[content] for content in self._hash_of.values()} == set(self._hash_of)
+
+    def _evict(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
+
+
+def content_hashes(
+    tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """A hash for each full page of the tokens, which covers the page and all before it.
+
+    `known` holds the hashes of the first pages, which are not computed again.
+    """
+    hashes = list(known)
+    for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
+        page = np.asarray(tokens[start : start + page_size], dtype=np.int64).tobytes()
+        before = hashes[-1] if hashes else b""
+        hashes.append(hashlib.blake2b(before + page, digest_size=16).digest())
+    return hashes

@@ -14,7 +14,7 @@ from mars_ray.decode.cpu.library import is_available
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import ModelError
-from mars_ray.model.card import ModelCard, read_card
+from mars_ray.model.directory import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import (
     load_model,

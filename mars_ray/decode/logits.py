@@ -4,7 +4,7 @@ Shape suffixes: P rows that are scored, X some of them, V vocabulary, R rows of 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mars_ray.config.decode import Sampling
-from mars_ray.core.penalties import adjust
-from mars_ray.core.sampling import scores
+from mars_ray.core.sampling import adjust, scores
 from mars_ray.decode.request import Request
 
 # Takes the place of the best token in a row whose scores are not numbers.
@@ -32,13 +31,13 @@ class Block:
     allowed_RV: NDArray[np.bool_] | None = None  # by its grammar, for the first rows
 
 
-def score(logits_PV: Tensor, blocks: Several[Block], position_P: np.ndarray) -> None:
+def score(logits_PV: Tensor, blocks: Sequence[Block], position_P: np.ndarray) -> None:
     """Turn logits into scores, in place. `position_P` holds the predicted tokens' positions."""
     adjust_all(logits_PV, blocks, position_P)
     sample(logits_PV, blocks, position_P)
 
 
-def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: np.ndarray) -> None:
+def adjust_all(logits_PV: Tensor, blocks: Sequence[Block], position_P: np.ndarray) -> None:
     """Apply penalties, biases and grammars of the requests that have them, in place."""
     for block in blocks:
         request, own = block.request, block.own
@@ -59,7 +58,7 @@ def adjust_all(logits_PV: Tensor, blocks: Several[Block], position_P: np.ndarray
 
 def sample(
     logits_PV: Tensor,
-    blocks: Several[Block],
+    blocks: Sequence[Block],
     position_P: np.ndarray,
     token_PV: Tensor | None = None,
 ) -> None:

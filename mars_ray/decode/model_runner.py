@@ -6,7 +6,7 @@ share all matrix products, without padding.
 Shape suffixes: N rows of a forward.
 """
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from mars_ray.decode.sampler import Sampler
 from mars_ray.decode.scheduler import Work
 
 
-def nothing() -> None:
+def no_overlap() -> None:
     """Do nothing while a device works."""
 
 
 @torch.inference_mode()
-def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) -> Sampler:
+def forward(backend: Backend, work: Sequence[Work], mask_token_id: int | None) -> Sampler:
     """Forward [pending | drafts | masks] of every sequence; the sampler reads the rows.
 
     Raises EngineError if the model's results are not finite, or the sampler does (`Backend`).
@@ -30,7 +30,9 @@ def forward(backend: Backend, work: Several[Work], mask_token_id: int | None) ->
     tables = Tables.of(work, backend.cache.page_size)
     position_N = tables.positions()
     # An adapter identifies masks by their depths.
-    masks = _depths(work) if backend.adapter else [mask_token_id or 0] * tables.masks
+    groups = [group for item in work if item.plan for group in item.plan.groups]
+    depths = [depth for group in groups for depth in range(group.masks)]
+    masks = depths if backend.adapter else [mask_token_id or 0] * tables.masks
     ids = [token for item in work for token in _tokens(item)]
     backend.forward(tables, np.array(ids + masks), position_N)
     return Sampler(backend, work, tables, position_N, mask_token_id)
@@ -40,8 +42,3 @@ def _tokens(item: Work) -> list[int]:
     sequence, plan = item.sequence, item.plan
     real = sequence.tokens[sequence.cached : sequence.cached + item.count]
     return [*real, *plan.drafts] if plan else real
-
-
-def _depths(work: Several[Work]) -> list[int]:
-    plans = [item.plan for item in work if item.plan]
-    return [depth for plan in plans for group in plan.groups for depth in range(group.masks)]

@@ -8,7 +8,7 @@ kept up to the first one that the grammar forbids.
 Shape suffixes: R rows, V vocabulary.
 """
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -20,7 +20,7 @@ from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
 from mars_ray.core.thresholds import Budget, Quality
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
 from mars_ray.model.shape import most_positions, sliding_window
 
 MOST_LOGPROBS = 20  # OpenAI's limit
@@ -30,12 +30,12 @@ FinishReason = Literal["stop", "length", "deadline"]
 class GrammarState(Protocol):
     """The state of one answer in its grammar."""
 
-    def allowed(self, back: int, tokens: Several[int]) -> NDArray[np.bool_]:
+    def allowed(self, back: int, tokens: Sequence[int]) -> NDArray[np.bool_]:
         """The tokens that may follow, (R, V): after each of the last `back` tokens but one, after
         the answer so far, and after each of `tokens`. Rows after a forbidden token are all True."""
         ...
 
-    def admissible(self, tokens: Several[int]) -> int:
+    def admissible(self, tokens: Sequence[int]) -> int:
         """The number of leading tokens that the grammar allows to follow."""
         ...
 
@@ -43,7 +43,7 @@ class GrammarState(Protocol):
         """The tokens of the only text that can follow; empty if there is a choice."""
         ...
 
-    def consume(self, tokens: Several[int]) -> None:
+    def consume(self, tokens: Sequence[int]) -> None:
         """Advance past these tokens of the answer."""
         ...
 
@@ -69,6 +69,31 @@ class EngineFacts:
     max_batch: int  # sequences that decode at a time
     vocabulary: int
     stop_ids: frozenset[int]  # tokens at which answers end
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine's dtype, device, attention backend and KV cache, which never change."""
+
+    engine: str
+    dtype: str
+    device: str
+    attention: str  # name of the backend, as in `attention_backend`
+    # Of the compiled step: results are the same bit for bit where this is the same.
+    instructions: str | None
+    threads: int  # CPU threads
+    cache_bytes: int  # size of keys and values
+    cache_tokens: int
+
+    def __str__(self) -> str:
+        step = f"{self.attention} attention"
+        if self.instructions:
+            step = f"compiled step ({self.instructions})"
+        return (
+            f"{self.engine} engine, {self.dtype} on {self.device}, {step}, "
+            f"{self.threads} CPU threads, KV cache of {self.cache_tokens} tokens in "
+            f"{self.cache_bytes / 1e6:.1f} MB"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +168,7 @@ class TokenEvent:
         return self.completion is not None or self.failure is not None
 
 
-def as_one(events: Several[TokenEvent]) -> TokenEvent:
+def as_one(events: Sequence[TokenEvent]) -> TokenEvent:
     """The events of successive forwards for one request, joined into one."""
     if len(events) == 1:
         return events[0]

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mars_ray.config.decode import PROMPTS_SHARE, EngineConfig
-from mars_ray.decode.page_pool import PagePool, content_hashes
+from mars_ray.decode.kv_cache import PagePool, content_hashes
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies import strategy_of
-from mars_ray.decode.strategies.base import Plan
+from mars_ray.decode.strategies import Plan, strategy_of
 
 
 def decoding_rows(step_tokens: int) -> int:
@@ -89,7 +88,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds."""
         if self._running.pop(sequence.arrival, None):
-            self._give_back(sequence)
+            self._free(sequence)
         else:
             self._waiting = [item for item in self._waiting if item[1] is not sequence]
             heapq.heapify(self._waiting)
@@ -175,7 +174,7 @@ class Scheduler:
         missing = self._pages_for(sequence.cached + item.rows) - len(sequence.pages)
         while (pages := self._pool.take(max(0, missing))) is None:
             victim = max(self._running.values(), key=lambda other: other.order)
-            self._send_back(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return cost - item.rows
             given_back = work.pop(victim.arrival, None)
@@ -208,14 +207,14 @@ class Scheduler:
         self._running[sequence.arrival] = sequence
         return True
 
-    def _send_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """Let a sequence wait; the contents of its pages are computed again, or found if kept."""
         del self._running[sequence.arrival]
-        self._give_back(sequence)
+        self._free(sequence)
         heapq.heappush(self._waiting, (sequence.order, sequence))
         self.preemptions += 1
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         self.publish(sequence)
         self._pool.release(sequence.pages)
         sequence.pages, sequence.published, sequence.cached = [], 0, 0

@@ -4,11 +4,10 @@
 |--- prompt ---|--- answer ---|-- pending --|                  |
 """
 
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass, field
 
-from mars_ray.core.draft_choice import Choice
-from mars_ray.core.tree import chain, first_chain, renumbered
+from mars_ray.core.tree import Choice, chain, first_chain, renumbered
 from mars_ray.decode.ngram import Match, NgramIndex
 from mars_ray.decode.request import (
     Completion,
@@ -146,7 +145,7 @@ class Sequence:
         self.draft_parents = chain(len(tokens)) if parents is None else parents
         self.draft_matches = [None] * len(tokens) if matches is None else matches
 
-    def keep_drafts(self, nodes: Several[int]) -> None:
+    def keep_drafts(self, nodes: abc.Sequence[int]) -> None:
         """Keep only these drafts, given in increasing order, each along with its parent."""
         self.set_drafts(
             [self.drafts[node - 1] for node in nodes],
@@ -185,7 +184,6 @@ class Sequence:
         return self.event(tuple(kept), completion)
 
     def event(self, tokens: tuple[int, ...], completion: Completion | None) -> TokenEvent:
-        """The event of these tokens."""
         return TokenEvent(
             self.request.id,
             tokens,
@@ -210,7 +208,6 @@ class Sequence:
             self.set_drafts(self.drafts[:count], self.draft_probabilities[:count])
 
     def completion(self, reason: FinishReason) -> Completion:
-        """The result as it stands."""
         return Completion(
             self.request.id,
             tuple(self.tokens[len(self.request.prompt) :]),

@@ -11,8 +11,7 @@ left out. While all steps are like that, what a lower threshold would give is kn
 model alone (`autoscale/service_model.py`).
 """
 
-from collections import Counter
-from collections.abc import Sequence as Several
+from collections import Counter, abc
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import ne
@@ -22,10 +21,10 @@ from numpy.typing import NDArray
 
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.core.tree import children_of
-from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.request import EngineInfo
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan, Proposals, Rows
+from mars_ray.decode.strategies import Plan, Proposals, Rows
 
 # The thresholds for which the tokens that they would have committed are counted.
 THRESHOLDS = (0.0, 0.01, 0.03, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -54,7 +53,7 @@ class StepTotals:
     context_tokens: int = 0  # cached ones of all sequences, counted at every step
     prompt_pairs: int = 0  # of a prompt's row and a token before it
 
-    def add(self, work: Several[Work]) -> None:
+    def add(self, work: abc.Sequence[Work]) -> None:
         """Count a step, before its tokens are committed."""
         self.steps += 1
         self.prompt_steps += any(not item.sequence.forwards for item in work)
@@ -84,12 +83,12 @@ class StepTotals:
         self.ngram_accepted += len(looked_up.intersection(path))
 
 
-def context_tokens(work: Several[Work]) -> int:
+def context_tokens(work: abc.Sequence[Work]) -> int:
     """Tokens that a step's sequences have in the cache before it."""
     return sum(item.sequence.cached for item in work)
 
 
-def prompt_pairs(work: Several[Work]) -> int:
+def prompt_pairs(work: abc.Sequence[Work]) -> int:
     """Pairs of a prompt's row in this step and a token before it in the prompt."""
     prompts = [(i.count, i.sequence.cached) for i in work if not i.sequence.forwards]
     return sum(rows * cached + rows * (rows - 1) // 2 for rows, cached in prompts)
@@ -110,7 +109,7 @@ class ModeMeasures:
     )
     _least: list[float] = field(default_factory=list)
 
-    def add_step(self, values: Several[float]) -> None:
+    def add_step(self, values: abc.Sequence[float]) -> None:
         """Count a step by its proposals' confidences, or by the ratios that judged its drafts."""
         self.forwards += 1
         self._least += accumulate(values, min)
@@ -180,7 +179,7 @@ class LiveMeasures:
         rows: Rows,
         outcome: int,
         proposals: Proposals,
-        tokens: Several[int],
+        tokens: abc.Sequence[int],
     ) -> None:
         """Count a sequence's step, before its `tokens` are committed."""
         mode = sequence.request.mode

@@ -56,7 +56,6 @@ class CompiledGrammar:
         _check(self._matcher, field)
 
     def start(self) -> "MatcherState":
-        """See Grammar."""
         return MatcherState(self._matcher.deep_copy(), self._tokenizer, self._field)
 
 
@@ -72,7 +71,6 @@ class MatcherState:
         self._tokens: list[int] = []
 
     def allowed(self, back: int, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """See GrammarState."""
         allowed_RV = np.ones((back + 1 + len(tokens), self._vocabulary), np.bool_)
         self._matcher.rollback(back)
         path = [*self._tokens[len(self._tokens) - back :], *tokens]
@@ -88,7 +86,6 @@ class MatcherState:
         return allowed_RV
 
     def admissible(self, tokens: Sequence[int]) -> int:
-        """See GrammarState."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             # Only the end can follow; the library would not allow even that.
             return int(tokens[:1] in self._ends)
@@ -97,11 +94,9 @@ class MatcherState:
         return count
 
     def forced(self) -> list[int]:
-        """See GrammarState."""
         return self._matcher.compute_ff_tokens()
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """See GrammarState."""
         self._matcher.consume_tokens(list(tokens))
         _check(self._matcher, self._field)
         self._tokens += tokens

@@ -10,13 +10,13 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import MOST_NGRAM_DRAFTS, ExactMode
 from mars_ray.core.step_cost import CONTEXT, StepCost, row_counts
 from mars_ray.decode.attention.backend import Backend
-from mars_ray.decode.model_runner import forward, nothing
+from mars_ray.decode.model_runner import forward, no_overlap
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import prompt_pairs
-from mars_ray.decode.strategies.base import MaskGroup, Plan
-from mars_ray.model.card import ModelCard
+from mars_ray.decode.strategies import MaskGroup, Plan
+from mars_ray.model.directory import ModelCard
 
 # Tokens before the rows where the cost of context is measured: the more, the clearer it is.
 _LONG_CONTEXT = 512
@@ -52,12 +52,11 @@ class StepTimer:
         return min(times)
 
     def seconds(self, work: list[Work]) -> float:
-        """Seconds of one step."""
         if self.backend.device.type == "cuda":
             torch.cuda.synchronize()
         started = self.clock()
         reader = forward(self.backend, work, self.card.mask_token_id)
-        read = reader.rows(nothing)
+        read = reader.rows(no_overlap)
         outcomes = [len(item.plan.drafts) for item in work if item.plan]
         # This ends with a copy to the host.
         reader.proposals(outcomes, [own.best[-1] for own in read])

@@ -7,7 +7,7 @@ Besides the files of the adaptation (`adapt.run`) it writes:
     output_dir/shipped/      measurements with the adapter that comes with the package, its serve
                              job and its page; trained_here/ if there is none
 
-When run again, it resumes.
+When run again, it resumes. The tiny demo (`run_tiny_demo`) does it from random weights.
 """
 
 import json
@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import tomli_w
 from rich.console import Console
@@ -25,30 +26,35 @@ from mars_ray.adapt.report import Speed, write_report
 from mars_ray.adapt.run import adaptation, base_model, run_adaptation
 from mars_ray.adapt.speed import measure_speeds
 from mars_ray.cluster.connection import Connect, already
+from mars_ray.cluster.machine import urlopen
 from mars_ray.config.adapt import AdaptJob, MeasureConfig
 from mars_ray.config.base import found
 from mars_ray.config.data import FilesSource
-from mars_ray.config.demo import DemoJob
+from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
-from mars_ray.config.modes import Mode, VerifiedMode
+from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier
-from mars_ray.demo.asking import ask
+from mars_ray.data.corpus import problems
 from mars_ray.errors import CheckpointError
-from mars_ray.evaluate.beside import TRANSFORMERS, decode_beside, identical
-from mars_ray.evaluate.report import print_table
-from mars_ray.evaluate.run import Evaluation, is_whole, run_evaluation
+from mars_ray.evaluate.peers import TRANSFORMERS, decode_beside, identical
+from mars_ray.evaluate.run import Evaluation, is_whole, print_table, run_evaluation
 from mars_ray.evaluate.tasks import problems_of
-from mars_ray.files import Kept, write_whole
+from mars_ray.files import ResultCache, write_whole
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card, write_draft_adapter
 from mars_ray.progress import short
 from mars_ray.serve.deploy import start
 from mars_ray.train.draft_adapter import untrained_adapter
 from mars_ray.train.plan import absolute_path
+from mars_ray.train.run import run_training
 
 _VERIFIED = VerifiedMode()
 _VERIFIED_LABEL = mode_label(_VERIFIED.model_dump())
 _UNTRAINED_PROMPTS = 8
+_ANSWER_S = 60.0
+# Differs from the evaluation's seed.
+_QUESTION_SEED = 20_260
+_ANSWER_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict
     print_table(Evaluation(frontier, directory), console)
     work = [each.model_dump(mode="json") for each in (evaluate, demo.speeds)]
     work.append(asdict(read_draft_card(adapter)))
-    kept = Kept(directory / "beside.jsonl", json.dumps(work))
+    kept = ResultCache(directory / "beside.jsonl", json.dumps(work))
     answers = decode_beside(evaluate, (_VERIFIED,), kept, console)
     share = identical(answers[_VERIFIED_LABEL], answers[TRANSFORMERS])
     prompts = len(answers[TRANSFORMERS])
@@ -137,7 +143,9 @@ def run_demo(job: DemoJob, console: Console, connect: Connect = already) -> dict
     url = start(ServeJob.model_validate(serve))
     answer = ask(url, job.question, job.answer_tokens, console)
     _print_next(directory, url, console)
-    _print_speeds(demo, speeds)
+    console.rule("how fast: the same answers by exact and verified, in turn")
+    for speed in speeds:
+        console.print(speed.line, highlight=False, soft_wrap=True)
     trained_here = read_frontier(demo.places.adapter)
     return {
         "identical": share,
@@ -206,22 +214,16 @@ def _frontier(job: EvaluateJob, console: Console) -> Frontier:
     return run_evaluation(job, console).frontier
 
 
-def _speeds(demo: _Demo, adapter: Path, kept: Kept) -> list[Speed]:
+def _speeds(demo: _Demo, adapter: Path, kept: ResultCache) -> list[Speed]:
     """The speeds of an adapter, measured unless they are kept. Those with a fault are not kept, so
     that the next run measures again."""
     if "speeds" in kept:
         return [Speed(**row) for row in kept["speeds"]]
-    problems = problems_of(PromptsTask(kinds=demo.adapt.measure.kinds))
-    speeds = measure_speeds(demo.base, adapter, problems, demo.speeds, demo.console, one_text=True)
+    asked = problems_of(PromptsTask(kinds=demo.adapt.measure.kinds))
+    speeds = measure_speeds(demo.base, adapter, asked, demo.speeds, demo.console, one_text=True)
     if all(speed.fault is None for speed in speeds):
         kept["speeds"] = [asdict(speed) for speed in speeds]
     return speeds
-
-
-def _print_speeds(demo: _Demo, speeds: list[Speed]) -> None:
-    demo.console.rule("how fast: the same answers by exact and verified, in turn")
-    for speed in speeds:
-        demo.console.print(speed.line, highlight=False, soft_wrap=True)
 
 
 def _write_service(
@@ -249,3 +251,81 @@ def _print_next(directory: Path, url: str, console: Console) -> None:
         f"serve it: mars-ray serve {short(directory / 'serve.toml')}, and its page is {url}/",
         soft_wrap=True,
     )
+
+
+def run_tiny_demo(job: TinyDemoJob, console: Console, connect: Connect = already) -> dict[str, Any]:
+    """Train, evaluate before and after MARS, serve and ask, on the cluster to which `connect`
+    connects.
+
+    Returns the line that the command prints last. Raises MarsError.
+    """
+    started = time.perf_counter()
+    console.rule("training: AR, then MARS")
+    trained = run_training(job.train, connect)
+    before_dir, after_dir = list(trained.models.values())[-2:]
+    console.rule("measuring: exact before MARS, all modes after")
+    before = run_evaluation(_exact_only(job, before_dir), console)
+    evaluate = job.evaluate.model_copy(update={"checkpoint": short(after_dir)})
+    after = run_evaluation(evaluate, console)
+    print_table(after, console)
+    console.rule("serving and asking")
+    serve = job.serve.model_copy(update={"checkpoint": str(after_dir)})
+    question = problems("test", 1, _QUESTION_SEED)[0].question
+    connect()
+    answer = ask(start(serve), question, _ANSWER_TOKENS, console)
+    command = f"mars-ray serve {short(after_dir)} model_name={serve.name}"
+    console.print(f"serve it: {command}", soft_wrap=True)
+    console.print(f"plot: {short(after.plot)}", soft_wrap=True)
+    return _tiny_summary(before.frontier, after.frontier) | {
+        "http_ok": bool(answer),
+        "train_s": round(sum(trained.seconds.values()), 1),
+        "total_s": round(time.perf_counter() - started, 1),
+    }
+
+
+def _exact_only(job: TinyDemoJob, checkpoint: Path) -> Any:
+    # Written beside its own model: in the job's directory it would replace the existing frontier.
+    changes = {"checkpoint": short(checkpoint), "modes": (ExactMode(),), "output_dir": None}
+    return job.evaluate.model_copy(update=changes)
+
+
+def _tiny_summary(before: Frontier, after: Frontier) -> dict[str, Any]:
+    exact, confidence = after.points[0], after.point("confidence 0.95")
+    verified = after.point("verified 1")
+    return {
+        "exact_accuracy_before": before.points[0].accuracy,
+        "exact_accuracy": exact.accuracy,
+        "confidence_0.95": {
+            "accuracy": confidence.accuracy,
+            "tokens_per_forward": round(confidence.tokens_per_forward, 3),
+        },
+        "verified": {
+            "accuracy": verified.accuracy,
+            "tokens_per_forward": round(verified.tokens_per_forward, 3),
+            "identical": verified.identical,
+        },
+    }
+
+
+def ask(url: str, question: str, max_tokens: int, console: Console) -> str:
+    """Ask greedily, show question, answer and usage, and return the answer's text. Raises
+    OSError."""
+    with urlopen(Request(f"{url}/v1/models"), _ANSWER_S) as reply:
+        model = json.load(reply)["data"][0]["id"]
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    request = Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(request, _ANSWER_S) as reply:
+        answer = json.load(reply)
+    text = answer["choices"][0]["message"]["content"]
+    console.print(f"[bold]question[/] {question}\n[bold]answer[/]   {text}")
+    console.print(f"[bold]usage[/]    {json.dumps(answer['usage'])}")
+    return text

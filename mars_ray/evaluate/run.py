@@ -1,4 +1,7 @@
-"""The evaluation: every mode on the same problems, compared with `exact` problem by problem."""
+"""The evaluation: every mode on the same problems, compared with `exact` problem by problem.
+
+At the end stand a table for people and a summary for programs.
+"""
 
 import json
 import statistics
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.decode import Sampling
@@ -29,22 +33,29 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import CheckpointError, DataError
-from mars_ray.evaluate.answers import Answer, ModeAnswers, answer_all
-from mars_ray.evaluate.files_report import REPORT_FILE, write_report
-from mars_ray.evaluate.files_run import (
+from mars_ray.evaluate.answers import (
+    Answer,
+    ModeAnswers,
+    answer_all,
+    reference_pairs,
+    score_references,
+)
+from mars_ray.evaluate.own_files import (
     JOURNAL,
+    REPORT_FILE,
     begun,
     check_apart,
     check_room,
     files_grader,
+    files_table,
     packed,
     unpacked,
+    write_report,
 )
 from mars_ray.evaluate.plots import plot_frontier
-from mars_ray.evaluate.references import reference_pairs, score_references
 from mars_ray.evaluate.tasks import Problem, is_correct, problems_of
-from mars_ray.files import Kept, check_writable, replaced, sole_writer, write_whole
-from mars_ray.model.card import read_card
+from mars_ray.files import ResultCache, check_writable, replaced, sole_writer, write_whole
+from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
@@ -66,7 +77,6 @@ class Evaluation:
 
     @property
     def plot(self) -> Path:
-        """Path of the plot."""
         return self.directory / PLOT_FILE
 
 
@@ -75,7 +85,7 @@ class _Work:
     job: EvaluateJob
     problems: list[Problem]
     grade: _Grade
-    kept: Kept  # what has been measured, by the mode's JSON
+    kept: ResultCache  # what has been measured, by the mode's JSON
     directory: Path
 
 
@@ -83,14 +93,13 @@ def prompts_of(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
     """Token ids of each problem's prompt. Raises DataError if the template refuses one."""
-    return [_prompt_of(problem, tokenizer) for problem in problems]
-
-
-def _prompt_of(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    try:
-        return tuple(encode_prompt(problem.messages, tokenizer))
-    except DataError as error:
-        raise DataError(f"{problem.origin or problem.question}: {error}") from error
+    prompts = []
+    for problem in problems:
+        try:
+            prompts.append(tuple(encode_prompt(problem.messages, tokenizer)))
+        except DataError as error:
+            raise DataError(f"{problem.origin or problem.question}: {error}") from error
+    return prompts
 
 
 def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
@@ -111,7 +120,7 @@ def run_evaluation(job: EvaluateJob, console: Console) -> Evaluation:
         check_apart(directory)
     check_writable(directory / f".{FRONTIER_FILE}", "output_dir")
     with sole_writer(directory, directory / ".evaluation.lock", "output_dir"):
-        kept = begun(job, problems, directory) if is_files else Kept(None, "")
+        kept = begun(job, problems, directory) if is_files else ResultCache(None, "")
         frontier = _measured(_Work(job, problems, grade, kept, directory), console)
         (directory / JOURNAL).unlink(missing_ok=True)
         return Evaluation(frontier, directory)
@@ -342,3 +351,72 @@ def _answer_rows(
             row |= {"origin": problem.origin, "first_difference": place}
             row |= {"tokens": len(completion.tokens), "forwards": completion.forwards}
         yield row
+
+
+# No tokens/s: masks are forced here, also those that do not pay.
+_COLUMNS = ("mode", "accuracy", "95%", "against exact", "p", "identical", "T/F")
+# Columns for prompts without reference answers; "without loops" omits answers that end in a loop.
+_OWN_COLUMNS = ("mode", "identical", "own tokens", "nll", "T/F", "without loops")
+
+
+def print_table(evaluation: Evaluation, console: Console) -> None:
+    """Print one line for each mode."""
+    frontier = evaluation.frontier
+    if frontier.task["type"] == "files":
+        console.print(files_table(frontier))
+        console.print(f"report: {evaluation.directory / REPORT_FILE}", soft_wrap=True)
+        return
+    table = Table(title=f"{frontier.checkpoint}: {frontier.points[0].problems} problems")
+    without_references = frontier.points[0].agreement is not None
+    for index, column in enumerate(_OWN_COLUMNS if without_references else _COLUMNS):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for point in frontier.points:
+        table.add_row(*(_own_cells(point) if without_references else _cells(point)))
+    console.print(table)
+    console.print(f"plot: {evaluation.plot}", soft_wrap=True)
+
+
+def _cells(point: FrontierPoint) -> tuple[str, ...]:
+    return (
+        point.label,
+        f"{point.accuracy:.1%}",
+        f"{point.accuracy_low:.1%} .. {point.accuracy_high:.1%}",
+        f"{point.difference:+.1%}",
+        f"{point.p_value:.2f}",
+        f"{point.identical:.1%}",
+        f"{point.tokens_per_forward:.2f}",
+    )
+
+
+def _own_cells(point: FrontierPoint) -> tuple[str, ...]:
+    return (
+        point.label,
+        f"{point.identical:.1%}",
+        f"{point.agreement:.2%}",
+        "-" if point.nll is None else f"{point.nll:.3f}",
+        f"{point.tokens_per_forward:.2f}",
+        "-" if point.without_loops is None else f"{point.without_loops:.2f}",
+    )
+
+
+def summary(evaluation: Evaluation) -> dict[str, Any]:
+    """The last line that the command prints."""
+    frontier = evaluation.frontier
+    told = {"checkpoint": frontier.checkpoint, "plot": str(evaluation.plot)}
+    if frontier.task["type"] == "files":
+        told |= {"report": str(evaluation.directory / REPORT_FILE)}
+        told |= {"reference_nll": frontier.reference_nll}
+    return told | {"points": {point.label: _told(point) for point in frontier.points}}
+
+
+def _told(point: FrontierPoint) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "accuracy": point.accuracy,
+        "tokens_per_forward": point.tokens_per_forward,
+        "identical": point.identical,
+    }
+    if point.graded is not None:
+        told["accuracy"] = point.accuracy if point.has_references else None
+        told |= {"graded": point.graded, "nll": point.nll, "own_tokens": point.agreement}
+        told |= {"first_difference": point.first_difference}
+    return told

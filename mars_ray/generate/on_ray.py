@@ -204,7 +204,6 @@ def room(nodes: Iterable[dict[str, float]], needed: dict[str, float]) -> int:
 
 
 def _gpus(job: GenerateJob, nodes: Iterable[dict[str, float]]) -> float:
-    """Number of GPUs of each engine."""
     if job.gpus_per_worker is not None:
         return job.gpus_per_worker
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)

@@ -33,14 +33,31 @@ from mars_ray.decode.loading import check_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.files import sole_writer, write_whole
-from mars_ray.generate.answers import Found, Generated, summary, write_answers
-from mars_ray.generate.left_out import LeftOut, has_room
-from mars_ray.generate.own_prompts import Choice, requests_of, tried
-from mars_ray.generate.part import Answer, Line, Part, check_same, not_ours
-from mars_ray.generate.prompts import Asked, Prompt, encoded, excluded_keys, read_sources
+from mars_ray.generate.answers import (
+    Answer,
+    Found,
+    Generated,
+    Line,
+    Part,
+    SkippedPrompts,
+    check_same,
+    has_room,
+    not_ours,
+    summary,
+    write_answers,
+)
+from mars_ray.generate.prompts import (
+    Choice,
+    Prompt,
+    SourcePrompts,
+    encoded,
+    excluded_keys,
+    read_sources,
+    requests_of,
+    tried,
+)
 from mars_ray.generate.worker import LEAST, Engines
-from mars_ray.model.card import read_card
-from mars_ray.model.directory import check_complete
+from mars_ray.model.directory import check_complete, read_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
@@ -160,7 +177,7 @@ class _Generation:
                 f"engine.max_context {self._job.engine.max_context}: lower max_new_tokens, or "
                 "raise it"
             )
-        left_out = LeftOut(self._asked)
+        left_out = SkippedPrompts(self._asked)
         count = write_answers(output, prompts, part.answers, self._encoder, self._job, left_out)
         why = left_out.counts
         generated = summary(output, count, prompts, part.answers, found, part.seconds, why)
@@ -329,7 +346,7 @@ def _answer_of(completion: Completion) -> Answer:
     return Answer(array("i", completion.tokens), completion.finish_reason, completion.forwards)
 
 
-def _made_from(job: GenerateJob, asked: Asked, excluded: frozenset[bytes]) -> Line:
+def _made_from(job: GenerateJob, asked: SourcePrompts, excluded: frozenset[bytes]) -> Line:
     """The job, and digests of the inputs that it names, which may change under the same name."""
     prompts = hashlib.sha256()
     for prompt in asked.prompts:

@@ -70,7 +70,6 @@ def _train_mask(embedding: Any, mask_token_id: int, row_H: Tensor) -> None:
 
 
 def adapter_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters' part of a state dict."""
     return {name: value for name, value in weights.items() if ".lora_" in name}
 
 
@@ -94,9 +93,6 @@ def merged(
             weight = old.clone()
             weight[mask_token_id] = weights[f"{name}.{_MASK}"].to(weight.dtype)
             # The head too, if it is tied.
-            plain |= {key: weight for key, value in plain.items() if _is_same(value, old)}
+            same = [key for key, value in plain.items() if value.data_ptr() == old.data_ptr()]
+            plain |= dict.fromkeys(same, weight)
     return plain
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()

@@ -5,12 +5,16 @@
     draft.safetensors           mask embeddings and sequential head; peft refuses unknown keys
     draft.json                  the card: depths, the base's fingerprint, how it was trained
 
-All of it acts on mask rows only. Real rows never see it, so the model's answers are unchanged.
+All of it acts on mask rows only. Real rows never see it, so the model's answers are unchanged. LoRA
+of linear layers that share an input is two products: the first factors lie side by side, and the
+second factors are the blocks of one matrix.
 
-Shape suffixes: D depths, H hidden size, K hidden size of the head, R rank, I inputs, O outputs.
+Shape suffixes: D depths, H hidden size, K hidden size of the head, R rank (summed over layers in a
+product), I inputs, O outputs, M rows.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +187,7 @@ def _load(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         raise ModelError(f"{path} is missing or damaged: {error}") from error
     broken = [name for name, value in weights.items() if not value.isfinite().all()]
     if broken:
-        raise ModelError(f"{path} has numbers that are none, in {broken[0]}")
+        raise ModelError(f"{path} contains NaN or Inf, in {broken[0]}")
     return weights
 
 
@@ -224,3 +228,35 @@ def name_base(directory: str | Path, base: str) -> None:
 def adapter_bytes(directory: str | Path) -> int:
     """Size of the adapter's files."""
     return sum(path.stat().st_size for path in Path(directory).iterdir() if path.is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class LoraProduct:
+    """The LoRA of all layers that share an input, as two products."""
+
+    down_IK: Tensor
+    up_KO: Tensor
+
+    def inner(self, x_MI: Tensor) -> Tensor:
+        """The first product, (M, K)."""
+        return torch.mm(x_MI, self.down_IK)
+
+    def as_of(self, device: torch.device, dtype: torch.dtype) -> "LoraProduct":
+        """The same on a device, in a dtype."""
+        return LoraProduct(self.down_IK.to(device, dtype), self.up_KO.to(device, dtype))
+
+
+def side_by_side(
+    layers: Sequence[Lora | None], outputs: Sequence[int], scale: float
+) -> LoraProduct | None:
+    """The product of layers with so many outputs; layers without LoRA add no inner size."""
+    known = [layer for layer in layers if layer]
+    if not known:
+        return None
+    dtype = known[0].up_OR.dtype
+    ups = [
+        layer.up_OR * scale if layer else torch.zeros(size, 0, dtype=dtype)
+        for layer, size in zip(layers, outputs, strict=True)
+    ]
+    down_IK = torch.cat([layer.down_RI for layer in known]).t().contiguous()
+    return LoraProduct(down_IK, torch.block_diag(*ups).t().contiguous())

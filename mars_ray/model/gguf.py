@@ -80,7 +80,6 @@ class _Header:
         return self.fields.get(f"{self.architecture}.{key}")
 
     def token(self, name: str) -> int | None:
-        """The id of a special token."""
         return self.fields.get(f"tokenizer.ggml.{name}_token_id")
 
 

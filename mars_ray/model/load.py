@@ -18,8 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 from mars_ray.errors import ModelError
-from mars_ray.model.card import CARD_FILE, read_card
-from mars_ray.model.directory import check_config, weight_files
+from mars_ray.model.directory import CARD_FILE, check_config, read_card, weight_files
 from mars_ray.storage.hub import missing
 
 # transformers' model types, and their names in messages.

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mars_ray.errors import ModelError
-from mars_ray.model.card import CARD_FILE, ModelCard, read_card
-from mars_ray.model.directory import CONFIG_FILE, DRAFT_CARD_FILE, check_complete
+from mars_ray.model.directory import (
+    CARD_FILE,
+    CONFIG_FILE,
+    DRAFT_CARD_FILE,
+    ModelCard,
+    check_complete,
+    read_card,
+)
 from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter, read_draft_card
 from mars_ray.model.load import read_config
 from mars_ray.storage import copies

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mars_ray.files import replaced_directory
-from mars_ray.model.card import ModelCard, write_card
-from mars_ray.model.directory import CONFIG_FILE
+from mars_ray.model.directory import CONFIG_FILE, ModelCard, write_card
 from mars_ray.model.load import quiet_unless_watched
 
 # The output projection's name in all of `load.ARCHITECTURES`.

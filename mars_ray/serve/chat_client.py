@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mars_ray.cluster.direct import urlopen
+from mars_ray.cluster.machine import urlopen
 from mars_ray.errors import EngineError
 
 _HELP = """/model NAME   the one to ask; without a name: which there are

@@ -9,14 +9,14 @@ from typing import Any
 from ray import serve
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model
-from mars_ray.cluster.port import check_port
+from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
 from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
 from mars_ray.model.places import config_of, local_adapter, pinned, pinned_adapter
 from mars_ray.serve.autoscaler import autoscaling

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mars_ray.cluster.connection import named_address
-from mars_ray.cluster.port import check_port
+from mars_ray.cluster.machine import check_port
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.errors import ConfigError

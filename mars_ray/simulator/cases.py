@@ -1,13 +1,24 @@
-"""A cell of a simulation, and what a run in it needs besides its policy."""
+"""A cell of a simulation, what a run in it needs besides its policy, and runs on all cores."""
 
 import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from pydantic import TypeAdapter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, step_rows
 from mars_ray.config.scaling import ScalingConfig, Slo
+from mars_ray.files import ResultCache
+from mars_ray.progress import Bars
 from mars_ray.simulator.config import Cluster, Simulation, TraceSource
 from mars_ray.simulator.engine.run import Fixture
 from mars_ray.simulator.traces.load import load_trace
@@ -118,3 +129,61 @@ def loaded(source: TraceSource, seed: int) -> Trace:
 def _loaded(source: str, seed: int) -> Trace:
     """Kept, because consecutive runs have the same trace."""
     return load_trace(_SOURCE.validate_json(source), seed)
+
+
+def run_parts(
+    parts: Mapping[str, Callable[[], Any]], kept: ResultCache, workers: int | None, console: Console
+) -> dict[str, Any]:
+    """The value of each part, by name and in order; values kept from before are not computed again.
+
+    Workers are processes, at most one per core; parts and values are pickled if there are several.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    open_parts = {name: part for name, part in parts.items() if name not in kept}
+    most = min(workers or os.cpu_count() or 1, len(open_parts))
+    with Bars(console, *columns) as bars:
+        done = len(parts) - len(open_parts)
+        task = bars.add_task(next(iter(open_parts), ""), total=len(parts), completed=done)
+        in_turn = ((name, part()) for name, part in list(open_parts.items()))
+        made = _in_processes(open_parts, most) if most > 1 else in_turn
+        for name, value in made:
+            kept[name] = value
+            del open_parts[name]
+            bars.update(task, description=next(iter(open_parts), ""), advance=1)
+    return {name: kept[name] for name in parts}
+
+
+def _in_processes(
+    parts: Mapping[str, Callable[[], Any]], workers: int
+) -> Iterator[tuple[str, Any]]:
+    # Spawned, not forked, because the display of progress has threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _let_die) as pool:
+        names = {pool.submit(part): name for name, part in parts.items()}
+        try:
+            for future in as_completed(names):
+                yield names[future], future.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            # Waits: Python's exit may write to the pipe that the pool's thread is just closing.
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _let_die() -> None:
+    """Let a worker die without a traceback on Ctrl-C, and whenever the command ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -236,12 +236,10 @@ class Simulation(Config):
         return self.cold_starts_s or (self.cluster.cold_start_s,)
 
     def seeds_of(self, trace: str) -> tuple[int, ...]:
-        """The seeds of a trace."""
         special = self.per_trace.get(trace)
         return (special.seeds if special else ()) or self.seeds
 
     def cluster_of(self, trace: str, cold_start_s: float) -> Cluster:
-        """The cluster of a cell."""
         changes: dict[str, Any] = {"cold_start_s": cold_start_s}
         if special := self.per_trace.get(trace):
             changes["kills"] = (*self.cluster.kills, *special.kills)

@@ -18,13 +18,12 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from mars_ray.autoscale.service_model import ServiceModel, contradiction, load_service_model
-from mars_ray.files import Kept
+from mars_ray.files import ResultCache
 from mars_ray.page import GREY, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
-from mars_ray.simulator.cases import Case, Cell, loaded, make_case
+from mars_ray.simulator.cases import Case, Cell, loaded, make_case, run_parts
 from mars_ray.simulator.config import PolicyName, SimulateJob, Simulation
 from mars_ray.simulator.engine.run import Outcome, Timeline, summarise
-from mars_ray.simulator.parts import run_parts
 from mars_ray.simulator.policies import run
 
 # What is kept of a run.
@@ -67,7 +66,9 @@ def run_simulations(
     # Loading all traces now shows at once if one is missing.
     cases = {cell: make_case(job, model, cell, job.seeds_of(cell.trace)[0]) for cell in cells}
     where = provenance()
-    kept = Kept(directory / KEPT_FILE if directory else None, work_of(job, model, where, _CHOSEN))
+    kept = ResultCache(
+        directory / KEPT_FILE if directory else None, work_of(job, model, where, _CHOSEN)
+    )
     calls: dict[str, Callable[[], Any]] = {
         _name(cell, policy, seed): partial(_run, job, model, cell, policy, seed)
         for cell in cells
@@ -172,7 +173,6 @@ def policy_table(result: dict[str, Any]) -> Printed:
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """Write `report.html` and RESULT_FILE."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILE).write_text(json.dumps(result) + "\n")
     (folder / "report.html").write_text(report(result), "utf-8")
@@ -248,7 +248,6 @@ def _run(
 
 
 def _row(job: SimulateJob, cell: Cell, case: Case, made: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell with its policies."""
     policies = {}
     for policy in job.policies:
         runs = [made[_name(cell, policy, seed)] for seed in job.seeds_of(cell.trace)]

@@ -121,7 +121,9 @@ def _cached(uri: str, cache: Path, check: Check) -> Path:
     except OSError as error:
         raise ModelError(f"cannot keep models in {cache}: {error}; set model_cache=") from error
     name = Path(urlsplit(uri).path).name or "model"
-    directory = cache / f"{name}-{_digest(uri, files)}"
+    listed = repr((shown(uri), [(file.name, file.size, file.changed_ns) for file in files]))
+    digest = hashlib.sha256(listed.encode()).hexdigest()[:_DIGEST_CHARS]
+    directory = cache / f"{name}-{digest}"
     with FileLock(f"{directory}.lock", fallback_to_soft=False):
         if not directory.exists():
             _download(uri, store, files, directory, check)
@@ -133,11 +135,6 @@ def _listing(uri: str) -> tuple[Directory, list[StoredFile]]:
     with explained(ModelError, "read", uri):
         store = Directory.at(uri)
         return store, wanted(store)
-
-
-def _digest(uri: str, files: list[StoredFile]) -> str:
-    listed = repr((shown(uri), [(file.name, file.size, file.changed_ns) for file in files]))
-    return hashlib.sha256(listed.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def _download(

@@ -37,14 +37,12 @@ class Directory:
 
     @classmethod
     def at(cls, name: str) -> "Directory":
-        """The directory of a path or URI."""
         if "://" in name:
             filesystem, root = FileSystem.from_uri(name)
             return cls(filesystem, root.rstrip("/"))
         return cls(_LOCAL, str(Path(name).expanduser().resolve()))
 
     def below(self, name: str) -> "Directory":
-        """The subdirectory of that name."""
         return Directory(self.filesystem, f"{self.root}/{name}")
 
     @property
@@ -68,7 +66,6 @@ class Directory:
         return sorted(found, key=lambda file: file.name)
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         with self.filesystem.open_input_stream(f"{self.root}/{name}") as stream:
             return stream.read()
 
@@ -101,7 +98,6 @@ class Directory:
             self.filesystem.delete_dir(self.root)
 
     def delete_file(self, name: str) -> None:
-        """Deletes one file."""
         self.filesystem.delete_file(f"{self.root}/{name}")
 
     @property

@@ -71,7 +71,6 @@ def missing(
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

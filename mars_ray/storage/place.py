@@ -57,7 +57,6 @@ def shown(uri: str) -> str:
 
 
 def below(uri: str, *names: str) -> str:
-    """The URI of a nested directory."""
     parts = urlsplit(uri)
     return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
 

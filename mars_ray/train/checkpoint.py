@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
@@ -49,7 +50,6 @@ class TrainState:
 
 
 def directory_of(run_dir: Path, step: int) -> Path:
-    """The directory of a step's checkpoint."""
     return run_dir / f"step_{step:08d}"
 
 
@@ -101,18 +101,18 @@ def write(
     """
     trainer = directory / "trainer"
     try:
-        with ranks.together():
+        with ranks.barrier():
             if ranks.is_main:
                 # Left by an attempt that died: its manifest must not vouch for the new files.
                 shutil.rmtree(directory, ignore_errors=True)
                 trainer.mkdir(parents=True)
                 (directory / STATE).write_text(json.dumps(asdict(state), indent=1))
         # This is collective: it runs on all ranks or on none.
-        with ranks.together():
+        with ranks.barrier():
             write_model(directory / MODEL)
-        with ranks.together():
+        with ranks.barrier():
             torch.save(rank_state, trainer / f"rank_{ranks.rank}.pt")
-        with ranks.together():
+        with ranks.barrier():
             if ranks.is_main:
                 _write_manifest(directory)
     except CheckpointError as error:
@@ -169,6 +169,21 @@ def read_rank_state(directory: Path, rank: int) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The generators' states, for a checkpoint."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _write_manifest(directory: Path) -> None:

@@ -18,11 +18,10 @@ from torch import Tensor
 from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
-from mars_ray.train.engine import Step
+from mars_ray.train.engine import OptimizerShare, Step, make_optimizer
 from mars_ray.train.model_step import layout_tensors
-from mars_ray.train.optim import OptimizerShare, make_optimizer
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import OwnTime
+from mars_ray.train.throughput import RankTimer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master"
@@ -39,10 +38,10 @@ class DeepSpeedEngine:
         ranks: Ranks,
         *,
         settings: dict[str, Any],
-        own_time: OwnTime,
+        timer: RankTimer,
     ) -> None:
         """`settings` comes from `zero_settings`."""
-        self._own_time = own_time
+        self._timer = timer
         deepspeed = _import_deepspeed(ranks.device)
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._fragments = deepspeed.utils
@@ -59,7 +58,7 @@ class DeepSpeedEngine:
     def accumulate(self, layout: Layout, coefficient_BR: Tensor, *, last: bool) -> Tensor:
         self._engine.train()
         self._engine.set_gradient_accumulation_boundary(last)
-        with self._own_time.measure():
+        with self._timer.measure():
             loss, sums = self._engine(
                 coefficient_BR=coefficient_BR.to(self._ranks.device),
                 **layout_tensors(layout, self._ranks.device),
@@ -186,7 +185,6 @@ class DeepSpeedEngine:
 def zero_settings(
     zero: ZeroConfig, optimizer: OptimizerConfig, *, bfloat16: bool, micro_batch_size: int
 ) -> dict[str, Any]:
-    """DeepSpeed's config."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         # The engine marks the last micro-batch itself (`last`), whatever their number.

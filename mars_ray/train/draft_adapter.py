@@ -7,31 +7,95 @@ it is called, and a whole adapter is not much larger than one layer of its model
     layer_0_qkv_down_SI                        down-projections that share an input are one
     layer_0_q_proj_up_OR, layer_0_k_proj_up_OR, ...
 
-Shape suffixes: D depths, H hidden size of the model, K of the head, R rank, S ranks of the layers
-that share an input, I inputs, O outputs.
+Shape suffixes: D depths, H hidden size of the model, K of the head, R rank, S sum of the ranks of
+the layers that share an input, I inputs, O outputs (of all layers that share an input), P those of
+one of them, N rows.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from mars_ray.config.train import DraftAdapterConfig
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
-from mars_ray.model.card import read_card
-from mars_ray.model.directory import fingerprint
+from mars_ray.model.directory import fingerprint, read_card
 from mars_ray.model.draft_adapter import DraftAdapter, DraftCard, Lora
 from mars_ray.model.load import load_model
 from mars_ray.train.frozen import GROUPS, FrozenModel
-from mars_ray.train.lora import LoraGroup
 
 EMBEDDING = "mask_embedding_DH"
 _HEAD = tuple(field.name for field in fields(DraftHead))
 _ALPHA_OVER_RANK = 2.0
+
+
+class LoraGroup(NamedTuple):
+    """LoRA weights of a group's layers; `places` are the layers' rows in the joined weight."""
+
+    down_SI: Tensor
+    ups_PR: tuple[Tensor, ...]
+    places: tuple[slice, ...]
+
+
+def with_lora(
+    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: LoraGroup, scale: float
+) -> Tensor:
+    """`W x + b + scale * up(down(x))`, in the dtype of x; the adapter's weights may be float32."""
+    return _LoraProduct.apply(
+        x_NI, weight_OI, bias_O, group.places, scale, group.down_SI, *group.ups_PR
+    )
+
+
+class _LoraProduct(torch.autograd.Function):
+    """Product with a hand-written backward: no gradient of the frozen weight, sums in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        places: tuple[slice, ...],
+        scale: float,
+        down_SI: Tensor,
+        *ups_PR: Tensor,
+    ) -> Tensor:
+        down = down_SI.to(x_NI.dtype)
+        ups = [up.to(x_NI.dtype) for up in ups_PR]
+        inner_NS = linear(x_NI, down)
+        out_NO = linear(x_NI, weight_OI, bias_O)
+        for place, up, inner in zip(places, ups, _each(inner_NS, ups), strict=True):
+            out_NO[:, place].addmm_(inner, up.t(), alpha=scale)
+        ctx.save_for_backward(x_NI, weight_OI, inner_NS, down, *ups)
+        ctx.places, ctx.scale, ctx.types = places, scale, [w.dtype for w in (down_SI, *ups_PR)]
+        return out_NO
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_NI, weight_OI, inner_NS, down, *ups = ctx.saved_tensors
+        grad_inner_NS = torch.empty_like(inner_NS)
+        grad_ups = []
+        for place, up, inner, grad_inner in zip(
+            ctx.places, ups, _each(inner_NS, ups), _each(grad_inner_NS, ups), strict=True
+        ):
+            grad_NP = grad_NO[:, place]
+            grad_inner.copy_(grad_NP @ up).mul_(ctx.scale)
+            grad_ups.append((grad_NP.t() @ inner).mul_(ctx.scale))
+        grad_NI = (grad_NO @ weight_OI).addmm_(grad_inner_NS, down)
+        grads = [grad_inner_NS.t() @ x_NI, *grad_ups]
+        trained = (grad.to(dtype) for grad, dtype in zip(grads, ctx.types, strict=True))
+        return grad_NI, None, None, None, None, *trained
+
+
+def _each(inner_NS: Tensor, ups: list[Tensor]) -> tuple[Tensor, ...]:
+    """The columns of each layer, as many as its rank."""
+    return inner_NS.split([up.shape[1] for up in ups], dim=1)
 
 
 def draft_card(
@@ -146,7 +210,6 @@ def adapter_of(weights: Mapping[str, Tensor], card: DraftCard, base: FrozenModel
 def head_of(
     weights: Mapping[str, Tensor], card: DraftCard, dtype: torch.dtype = torch.float32
 ) -> DraftHead | None:
-    """The sequential head, if there is one."""
     if not card.head_size:
         return None
     return DraftHead(**{name: weights[f"head_{name}"].to(dtype) for name in _HEAD})

@@ -15,14 +15,12 @@ from torch.nn.functional import embedding, linear
 from torch.utils.checkpoint import checkpoint
 
 from mars_ray.config.train import DraftObjective
-from mars_ray.core.attention_mask import visible
 from mars_ray.core.draft_layout import DraftRows, draft_sizes
 from mars_ray.core.draft_loss import DraftChoices, DraftLoss, DraftTargets, draft_choices
-from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.layout import NO_TARGET, Layout, visible
 from mars_ray.model.draft_adapter import DraftCard
-from mars_ray.train.draft_adapter import head_of, lora_groups
+from mars_ray.train.draft_adapter import head_of, lora_groups, with_lora
 from mars_ray.train.frozen import FrozenModel
-from mars_ray.train.lora import with_lora
 
 
 class DraftStep(nn.Module):

@@ -1,10 +1,11 @@
-"""The engine, which holds weights, gradients and optimizer: its interface, and plain PyTorch.
+"""The engine, which holds weights, gradients and AdamW: its interface, and plain PyTorch.
 
 An engine receives losses that are already divided by the global counts, so the wanted gradient is
 their *sum* over micro-batches and ranks.
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -17,9 +18,47 @@ from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
 from mars_ray.train.draft_step import DraftStep
 from mars_ray.train.model_step import TrainStep, layout_tensors
-from mars_ray.train.optim import OptimizerShare, make_optimizer
-from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import OwnTime
+from mars_ray.train.ranks import Ranks, whole_shape
+from mars_ray.train.throughput import RankTimer
+
+# AdamW's two moments and its step by parameter name; also the float32 weights, if the weights
+# themselves are rounded to bfloat16.
+OptimizerShare = dict[str, dict[str, Tensor]]
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW on all parameters; weight decay on matrices only, not on biases and norms."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return len(whole_shape(parameter)) >= 2
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of step 0 .. total_steps - 1: linear warm-up, then cosine to `final_share`.
+
+    The first step already has 1/warm-up of the peak; the last one is a step short of the final
+    rate.
+    """
+    warmup_steps = math.ceil(config.warmup_share * total_steps)
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * cosine)
+
 
 Step = TrainStep | DraftStep
 
@@ -72,9 +111,9 @@ class PlainEngine:
         ranks: Ranks,
         *,
         bfloat16: bool,
-        own_time: OwnTime,
+        timer: RankTimer,
     ) -> None:
-        self._own_time = own_time
+        self._timer = timer
         self._step = step.to(ranks.device)
         self._ranks = ranks
         self._bfloat16 = bfloat16
@@ -87,7 +126,7 @@ class PlainEngine:
         self._step.train()
         module: nn.Module = self._ddp or self._step
         with self._without_reduction(last):
-            with self._own_time.measure(), self._autocast():
+            with self._timer.measure(), self._autocast():
                 loss, sums = module(
                     coefficient_BR=coefficient_BR.to(self._ranks.device),
                     **layout_tensors(layout, self._ranks.device),

@@ -15,24 +15,23 @@ import torch
 from torch import Tensor
 
 from mars_ray.core.acceptance import acceptance_counts, expected_tokens_per_forward, survival
-from mars_ray.core.layout import Layout, TokenBatch
+from mars_ray.core.layout import TokenBatch
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
-from mars_ray.train.engine import Engine
+from mars_ray.train.engine import Engine, learning_rate
 from mars_ray.train.metrics import Meter, MetricsWriter
 from mars_ray.train.model_step import COUNTS, step_counts
 from mars_ray.train.objective import StageObjective
-from mars_ray.train.optim import learning_rate
 from mars_ray.train.plan import StagePlan, identity_hash
-from mars_ray.train.ranks import Ranks
-from mars_ray.train.retention import Keeper
-from mars_ray.train.throughput import Flops, OwnTime
-from mars_ray.train.watchdog import Watchdog
+from mars_ray.train.ranks import Ranks, Watchdog
+from mars_ray.train.retention import CheckpointManager
+from mars_ray.train.throughput import Flops, RankTimer
 
-_MASKS = COUNTS.index("masks")
+# Counts of a step by their place: what the clean and the noisy stream are divided by, and masks.
+_STREAMS, _MASKS = slice(0, 2), COUNTS.index("masks")
 # A stage whose length is given in minutes computes its number of steps from the time of this many.
 # The first step is not counted, because everything used for the first time makes it longer.
 _TIMED_STEPS = 10
@@ -80,10 +79,10 @@ class StageParts:
     eval_batches: Callable[[], Iterable[TokenBatch]] | None
     write_model: Callable[[Path, TrainState], None]  # collective; writes on rank 0
     report: Report
-    keeper: Keeper | None  # only on rank 0
+    manager: CheckpointManager | None  # only on rank 0
     flops: Flops
     peak_flops: float  # FLOP/s of all ranks together
-    own_time: OwnTime  # the engine's
+    timer: RankTimer  # the engine's
     watchdog: Watchdog
 
 
@@ -132,16 +131,32 @@ class TrainLoop:
         )
 
     def _train(self) -> None:
-        plan = self._parts.plan
-        batches = iter(self._parts.loader)
+        """The algorithm. A step is one batch: laid out, weighted by what all ranks hold, forwarded
+        and back in micro-batches, then one update. What falls due after it follows."""
+        parts, plan = self._parts, self._parts.plan
+        batches = iter(parts.loader)
         if self._step == 0 and plan.config.adapter is not None:
             self._evaluate()  # the adapter before training
         started = time.monotonic()
         while self._step < self._total_steps and not self._stop_wanted:
-            self._parts.watchdog.feed(f"step {self._step + 1}")
-            with self._parts.own_time.measure():
+            parts.watchdog.feed(f"step {self._step + 1}")
+            with parts.timer.measure():
                 batch = next(batches)
-            norm, rate = self._train_step(batch)
+            progress = self._step / self._total_steps
+            layouts = [parts.objective.layout(micro_batch, progress) for micro_batch in batch]
+            counts = self._agree(step_counts(layouts))
+            ar_weight = parts.objective.ar_weight(progress)
+            local = torch.zeros(3, dtype=torch.float64, device=parts.ranks.device)
+            for index, layout in enumerate(layouts, start=1):
+                coefficient_BR = row_coefficients(layout, counts[_STREAMS], ar_weight)
+                last = index == len(layouts)
+                local += parts.engine.accumulate(layout, coefficient_BR, last=last)
+            rate = learning_rate(plan.config.optimizer, self._step, self._total_steps)
+            norm = parts.engine.step(rate)
+            if not math.isfinite(norm):
+                self._raise_non_finite(batch, local)
+            self.meter.add(local, counts)
+            self._mask_tokens += int(counts[_MASKS])
             self._step += 1
             if self._is_timed and self._step in (1, _TIMED_STEPS):
                 self._set_length(time.monotonic() - started)
@@ -154,21 +169,6 @@ class TrainLoop:
         # A run that was restored at its end, or stopped at a checkpoint, has nothing more to save.
         if self._saved_step != self._step:
             self._save()
-
-    def _train_step(self, batches: list[TokenBatch]) -> tuple[Tensor, float]:
-        """Run one optimizer step; returns the gradient norm and the learning rate used."""
-        parts = self._parts
-        progress = self._step / self._total_steps
-        layouts = [parts.objective.layout(batch, progress) for batch in batches]
-        counts = self._agree(step_counts(layouts))
-        local = self._accumulate(layouts, counts, parts.objective.ar_weight(progress))
-        rate = learning_rate(parts.plan.config.optimizer, self._step, self._total_steps)
-        norm = parts.engine.step(rate)
-        if not math.isfinite(norm):
-            self._raise_non_finite(batches, local)
-        self.meter.add(local, counts)
-        self._mask_tokens += int(counts[_MASKS])
-        return norm, rate
 
     @property
     def _is_timed(self) -> bool:
@@ -192,14 +192,6 @@ class TrainLoop:
         if self._writer is not None:
             self._writer.set_length(self._step, self._total_steps)
 
-    def _accumulate(self, layouts: list[Layout], counts: Tensor, ar_weight: float) -> Tensor:
-        local = torch.zeros(3, dtype=torch.float64, device=self._parts.ranks.device)
-        for index, layout in enumerate(layouts):
-            coefficient_BR = row_coefficients(layout, counts[:2], ar_weight)
-            last = index == len(layouts) - 1
-            local += self._parts.engine.accumulate(layout, coefficient_BR, last=last)
-        return local
-
     def _agree(self, counts: Tensor) -> Tensor:
         """Global counts. A stop request is summed along, so that all ranks stop at one step."""
         ranks = self._parts.ranks
@@ -218,7 +210,7 @@ class TrainLoop:
         if self._mask_tokens:
             metrics["mask_tokens"] = self._mask_tokens
         metrics |= {"lr": rate, "grad_norm": float(norm), "seconds": self._seconds()}
-        metrics |= self._parts.own_time.slowest()
+        metrics |= self._parts.timer.slowest()
         self._publish("train", "", metrics)
 
     def _evaluate(self) -> None:
@@ -267,15 +259,15 @@ class TrainLoop:
             lambda model: parts.write_model(model, state),
         )
         self._saved_step = self._step
-        if parts.keeper is not None:
-            parts.keeper.saved()
+        if parts.manager is not None:
+            parts.manager.saved()
         parts.report(directory, self._metrics | {"step": self._step})
 
     def _rank_state(self) -> dict[str, Any]:
         return {
             "optimizer": self._parts.engine.optimizer_state(),
             "meter": self.meter.state(),
-            "random": random_state(self._parts.ranks.device),
+            "random": checkpoint.random_state(self._parts.ranks.device),
         }
 
     def _seconds(self) -> float:
@@ -294,21 +286,6 @@ class TrainLoop:
             f"not finite; its batch held conversations {indices}. Lower the learning rate, or look "
             "at these conversations; the last checkpoint is untouched"
         )
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The generators' states, for a checkpoint."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """The inverse of `random_state`."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def evaluate(
@@ -341,11 +318,7 @@ def evaluate(
     metrics = {"loss": objective.loss(means, _EVAL_PROGRESS)} | means
     if depths:
         for prefix, count in zip(predictors, counts, strict=True):
-            metrics |= _acceptance(prefix, count)
+            shares = enumerate(survival(count), start=1)
+            metrics |= {f"{prefix}acceptance_{depth}": share for depth, share in shares}
+            metrics[f"{prefix}tokens_per_forward"] = expected_tokens_per_forward(count)
     return metrics
-
-
-def _acceptance(prefix: str, counts: torch.Tensor) -> dict[str, float]:
-    shares = survival(counts)
-    metrics = {f"{prefix}acceptance_{depth}": share for depth, share in enumerate(shares, start=1)}
-    return metrics | {f"{prefix}tokens_per_forward": expected_tokens_per_forward(counts)}

@@ -34,8 +34,8 @@ from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations
 from mars_ray.errors import MemoryShortError
-from mars_ray.memory import free_on_node
 from mars_ray.model.shape import ModelShape
+from mars_ray.provenance import free_on_node
 from mars_ray.train.model_step import chunk_rows
 from mars_ray.train.ranks import Ranks
 
@@ -75,11 +75,9 @@ class MemoryEstimate:
 
     @property
     def device(self) -> float:
-        """Bytes on the device at the peak."""
         return sum(self.parts.values())
 
     def text(self) -> str:
-        """A line for people."""
         listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in self.parts.items() if size)
         return f"{self.device / _GIB:.2f} GiB a worker ({listed})"
 

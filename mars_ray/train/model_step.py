@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from mars_ray.core.attention_mask import attention_mask
-from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.layout import NO_TARGET, Layout, attention_mask
 from mars_ray.core.loss import (
     WeightedCrossEntropy,
     acceptance_weights,

@@ -44,7 +44,6 @@ class StageObjective:
     def of(
         cls, stage: StageConfig, seed: int, mask_token_id: int | None, own_from: int | None = None
     ) -> "StageObjective":
-        """The objective of a stage."""
         has_head = stage.adapter is not None and stage.adapter.head_size != 0
         return cls(stage.objective, seed, mask_token_id, own_from, has_head)
 
@@ -70,7 +69,6 @@ class StageObjective:
         return ar_weight(self.config, progress) if isinstance(self.config, MarsObjective) else 1.0
 
     def loss(self, means: dict[str, float], progress: float) -> float:
-        """The loss from the means of its streams."""
         match self.config:
             case ArObjective():
                 return means["clean_ce"]

@@ -37,12 +37,10 @@ from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
 from mars_ray.train import checkpoint
 from mars_ray.train.loop import StageOutcome
-from mars_ray.train.metrics import MetricsReader
+from mars_ray.train.metrics import MetricsReader, StageProgress
 from mars_ray.train.plan import StagePlan
-from mars_ray.train.progress import StageProgress
-from mars_ray.train.ranks import Ranks
+from mars_ray.train.ranks import Ranks, stacks
 from mars_ray.train.retention import fetch_copies
-from mars_ray.train.watchdog import stacks
 from mars_ray.train.worker import limit_threads, resume_stage, unpacked
 
 # Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and
@@ -134,12 +132,13 @@ class _Trainer(TorchTrainer):
 
 def _trainer(plan: StagePlan) -> TorchTrainer:
     cluster = plan.job.cluster
+    fewest = cluster.min_workers
     return _Trainer(
         _work,
         # Pickled separately, or Ray's controller would open the plan's files, wherever it runs.
         train_loop_config={"plan": pickle.dumps(plan)},
         scaling_config=ScalingConfig(
-            num_workers=_workers(cluster),
+            num_workers=cluster.workers if fewest is None else (fewest, cluster.workers),
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=_resources(cluster),
             placement_strategy=cluster.placement.upper(),
@@ -284,11 +283,6 @@ def _controller_settings(cluster: ClusterConfig) -> dict[str, str]:
         # A pre-emption of the only node takes the driver with it; the watcher would only log.
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     return settings
-
-
-def _workers(cluster: ClusterConfig) -> int | tuple[int, int]:
-    fewest = cluster.min_workers
-    return cluster.workers if fewest is None else (fewest, cluster.workers)
 
 
 def _resources(cluster: ClusterConfig) -> dict[str, float]:

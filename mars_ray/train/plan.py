@@ -20,8 +20,8 @@ from mars_ray.config.train import (
 )
 from mars_ray.data.rows import Conversations, Joined, tokenize
 from mars_ray.data.sources import BadRows, read
-from mars_ray.model.card import CARD_FILE
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import CARD_FILE
 from mars_ray.model.load import load_tokenizer, read_config
 from mars_ray.model.places import local_copy
 from mars_ray.model.shape import most_positions

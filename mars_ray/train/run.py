@@ -36,8 +36,6 @@ _SUMMARY = "training.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """The results of a job, by stage."""
-
     models: dict[str, Path]
     steps: dict[str, int]
     metrics: dict[str, dict[str, float]]  # the model's last log and evaluation

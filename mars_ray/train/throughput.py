@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mars_ray.model.forward import output_head
-from mars_ray.train.optim import whole_shape
-from mars_ray.train.ranks import Ranks
+from mars_ray.train.ranks import Ranks, whole_shape
 
 _PROBE_ROWS = {"cpu": 768, "cuda": 8192}
 _PROBE_REPEATS = 4
@@ -88,7 +87,7 @@ def peak_flops(ranks: Ranks, stated_tflops: float | None, *, bfloat16: bool) -> 
     return ranks.sum(torch.tensor([mine], dtype=torch.float64)).item()
 
 
-class OwnTime:
+class RankTimer:
     """Time that a rank spends on its own part of steps: loading data and forward passes.
 
     Under ZeRO-3, forward passes gather weights: ranks wait there, and a slow rank is less visible.

@@ -30,15 +30,13 @@ from mars_ray.train.loop import (
     StageOutcome,
     StageParts,
     TrainLoop,
-    load_random_state,
 )
 from mars_ray.train.memory import RowSize, advice, check_memory
+from mars_ray.train.module import draft_module, model_module, stage_zero_settings, with_base_here
 from mars_ray.train.plan import StagePlan, identity_hash
-from mars_ray.train.ranks import Ranks
-from mars_ray.train.retention import Keeper
-from mars_ray.train.throughput import OwnTime, peak_flops
-from mars_ray.train.trainee import draft_trainee, model_trainee, stage_zero_settings, with_base_here
-from mars_ray.train.watchdog import Watchdog
+from mars_ray.train.ranks import Ranks, Watchdog
+from mars_ray.train.retention import CheckpointManager
+from mars_ray.train.throughput import RankTimer, peak_flops
 
 # torch's message when the CPU's memory is full; for CUDA's it has a separate exception.
 _CPU_SHORT = "can't allocate memory"
@@ -50,7 +48,7 @@ def unpacked(pickled: bytes, ranks: Ranks) -> StagePlan:
     Raises TrainingError on every rank if one of them does not see the files that it names.
     """
     try:
-        with ranks.together():
+        with ranks.barrier():
             return pickle.loads(pickled)
     except CheckpointError as error:
         raise TrainingError(
@@ -88,8 +86,8 @@ def train_stage(
     try:
         with parts.watchdog, _memory_explained(plan):
             outcome = loop.run()
-        if parts.keeper is not None:
-            parts.keeper.close()
+        if parts.manager is not None:
+            parts.manager.close()
         return outcome
     except (NonFiniteLossError, CheckpointError) as error:
         return error
@@ -133,54 +131,53 @@ def _assemble(
         plan = with_base_here(plan)
     row = RowSize.of(plan.train, plan.job.data)
     check_memory(shape_of(plan.start_model), plan.job, plan.config, row, ranks)
-    load = draft_trainee if plan.config.adapter is not None else model_trainee
-    trainee = load(plan, ranks, resume_from)
+    load = draft_module if plan.config.adapter is not None else model_module
+    module = load(plan, ranks, resume_from)
     loader = _loader(plan, ranks)
     if restored:
         loader.restore(restored.loader)
-    own_time = OwnTime(ranks)
-    engine = make_engine(plan, trainee.step, ranks, own_time)
+    timer = RankTimer(ranks)
+    engine = make_engine(plan, module.step, ranks, timer)
 
     def write_model(directory: Path, state: TrainState) -> None:
         weights = engine.weights()
         if weights is not None:
-            trainee.write(directory, weights, state)
+            module.write(directory, weights, state)
 
     return StageParts(
         plan=plan,
         ranks=ranks,
         engine=engine,
-        objective=trainee.objective,
+        objective=module.objective,
         loader=loader,
         total_steps=plan.total_steps(loader.steps_per_epoch),
         eval_batches=_evaluation(plan, ranks),
         write_model=write_model,
         report=report,
-        keeper=_keeper(plan, ranks),
-        flops=trainee.flops,
+        manager=_manager(plan, ranks),
+        flops=module.flops,
         peak_flops=peak_flops(
             ranks, plan.job.cluster.peak_tflops, bfloat16=plan.job.precision == "bfloat16"
         ),
-        own_time=own_time,
+        timer=timer,
         watchdog=Watchdog(plan.stacks_dir, ranks.rank, plan.job.cluster.step_timeout_s),
     )
 
 
-def _keeper(plan: StagePlan, ranks: Ranks) -> Keeper | None:
-    with ranks.together():
+def _manager(plan: StagePlan, ranks: Ranks) -> CheckpointManager | None:
+    with ranks.barrier():
         if ranks.is_main:
-            return Keeper(plan.run_dir, plan.job.checkpoint, plan.stage)
+            return CheckpointManager(plan.run_dir, plan.job.checkpoint, plan.stage)
     return None
 
 
-def make_engine(plan: StagePlan, step: Step, ranks: Ranks, own_time: OwnTime) -> Engine:
-    """The engine that the job asks for."""
+def make_engine(plan: StagePlan, step: Step, ranks: Ranks, timer: RankTimer) -> Engine:
     optimizer = plan.config.optimizer
     if isinstance(plan.job.engine, DeepSpeedConfig):
         settings = stage_zero_settings(plan, plan.job.engine, ranks)
-        return DeepSpeedEngine(step, optimizer, ranks, settings=settings, own_time=own_time)
+        return DeepSpeedEngine(step, optimizer, ranks, settings=settings, timer=timer)
     bfloat16 = plan.job.precision == "bfloat16"
-    return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, own_time=own_time)
+    return PlainEngine(step, optimizer, ranks, bfloat16=bfloat16, timer=timer)
 
 
 def _loader(plan: StagePlan, ranks: Ranks) -> Loader:
@@ -237,7 +234,7 @@ def _restore_rank(
     )
     if restored.world_size == ranks.world_size:
         mine = checkpoint.read_rank_state(directory, ranks.rank)
-        load_random_state(mine["random"], ranks.device)
+        checkpoint.load_random_state(mine["random"], ranks.device)
         loop.meter.load(mine["meter"])
 
 

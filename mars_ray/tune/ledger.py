@@ -39,7 +39,6 @@ class TrialRecord:
 
     @property
     def score(self) -> float:
-        """Score of its last evaluation."""
         return self.scores[-1][1] if self.scores else float("-inf")
 
 

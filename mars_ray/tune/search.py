@@ -1,7 +1,20 @@
-"""Converts our configuration to Ray Tune's objects: domains, searchers, schedulers."""
+"""What Ray Tune tries next, the training job that a point makes, and when a trial ends early.
 
+A searcher draws a point: a number for each parameter, which for a choice is the index of its value.
+Searchers therefore need not handle tables and lists.
+
+Ray Tune's own schedulers lose their state when a sweep is restored, and would then compare trials
+with fewer others. The rules here are pure functions of the scores seen so far, and are fed again
+from the sweep's own record.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from math import exp, inf, log
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Protocol
 
 from ray import tune
 from ray.tune.experiment import Trial
@@ -14,17 +27,184 @@ from ray.tune.search import (
 )
 from ray.tune.search.optuna import OptunaSearch
 
+from mars_ray.config.load import parse_job, put_value
+from mars_ray.config.modes import VerifiedMode
+from mars_ray.config.train import MarsObjective, TrainJob
 from mars_ray.config.tune import (
+    AshaScheduler,
     Choice,
     IntRange,
     LogUniform,
+    MedianScheduler,
+    NoScheduler,
     Parameter,
     PbtScheduler,
     TuneJob,
 )
+from mars_ray.errors import ConfigError
 from mars_ray.files import read_journal
 from mars_ray.tune.ledger import Ledger
-from mars_ray.tune.rules import Rule, rule_of
+
+Point = Mapping[str, float]
+# Number of random points to try besides corners; they find settings that exclude each other.
+_TRIED_POINTS = 64
+
+
+def values_at(job: TuneJob, point: Point) -> dict[str, Any]:
+    """The settings of a point, by the keys of the space."""
+    return {key: _value(parameter, point[key]) for key, parameter in job.space.items()}
+
+
+def trial_job(job: TuneJob, values: Mapping[str, Any]) -> TrainJob:
+    """The training job with these settings in its last stage. Raises ConfigError."""
+    table = json.loads(job.train.model_dump_json(exclude_none=True))
+    for key, value in values.items():
+        keys = ["stages", job.stage_name, *key.split(".")]
+        put_value(table, keys, value, f"space.{key}")
+    shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+    trained = parse_job(table, source=f"space at {shown}")
+    assert isinstance(trained, TrainJob)
+    return trained
+
+
+def check_space(job: TuneJob) -> None:
+    """Try the ends of every parameter, every choice, and random points, before anything starts.
+
+    Raises ConfigError, naming the key, if one of them is not a valid training job, or if its model
+    could not generate under the job's objectives.
+    """
+    for key, parameter in job.space.items():
+        for value in _corners(parameter):
+            _check_point(job, {key: value})
+    generator = random.Random(job.seed)
+    for _ in range(_TRIED_POINTS):
+        _check_point(job, values_at(job, draw(job, generator)))
+
+
+def _check_point(job: TuneJob, values: Mapping[str, Any]) -> None:
+    objective = trial_job(job, values).stages[job.stage_name].objective
+    if not isinstance(objective, MarsObjective):
+        return
+    asked, depth = job.objectives, objective.max_block_size
+    rows = VerifiedMode(groups=asked.groups).most_rows(depth)
+    if rows > asked.engine.step_tokens:
+        raise ConfigError(
+            f"objectives.engine.max_step_tokens {asked.engine.step_tokens} is too small: with "
+            f"groups {asked.groups}, a model of block size {depth} generates by forwards of {rows} "
+            "rows; set it to that at least, or lower objectives.groups"
+        )
+
+
+def draw(job: TuneJob, generator: random.Random) -> dict[str, float]:
+    return {key: _draw(parameter, generator) for key, parameter in job.space.items()}
+
+
+def _value(parameter: Parameter, drawn: float) -> Any:
+    match parameter:
+        case Choice(values=values):
+            return _plain(values[int(drawn)])
+        case IntRange(low=low, high=high):
+            return min(max(low, int(drawn)), high)
+        case _:
+            # Population based training may step beyond the ends.
+            return min(max(parameter.low, drawn), parameter.high)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; a frozen configuration has tuples."""
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        raise ConfigError(f"space: {value!r} is no number, text, list or table") from None
+
+
+def _corners(parameter: Parameter) -> Iterator[Any]:
+    if isinstance(parameter, Choice):
+        yield from map(_plain, parameter.values)
+    else:
+        yield from (parameter.low, parameter.high)
+
+
+def _draw(parameter: Parameter, generator: random.Random) -> float:
+    match parameter:
+        case Choice(values=values):
+            return generator.randrange(len(values))
+        case IntRange(low=low, high=high):
+            return generator.randint(low, high)
+        case LogUniform(low=low, high=high):
+            return exp(generator.uniform(log(low), log(high)))
+        case _:
+            return generator.uniform(parameter.low, parameter.high)
+
+
+class Rule(Protocol):
+    """A rule of early stopping. Higher scores are better; the steps of a trial increase."""
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        """Add a score; whether the trial ends."""
+        ...
+
+
+class RunToEnd:
+    """No trial ends early."""
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        return False
+
+
+class Asha:
+    """Asynchronous successive halving: only the best 1/reduction of the scores pass a rung."""
+
+    def __init__(self, config: AshaScheduler, total_steps: int) -> None:
+        self._reduction = config.reduction
+        self._rungs: dict[float, dict[str, float]] = {}
+        milestone = float(config.grace_steps)
+        while milestone < total_steps:
+            self._rungs[milestone] = {}
+            milestone *= config.reduction
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        # A trial that skips rungs is judged at the highest one it has reached.
+        stop = False
+        for milestone, scores in self._rungs.items():
+            if step >= milestone and trial not in scores:
+                scores[trial] = score
+                better = sum(other > score for other in scores.values())
+                # The best so far always continues, since the first trial has no other to beat.
+                stop = better >= max(1, int(len(scores) / self._reduction))
+        return stop
+
+
+class MedianRule:
+    """A trial ends when its best score is below the median of the others' means up to its step."""
+
+    def __init__(self, config: MedianScheduler) -> None:
+        self._config = config
+        self._scores: dict[str, list[tuple[int, float]]] = {}
+
+    def stops(self, trial: str, step: int, score: float) -> bool:
+        mine = self._scores.setdefault(trial, [])
+        mine.append((step, score))
+        others = [
+            scores
+            for name, scores in self._scores.items()
+            if name != trial and scores[-1][0] >= step
+        ]
+        if step < self._config.grace_steps or len(others) < self._config.min_trials:
+            return False
+        means = [fmean([s for at, s in scores if at <= step] or [-inf]) for scores in others]
+        return max(s for _, s in mine) < median(means)
+
+
+def rule_of(scheduler: AshaScheduler | MedianScheduler | NoScheduler, total_steps: int) -> Rule:
+    """The rule that a configuration names, before any score."""
+    match scheduler:
+        case AshaScheduler():
+            return Asha(scheduler, total_steps)
+        case MedianScheduler():
+            return MedianRule(scheduler)
+        case NoScheduler():
+            return RunToEnd()
 
 
 class EarlyStopping(FIFOScheduler):

@@ -40,10 +40,26 @@ from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path, initial_model, stage_plan, with_absolute_paths
 from mars_ray.train.run import run_training
 from mars_ray.tune.ledger import LEDGER_FILE, Ledger, TrialRecord, ended
-from mars_ray.tune.measure import START, best, check_room, fastest, measure, survivors
-from mars_ray.tune.results import Row, rows_of, summary_of, write_results
-from mars_ray.tune.search import domains, scheduler_of, searcher_of
-from mars_ray.tune.space import check_space, trial_job, values_at
+from mars_ray.tune.results import (
+    START,
+    Row,
+    best,
+    check_room,
+    fastest,
+    measure,
+    rows_of,
+    summary_of,
+    survivors,
+    write_results,
+)
+from mars_ray.tune.search import (
+    check_space,
+    domains,
+    scheduler_of,
+    searcher_of,
+    trial_job,
+    values_at,
+)
 from mars_ray.tune.trial import MarsTrial, SweepPlan
 
 PLOT_FILE = "pareto.png"
@@ -244,7 +260,8 @@ class _Watch(tune.Callback):
         self._begin(trial)
         step, score, metrics = result["step"], result["score"], result["metrics"]
         self.ledger.append("score", trial.trial_id, step=step, score=score, metrics=metrics)
-        self._say(trial, f"step {step}: {_shown(metrics)}")
+        speed, loss = metrics["tokens_per_forward"], metrics["clean_ce"]
+        self._say(trial, f"step {step}: expected T/F {speed:.3f}, clean {loss:.4f}")
 
     def on_trial_complete(
         self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
@@ -344,7 +361,3 @@ def _error(trial: Trial) -> str:
     text = Path(path).read_text() if path and Path(path).exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "its process died"
-
-
-def _shown(metrics: dict[str, float]) -> str:
-    return f"expected T/F {metrics['tokens_per_forward']:.3f}, clean {metrics['clean_ce']:.4f}"

@@ -23,8 +23,8 @@ from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity_hash, stage_plan
-from mars_ray.train.store import CheckpointStore, below
-from mars_ray.tune.space import trial_job, values_at
+from mars_ray.train.retention import CheckpointStore, below
+from mars_ray.tune.search import trial_job, values_at
 
 _POLL_S = 0.3
 # Time for a stopped attempt to write its checkpoint and end its worker group.

@@ -21,8 +21,7 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from mars_ray.errors import ModelError
-from mars_ray.model.draft_adapter import DraftAdapter, Lora
-from mars_ray.model.lora_product import LoraProduct, side_by_side
+from mars_ray.model.draft_adapter import DraftAdapter, Lora, LoraProduct, side_by_side
 from mars_ray.vllm.mask_rows import Delta, MaskRows, add_after, embed_after
 
 # vLLM's layers in a decoder layer, and those of the adapter that make one of them.
@@ -48,11 +47,9 @@ class _Summed:
 
     @property
     def up_KO(self) -> Tensor:
-        """See Delta."""
         return self.product.up_KO
 
     def inner(self, x_MI: Tensor) -> Tensor:
-        """See Delta."""
         return tensor_model_parallel_all_reduce(self.product.inner(x_MI))
 
 

@@ -61,7 +61,6 @@ class IndexedRows:
         self._depth_M = torch.empty(0, dtype=torch.long)
 
     def begin(self, places: Sequence[int], depths: Sequence[int]) -> None:
-        """See MaskRows."""
         self._rows = self._places(places)
         self._depth_M = torch.tensor(depths, dtype=torch.long, device=self._device)
 
@@ -74,11 +73,9 @@ class IndexedRows:
         return torch.tensor(places, dtype=torch.long, device=self._device)
 
     def end(self) -> None:
-        """See MaskRows."""
         self._rows = None
 
     def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
-        """See MaskRows."""
         rows = self._rows
         if rows is None:
             return
@@ -88,7 +85,6 @@ class IndexedRows:
             y_NO.index_add_(0, rows, torch.mm(delta.inner(x_NI[rows]), delta.up_KO))
 
     def embed(self, y_NH: Tensor, mask_DH: Tensor) -> None:
-        """See MaskRows."""
         if self._rows is not None:
             y_NH[self._rows] = mask_DH[self._depth_M]
 
@@ -101,7 +97,6 @@ class GatedRows:
         self._depth_N = torch.zeros(most_rows, dtype=torch.long, device=device)
 
     def begin(self, places: Sequence[int], depths: Sequence[int]) -> None:
-        """See MaskRows."""
         self.end()
         if places:
             place_M = torch.tensor(places, dtype=torch.long, device=self._depth_N.device)
@@ -109,18 +104,15 @@ class GatedRows:
             self._depth_N[place_M] = torch.tensor(depths, device=self._depth_N.device)
 
     def end(self) -> None:
-        """See MaskRows."""
         self._is_mask_N1.zero_()
 
     def add(self, y_NO: Tensor, x_NI: Tensor, delta: Delta) -> None:
-        """See MaskRows."""
         # Between the two products, where a row is shortest. `where` and not a product with 0,
         # which would turn infinities into NaN.
         inner_NK = torch.where(self._is_mask_N1[: len(y_NO)], delta.inner(x_NI), 0)
         y_NO.addmm_(inner_NK, delta.up_KO)
 
     def embed(self, y_NH: Tensor, mask_DH: Tensor) -> None:
-        """See MaskRows."""
         count = len(y_NH)
         mask_NH = mask_DH[self._depth_N[:count]]
         y_NH.copy_(torch.where(self._is_mask_N1[:count], mask_NH, y_NH))

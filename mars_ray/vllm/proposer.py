@@ -29,11 +29,10 @@ from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.vllm import interface, runner, settings
 from mars_ray.vllm.adapter import Parts, Sites, fitted
 from mars_ray.vllm.budgets import Budgets
-from mars_ray.vllm.counts import MarsCounts
 from mars_ray.vllm.cpu import repair_expansion
 from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
 from mars_ray.vllm.mask_rows import GatedRows, IndexedRows, MaskRows
-from mars_ray.vllm.rows import Layout, Origin, masks_for, next_speculative
+from mars_ray.vllm.rows import Layout, MarsCounts, Origin, masks_for, next_speculative
 from mars_ray.vllm.window import Window
 
 
@@ -158,7 +157,6 @@ class MarsProposer:
         return max(own.floor, self._threshold) if own.threshold is None else own.threshold
 
     def budget_of(self, request: str, state: Any) -> Budget | None:
-        """A request's budget, if it has one."""
         share = self._said_by(request, state).budget
         return None if share is None else Budget(share)
 

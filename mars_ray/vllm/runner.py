@@ -6,7 +6,7 @@
 `propose_draft_token_ids`   drafts from the rows of masks, which the forward has computed
 `_input_fits_in_drafter`    always: there is no other model whose context could end
 
-Beside them the rejection sampler's last function, for thresholds below 1 (`relaxed.py`).
+Beside them the rejection sampler's last function, for thresholds below 1 (`budgets.py`).
 """
 
 # vLLM lives in an environment of its own.
@@ -26,8 +26,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from mars_ray.vllm.budgets import Budgets, Spender
-from mars_ray.vllm.relaxed import relax
+from mars_ray.vllm.budgets import Budgets, Spender, relax
 from mars_ray.vllm.rows import laid_out
 
 # Of vLLM's method, and of the one here: vLLM's comes first, then the runner and its arguments.

@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 
 from mars_ray.config.vllm import VllmMars, VllmMarsRequest
 from mars_ray.errors import ConfigError
-from mars_ray.model.card import CARD_FILE, read_card
+from mars_ray.model.directory import CARD_FILE, read_card
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.vllm.adapter import ARCHITECTURES
 

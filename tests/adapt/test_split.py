@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mars_ray.adapt.split import split
+from mars_ray.adapt.jobs import split
 from mars_ray.errors import DataError
 
 

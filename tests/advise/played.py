@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.scaling import Slo
 from mars_ray.simulator.engine.observe import token_times
 from mars_ray.simulator.engine.run import Outcome

@@ -14,7 +14,7 @@ from mars_ray.autoscale.service_model import Level, ServiceModel
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.step_cost import StepCost
-from mars_ray.decode.draft_control import DraftControl
+from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.engine import Engine
 from mars_ray.simulator.engine.run import EXACT
 

@@ -15,7 +15,7 @@ from docs.commands import runs
 from docs.published import publish
 
 from mars_ray.cluster.local import LocalCluster, find
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 
 
 @dataclass(frozen=True, slots=True)

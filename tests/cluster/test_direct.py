@@ -8,8 +8,7 @@ from urllib.request import Request
 import pytest
 
 from mars_ray.cluster import local
-from mars_ray.cluster.direct import urlopen
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port, urlopen
 from mars_ray.errors import EngineError
 from mars_ray.serve.chat_client import models
 from mars_ray.serve.ingress import metrics_endpoint

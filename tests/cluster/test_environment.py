@@ -8,7 +8,7 @@ from pathlib import Path
 from ray.dashboard.modules.job import job_supervisor
 from ray.serve._private import constants
 
-from mars_ray.cluster.environment import (
+from mars_ray.cluster.machine import (
     HAPROXY_ENVIRONMENT,
     NODE_ENVIRONMENT,
     haproxy_environment,

@@ -16,7 +16,7 @@ from cluster.conftest import Cluster
 from docs.commands import runs
 from docs.small import small
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
 

@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import replace
 
-from mars_ray.cluster.process import end, start
+from mars_ray.cluster.local import end, start
 
 
 def test_a_process_is_known_again_and_ended(tmp_path):

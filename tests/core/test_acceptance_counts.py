@@ -4,7 +4,7 @@ import pytest
 import torch
 from core.rows import MASK, batch_of
 
-from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
+from mars_ray.config.train import ConstantBlockSize, MaskSchedule
 from mars_ray.core.acceptance import (
     acceptance_counts,
     expected_tokens_per_forward,

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from decode.reference import accepted_prefix, accepts
 
 from mars_ray.config.decode import Sampling
-from mars_ray.core.acceptance import accepted_prefix, accepts, confidence, passes
+from mars_ray.core.acceptance import confidence, passes
 from mars_ray.core.sampling import scores, truncated
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.1, 0.0]]).log()

@@ -7,9 +7,16 @@ from core.rows import MASK, batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
-from mars_ray.core.attention_mask import dense_mask, flex_mask, visible
-from mars_ray.core.layout import Layout, clean_layout, compact_layout, paper_layout
+from mars_ray.config.train import ConstantBlockSize, MaskSchedule
+from mars_ray.core.layout import (
+    Layout,
+    clean_layout,
+    compact_layout,
+    dense_mask,
+    flex_mask,
+    paper_layout,
+    visible,
+)
 from mars_ray.core.mask_schedule import block_starts
 
 packings = st.lists(st.text("pr", min_size=1, max_size=9), min_size=1, max_size=3).map(" ".join)

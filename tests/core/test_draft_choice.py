@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.draft_choice import Choice, Prospects, best_choice
+from mars_ray.core.tree import Choice, Prospects, best_choice
 
 PROBABILITY = st.floats(0, 1)
 

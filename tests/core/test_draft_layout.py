@@ -4,8 +4,7 @@ import pytest
 import torch
 from core.rows import batch_of
 
-from mars_ray.config.schedule import ConstantBlockSize, MixedBlockSize
-from mars_ray.config.train import DraftObjective
+from mars_ray.config.train import ConstantBlockSize, DraftObjective, MixedBlockSize
 from mars_ray.core.draft_layout import DraftRows, draft_layout, draft_sizes
 from mars_ray.core.mask_schedule import draft_blocks
 

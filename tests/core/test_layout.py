@@ -3,7 +3,7 @@
 import torch
 from core.rows import MASK, batch_of
 
-from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
+from mars_ray.config.train import ConstantBlockSize, MaskSchedule
 from mars_ray.core.layout import (
     NO_TARGET,
     clean_layout,

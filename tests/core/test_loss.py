@@ -4,7 +4,7 @@ import pytest
 import torch
 from core.rows import MASK, batch_of
 
-from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
+from mars_ray.config.train import ConstantBlockSize, MaskSchedule
 from mars_ray.core.layout import clean_layout, compact_layout
 from mars_ray.core.loss import WeightedCrossEntropy, loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import block_starts

@@ -5,7 +5,7 @@ from core.rows import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.config.schedule import (
+from mars_ray.config.train import (
     ConstantBlockSize,
     CurriculumBlockSize,
     CurriculumStep,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mars_ray.core.draft_choice import likeliest_outcomes
+from mars_ray.core.tree import likeliest_outcomes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mars_ray.config.decode import Sampling
-from mars_ray.core.penalties import adjust
+from mars_ray.core.sampling import adjust
 
 
 def adjusted(sampling, answers, prompt=(0,), logits=(2.0, -1.0, 0.5, 1.0)):

@@ -2,7 +2,7 @@
 
 import torch
 
-from mars_ray.core.randomness import uniform
+from mars_ray.core.sampling import uniform
 
 
 def test_draws_are_uniform_and_differ_by_every_key():

@@ -7,18 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.core.draft_choice import Choice, Prospects, best_choice, likeliest_outcomes
 from mars_ray.core.tree import (
+    Choice,
+    Prospects,
+    best_choice,
     chain,
     children_of,
     depths_of,
     fan,
     first_chain,
+    likeliest_outcomes,
     path_to,
     reaches_of,
     renumbered,
 )
-from mars_ray.decode.draft_stats import DraftStats
+from mars_ray.decode.drafts import DraftStats
 
 # Two chains of two drafts, and a third draft behind the first draft of the second chain.
 TREE = [0, 1, 0, 3, 3]

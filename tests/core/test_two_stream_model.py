@@ -14,14 +14,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
-from mars_ray.core.attention_mask import dense_mask
+from mars_ray.config.train import ConstantBlockSize, MaskSchedule
 from mars_ray.core.layout import (
     NO_TARGET,
     Layout,
     TokenBatch,
     clean_layout,
     compact_layout,
+    dense_mask,
     paper_layout,
 )
 from mars_ray.core.loss import loss_counts, row_coefficients

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from mars_ray.data.corpus import problems
-from mars_ray.model.presets import train_tokenizer
+from mars_ray.model.create import train_tokenizer
 
 
 @pytest.fixture(scope="session")

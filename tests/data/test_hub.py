@@ -4,7 +4,7 @@ import datasets.config
 import pytest
 
 from mars_ray.config.data import HubSource
-from mars_ray.data import hub
+from mars_ray.data import files
 from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import DataError
 
@@ -34,18 +34,18 @@ def test_rows_of_a_data_set(dataset):
 def test_the_fingerprint_is_that_of_the_content(dataset):
     """Guards against tokens of an older version of a data set."""
     source = HubSource(name=str(dataset))
-    before = hub.fingerprint(source)
-    assert before == hub.fingerprint(source)
+    before = files.hub_fingerprint(source)
+    assert before == files.hub_fingerprint(source)
     (dataset / "train.jsonl").write_text('{"prompt": "q", "response": "a"}\n')
-    assert hub.fingerprint(source) != before
+    assert files.hub_fingerprint(source) != before
 
 
 def test_what_cannot_be_loaded_is_an_error(dataset, tmp_path):
     """With the name and the split, and what there is instead."""
     with pytest.raises(DataError, match=r"split dev.*train"):
-        hub.load(HubSource(name=str(dataset), split="dev"))
+        files.load_hub(HubSource(name=str(dataset), split="dev"))
     with pytest.raises(DataError, match="nothing"):
-        hub.load(HubSource(name=str(tmp_path / "nothing")))
+        files.load_hub(HubSource(name=str(tmp_path / "nothing")))
 
 
 def test_what_cannot_be_read_is_its_own_error(dataset, monkeypatch):
@@ -55,9 +55,9 @@ def test_what_cannot_be_read_is_its_own_error(dataset, monkeypatch):
         yield {"prompt": "q", "response": "a"}
         raise OSError("Input/output error")
 
-    monkeypatch.setattr(hub, "load", lambda source: broken())
+    monkeypatch.setattr(files, "load_hub", lambda source: broken())
     source = HubSource(name=str(dataset))
-    rows = hub.rows(source)
+    rows = files.hub_rows(source)
     assert next(rows)[0] == f"{dataset}:1"
     with pytest.raises(DataError, match=r"cannot read data set .*Input/output error"):
         next(rows)

@@ -14,7 +14,7 @@ from mars_ray.data import rows
 from mars_ray.data.rows import Joined, tokenize
 from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import DataError
-from mars_ray.model.presets import CHAT_TEMPLATE
+from mars_ray.model.create import CHAT_TEMPLATE
 
 SOURCE = CorpusSource(count=20)
 CONFIG = DataConfig(train=SOURCE)

@@ -8,7 +8,7 @@ from model.toys import LLAMA_TEMPLATE, llama_tokenizer
 from mars_ray.data.chat import Message, encode_prompt, encoder_of
 from mars_ray.data.texts import beginning_key, text_key
 from mars_ray.errors import DataError, ModelError
-from mars_ray.model.presets import CHAT_TEMPLATE
+from mars_ray.model.create import CHAT_TEMPLATE
 
 DEFAULT_SYSTEM = (
     "{%- if messages[0].role != 'system' -%}"

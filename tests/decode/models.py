@@ -5,13 +5,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import Mode
-from mars_ray.config.schedule import ConstantBlockSize, MaskSchedule
-from mars_ray.core.attention_mask import dense_mask
-from mars_ray.core.layout import NO_TARGET, TokenBatch, compact_layout
+from mars_ray.config.train import ConstantBlockSize, MaskSchedule
+from mars_ray.core.layout import NO_TARGET, TokenBatch, compact_layout, dense_mask
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import block_starts
 from mars_ray.decode.request import Request
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
 from mars_ray.model.forward import hidden_states, output_head
 
 VOCABULARY, MASK, STOP = 24, 23, 22

@@ -25,15 +25,31 @@ from mars_ray.config.modes import (
     Mode,
     VerifiedMode,
 )
-from mars_ray.core.acceptance import Measure, accepted_prefix, accepts, confidence, passes
-from mars_ray.core.draft_choice import likeliest_outcomes
-from mars_ray.core.penalties import adjust
-from mars_ray.core.sampling import scores
-from mars_ray.core.tree import chain, first_chain, path_to
+from mars_ray.core.acceptance import Measure, confidence, passes
+from mars_ray.core.sampling import adjust, scores
+from mars_ray.core.tree import chain, first_chain, likeliest_outcomes, path_to
 from mars_ray.decode.request import Completion, Request, check_request, window_of
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
 from mars_ray.model.draft_adapter import DraftAdapter
 from mars_ray.model.forward import hidden_states, output_head
+
+
+def accepted_prefix(passed_N: Tensor) -> int:
+    """How many proposals are accepted left to right: the length of the leading run of True."""
+    return int(passed_N.long().cumprod(dim=-1).sum())
+
+
+def accepts(scores_KV: Tensor, draft_K: Tensor, threshold: float) -> Tensor:
+    """Whether each draft passes, bool (K,); scores are those of `core.sampling.scores`.
+
+    At threshold 1 the draft must be the argmax itself, so that a tie cannot change the output.
+    Below 1, its score may lie log(1 / threshold) under the largest: at temperature 0 that means
+    p(d) >= threshold * max p; when sampling, the same holds for probabilities times their noise.
+    """
+    if threshold == 1:
+        return scores_KV.argmax(dim=-1) == draft_K
+    draft_score_K = scores_KV.gather(-1, draft_K.unsqueeze(-1)).squeeze(-1)
+    return (draft_score_K - scores_KV.amax(dim=-1)).exp() >= threshold
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.errors import ModelError, RequestError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 VERIFYING = [
     VerifiedMode(),

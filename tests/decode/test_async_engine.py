@@ -11,7 +11,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode.async_engine import AsyncEngine, complete
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.mailbox import Mailbox
+from mars_ray.decode.engine_thread import RequestOutputCollector
 from mars_ray.errors import EngineError, RequestError
 
 
@@ -56,7 +56,7 @@ def test_where_the_device_leaves_time_events_go_out_beside_the_next_forward(
 ):
     """And everywhere else at once; the last ones when there is no next forward."""
     order = []
-    step, put = Engine.step, Mailbox.put
+    step, put = Engine.step, RequestOutputCollector.put
 
     def watched(self, meanwhile):
         return step(self, lambda: (order.append("asked"), meanwhile()))
@@ -66,7 +66,7 @@ def test_where_the_device_leaves_time_events_go_out_beside_the_next_forward(
         put(self, event)
 
     monkeypatch.setattr(Engine, "step", watched)
-    monkeypatch.setattr(Mailbox, "put", noted)
+    monkeypatch.setattr(RequestOutputCollector, "put", noted)
     item = request("a", [1, 2], ExactMode(), max_new_tokens=3, stop=-1)
     asyncio.run(complete(thread, item))
 

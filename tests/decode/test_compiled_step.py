@@ -27,8 +27,8 @@ from mars_ray.decode.kv_cache import Moves, PagedCache, page_bytes
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan
-from mars_ray.model.card import PLAIN
+from mars_ray.decode.strategies import MaskGroup, Plan
+from mars_ray.model.directory import PLAIN
 
 pytestmark = pytest.mark.skipif(not supported(), reason="no compiled step for this processor")
 

@@ -14,7 +14,7 @@ from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.request import Request
 from mars_ray.errors import RequestError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 LENGTH = 18
 

@@ -12,7 +12,7 @@ from decode.cases import untrained
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.decode.attention import backend
-from mars_ray.decode.cpu import check as checking
+from mars_ray.decode.cpu import backend as checking
 from mars_ray.decode.cpu import compiling, library
 from mars_ray.decode.cpu.backend import CompiledModel
 from mars_ray.decode.cpu.compiling import NoLibraryError

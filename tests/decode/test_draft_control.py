@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
-from mars_ray.core.draft_choice import Choice, Prospects
 from mars_ray.core.step_cost import StepCost, row_counts
-from mars_ray.decode.draft_control import DraftControl
-from mars_ray.decode.draft_stats import DraftStats
+from mars_ray.core.tree import Choice, Prospects
+from mars_ray.decode.drafts import DraftControl, DraftStats
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import prompt_pairs

@@ -23,7 +23,7 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.fused_model import FusedModel, Linear
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.errors import ConfigError, ModelError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 LLAMA3 = {
     "rope_type": "llama3",

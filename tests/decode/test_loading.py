@@ -17,9 +17,8 @@ from mars_ray.decode.cpu.library import is_available, supported
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import drafting_card, load_engine
 from mars_ray.errors import ModelError
-from mars_ray.model.card import read_card
 from mars_ray.model.create import create_model
-from mars_ray.model.directory import fingerprint
+from mars_ray.model.directory import fingerprint, read_card
 from mars_ray.model.draft_adapter import write_draft_adapter
 from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
 from mars_ray.model.save import save_model

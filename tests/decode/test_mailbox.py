@@ -11,7 +11,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.mailbox import Mailbox
+from mars_ray.decode.engine_thread import RequestOutputCollector
 from mars_ray.decode.request import Completion, TokenEvent, TokenLogprobs, as_one
 
 
@@ -25,7 +25,7 @@ def test_nothing_is_lost_between_two_threads():
     count = 20_000
 
     async def read() -> list[int]:
-        mailbox = Mailbox()
+        mailbox = RequestOutputCollector()
         writer = threading.Thread(
             target=lambda: [mailbox.put(event(n, n == count)) for n in range(1, count + 1)]
         )
@@ -49,7 +49,7 @@ def test_the_last_event_ends_the_wait(urgent):
     of another request came just before."""
 
     async def wait() -> float:
-        mailbox = Mailbox()
+        mailbox = RequestOutputCollector()
         mailbox.put(event(1))
         assert len(await mailbox.take()) == 1
         mailbox.put(event(2))

@@ -15,12 +15,12 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.core.thresholds import Elastic
 from mars_ray.core.tree import path_to
-from mars_ray.decode.draft_control import DraftControl
+from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.ngram import Match, NgramIndex, NgramStats
 from mars_ray.decode.strategies import strategy_of
 from mars_ray.errors import RequestError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 SIZE = EngineConfig(max_batch=3, max_context=128, prefix_cache=False)
 

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars_ray.decode.kv_cache import page_bytes
-from mars_ray.decode.page_pool import PagePool, content_hashes
-from mars_ray.model.presets import preset_config
+from mars_ray.decode.kv_cache import PagePool, content_hashes, page_bytes
+from mars_ray.model.create import preset_config
 
 
 def test_taken_pages_come_back():

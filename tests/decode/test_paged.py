@@ -28,9 +28,9 @@ from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan
+from mars_ray.decode.strategies import MaskGroup, Plan
 from mars_ray.errors import ConfigError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 

@@ -13,7 +13,7 @@ from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import TokenLogprobs
 from mars_ray.errors import RequestError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 
 def prompts_of(engine: Engine, requests: list) -> dict[str, tuple[TokenLogprobs, ...]]:

@@ -8,8 +8,8 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.errors import ConfigError, PromptTooLongError, RequestError
-from mars_ray.memory import free_on_node
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
+from mars_ray.provenance import free_on_node
 
 
 @pytest.mark.parametrize(

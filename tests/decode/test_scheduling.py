@@ -12,7 +12,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import scheduler
 from mars_ray.decode.engine import Engine, generate_all
-from mars_ray.decode.page_pool import content_hashes
+from mars_ray.decode.kv_cache import content_hashes
 
 
 def test_a_shared_beginning_is_computed_once(model):

@@ -16,14 +16,13 @@ from mars_ray.core.step_cost import StepCost
 from mars_ray.core.thresholds import Elastic
 from mars_ray.core.tree import fan
 from mars_ray.decode.attention.tables import Tables
-from mars_ray.decode.draft_control import DraftControl
+from mars_ray.decode.drafts import DraftControl
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import MaskGroup, Plan, Rows
-from mars_ray.decode.strategies.verified import Verified
+from mars_ray.decode.strategies import MaskGroup, Plan, Rows, Verified
 from mars_ray.errors import RequestError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 
 TREES = [
     VerifiedMode(branches=3),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.demo import DemoJob
 from mars_ray.config.load import load_job
 

@@ -14,7 +14,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from kubernetes_validate import validate
 
-from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.machine import NODE_ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "chart"

@@ -35,7 +35,7 @@ from ray.core.generated.autoscaler_pb2 import NodeState, NodeStatus
 from ray.core.generated.instance_manager_pb2 import Instance, NodeKind
 
 from mars_ray import __version__
-from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.machine import NODE_ENVIRONMENT
 
 LAUNCHED = ("aws", "gcp", "on-premise")
 

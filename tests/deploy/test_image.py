@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.manifests import ROOT
 
-from mars_ray.cluster.environment import NODE_ENVIRONMENT
+from mars_ray.cluster.machine import NODE_ENVIRONMENT
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 TARGETS = ("cpu", "cuda", "vllm")

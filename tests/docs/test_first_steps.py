@@ -16,7 +16,7 @@ from docs.published import publish
 from docs.small import SMALL, small
 from train.small_jobs import make_model
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 URL = "http://127.0.0.1:8000"

@@ -16,11 +16,10 @@ from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, Prompts
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import ConfidenceMode, JacobiMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
-from mars_ray.demo import tiny
+from mars_ray.demo.run import _exact_only
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.evaluate import run
-from mars_ray.evaluate.report import print_table, summary
-from mars_ray.evaluate.run import run_evaluation
+from mars_ray.evaluate.run import print_table, run_evaluation, summary
 from mars_ray.evaluate.tasks import Problem, gsm8k_problems, is_correct
 from mars_ray.files import sole_writer
 
@@ -182,7 +181,7 @@ def test_the_tiny_demos_baseline_does_not_replace_its_result(monkeypatch):
     monkeypatch.chdir(ROOT)
     given = load_job("jobs/demo-tiny.toml", ["evaluate.output_dir=results"])
     assert isinstance(given, TinyDemoJob)
-    assert tiny._exact_only(given, Path("models/ar")).output_dir is None
+    assert _exact_only(given, Path("models/ar")).output_dir is None
 
 
 def test_every_mode_computes_the_prompts(checkpoint, tmp_path, monkeypatch):

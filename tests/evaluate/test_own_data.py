@@ -18,8 +18,7 @@ from mars_ray.core.frontier import read_frontier
 from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.evaluate import run
-from mars_ray.evaluate.report import print_table, summary
-from mars_ray.evaluate.run import run_evaluation
+from mars_ray.evaluate.run import print_table, run_evaluation, summary
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.model.load import load_model, load_tokenizer
 

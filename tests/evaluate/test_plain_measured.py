@@ -20,7 +20,7 @@ from mars_ray.evaluate import bench
 from mars_ray.evaluate.bench import run_bench
 from mars_ray.evaluate.run import run_evaluation
 from mars_ray.generate.run import run_generation
-from mars_ray.model.card import CARD_FILE
+from mars_ray.model.directory import CARD_FILE
 
 QUIET = Console(quiet=True)
 SIZE = EngineConfig(max_batch=4, max_context=512, threads=1)

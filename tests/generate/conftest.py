@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mars_ray.config.model import PretrainedModel
 from mars_ray.data.chat import Message
-from mars_ray.model.card import PLAIN
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import PLAIN
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 

@@ -32,7 +32,7 @@ from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.generate import run as generation
-from mars_ray.generate.part import Part
+from mars_ray.generate.answers import Part
 from mars_ray.generate.run import run_generation
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids

@@ -24,8 +24,8 @@ from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, ModelError
 from mars_ray.generate import on_ray
+from mars_ray.generate.answers import Part
 from mars_ray.generate.on_ray import RayEngines
-from mars_ray.generate.part import Part
 from mars_ray.generate.run import run_generation
 from mars_ray.generate.worker import Worker
 
@@ -89,7 +89,7 @@ def test_a_dead_engine_is_replaced(
 KILLED = """
 import os, signal, sys
 from mars_ray.cli import main
-from mars_ray.generate.part import Part
+from mars_ray.generate.answers import Part
 add, calls = Part.add_answers, []
 def killing(*arguments):
     add(*arguments)

@@ -21,7 +21,7 @@ from mars_ray.config.load import parse_job
 from mars_ray.data.chat import encoder_of
 from mars_ray.decode.request import Completion
 from mars_ray.errors import ConfigError, DataError
-from mars_ray.generate.own_prompts import Choice, Try, requests_of, tried
+from mars_ray.generate.prompts import Choice, Try, requests_of, tried
 from mars_ray.model.load import load_tokenizer
 
 OWN = {"type": "own", "count": 30, "max_new_tokens": 24}

@@ -21,7 +21,7 @@ from mars_ray import importing
 from mars_ray.decode import model_runner
 from mars_ray.errors import ModelError
 from mars_ray.importing import import_model
-from mars_ray.model.card import PLAIN, ModelCard, read_card, write_card
+from mars_ray.model.directory import PLAIN, ModelCard, read_card, write_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.stop import stop_ids
 

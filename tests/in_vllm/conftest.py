@@ -8,8 +8,7 @@ from decode.adapters import good_adapter, random_adapter
 from decode.models import CARD, trained_model
 from transformers import PreTrainedModel
 
-from mars_ray.model.card import write_card
-from mars_ray.model.directory import fingerprint
+from mars_ray.model.directory import fingerprint, write_card
 from mars_ray.model.draft_adapter import DraftAdapter, Lora, write_draft_adapter
 
 # vLLM's attention on CPUs wants heads of at least 32.

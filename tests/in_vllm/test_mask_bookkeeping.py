@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.vllm.counts import MarsCounts
 from mars_ray.vllm.rows import (
     MASK,
     Layout,
+    MarsCounts,
     Origin,
     Row,
     laid_out,

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
-from mars_ray.model.lora_product import LoraProduct
+from mars_ray.model.draft_adapter import LoraProduct
 from mars_ray.vllm.mask_rows import GatedRows, IndexedRows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

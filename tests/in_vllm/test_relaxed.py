@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mars_ray.vllm.relaxed import relax
+from mars_ray.vllm.budgets import relax
 
 P_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
 

@@ -1,7 +1,7 @@
 import pytest
 
 from mars_ray.errors import ModelError
-from mars_ray.model.card import PLAIN, ModelCard, read_card, write_card
+from mars_ray.model.directory import PLAIN, ModelCard, read_card, write_card
 
 
 def test_round_trip(tmp_path):

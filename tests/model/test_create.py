@@ -9,10 +9,9 @@ from transformers import Qwen2ForCausalLM
 from mars_ray.config.model import PresetModel, PretrainedModel
 from mars_ray.errors import ModelError
 from mars_ray.model import create
-from mars_ray.model.card import ModelCard, read_card, write_card
-from mars_ray.model.create import create_model
+from mars_ray.model.create import SHAPES, create_model, preset_config
+from mars_ray.model.directory import ModelCard, read_card, write_card
 from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.presets import SHAPES, preset_config
 
 SURROGATE = "half \ud83d a character"
 

@@ -9,8 +9,8 @@ from model.small_s3 import bucket
 
 from mars_ray.config.model import PresetModel
 from mars_ray.errors import ModelError
-from mars_ray.model.card import PLAIN, read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import PLAIN, read_card
 from mars_ray.model.places import config_of, export_model, local_copy, pinned
 from mars_ray.storage import directory
 from mars_ray.storage.place import Place, shown

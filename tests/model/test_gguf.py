@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from mars_ray.errors import ModelError
-from mars_ray.model.card import PLAIN
+from mars_ray.model.directory import PLAIN
 from mars_ray.model.gguf import load_gguf
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.save import save_model

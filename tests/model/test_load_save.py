@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from mars_ray.errors import ModelError
 from mars_ray.model import save
-from mars_ray.model.card import ModelCard, read_card, write_card
 from mars_ray.model.create import ensure_mask_token
+from mars_ray.model.directory import ModelCard, read_card, write_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
 

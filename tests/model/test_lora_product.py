@@ -2,8 +2,7 @@
 
 import torch
 
-from mars_ray.model.draft_adapter import Lora
-from mars_ray.model.lora_product import side_by_side
+from mars_ray.model.draft_adapter import Lora, side_by_side
 
 
 def test_side_by_side_equals_one_by_one():

@@ -2,8 +2,8 @@ import pytest
 import torch
 from model.toys import build
 
-from mars_ray.model.card import ModelCard
 from mars_ray.model.create import ensure_mask_token
+from mars_ray.model.directory import ModelCard
 
 
 def rows(model):

@@ -16,8 +16,8 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.model import PresetModel
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ModelError
-from mars_ray.model.card import PLAIN, read_card
 from mars_ray.model.create import create_model
+from mars_ray.model.directory import PLAIN, read_card
 from mars_ray.model.load import load_model
 from mars_ray.model.places import config_of, local_copy, pinned
 from mars_ray.storage.directory import Directory

@@ -7,14 +7,14 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mars_ray.errors import ModelError
-from mars_ray.model.presets import train_tokenizer
+from mars_ray.model.create import train_tokenizer
 from mars_ray.model.stop import end_of_turn_id
 
 TEXTS = ["Tom has 12 apples and gives 5 away to Ann.", "How many apples are left? 12 - 5 = 7."] * 9
 # Runs in another process too, so it stands here as text.
 FINGERPRINT = """
 import hashlib
-from mars_ray.model.presets import train_tokenizer
+from mars_ray.model.create import train_tokenizer
 texts = ["Tom has 12 apples and gives 5 away to Ann.", "How many apples are left? 12 - 5 = 7."] * 9
 text = train_tokenizer(texts, 290).backend_tokenizer.to_str()
 print(hashlib.sha256(text.encode()).hexdigest())

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mars_ray.model.presets import CHAT_TEMPLATE
+from mars_ray.model.create import CHAT_TEMPLATE
 
 TEXTS = ["Tom has 12 apples and gives 5 away.", "How many apples are left? 12 - 5 = 7."]
 SHAPE = {

@@ -11,9 +11,8 @@ import torch
 
 from mars_ray.config.model import PresetModel
 from mars_ray.core.draft_head import DraftHead
-from mars_ray.model.card import PLAIN
 from mars_ray.model.create import create_model
-from mars_ray.model.directory import fingerprint
+from mars_ray.model.directory import PLAIN, fingerprint
 from mars_ray.model.draft_adapter import (
     DraftAdapter,
     DraftCard,

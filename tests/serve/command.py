@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.ingress.proxy import LIMIT_HEADER

@@ -83,7 +83,7 @@ def client(job, served) -> Iterator[TestClient]:
     ("name", "said"),
     [
         ("another", "is another model"),
-        ("broken", "numbers that are none"),
+        ("broken", "contains NaN or Inf"),
         ("cut", "missing or damaged"),
         ("tiny", "no draft adapter"),
         ("nowhere/at/all", "no draft adapter"),

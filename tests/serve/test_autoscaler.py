@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingContext
 
 from mars_ray.autoscale.policy import Feedback, Fleet, State
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob

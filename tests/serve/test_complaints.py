@@ -16,7 +16,7 @@ from ray import serve
 from ray.util import list_named_actors
 from serve.forwards import run_in, slow_down
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.cluster.port import check_port
+from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import BlockCachedMode, ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ConfigError, ModelError
-from mars_ray.model.card import read_card, write_card
+from mars_ray.model.directory import read_card, write_card
 from mars_ray.serve import deploy
 from mars_ray.serve.deploy import build_app, check, service_model
 

@@ -16,7 +16,7 @@ from serve.command import wait_until_free
 from serve.fuzzing import SHARES, Fuzzed, fuzz
 from serve.raw import CASES, CHAT, chat, connected, post, send_slowly, status_of
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.deploy import APP_NAME, start

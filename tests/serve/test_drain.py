@@ -16,7 +16,7 @@ from serve.asking import ask, error_of
 from serve.command import TOKENS, command, loses_nothing_at_sigterm, read, with_room
 from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve import shutdown
 from mars_ray.serve.ingress.middleware import Gate
@@ -100,7 +100,7 @@ def test_an_exit_by_sigterm_leaves_the_rest_to_the_system():
     """What was said is written, and nothing runs behind it; other exits are as they were."""
     program = """
 import atexit, sys
-from mars_ray.cluster.ending import sigterm_ends_at_once
+from mars_ray.cluster.machine import sigterm_ends_at_once
 atexit.register(print, "crash")
 print("said")
 with sigterm_ends_at_once():

@@ -19,7 +19,7 @@ from ray.util import list_named_actors
 from serve.forwards import break_down, hold, run_in
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.scaling import ScalingConfig, ThresholdBounds

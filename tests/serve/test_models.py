@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from ray import serve
 from serve.asking import ask, error_of, text_of
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.load import parse_job
 from mars_ray.config.modes import ExactMode

@@ -15,7 +15,7 @@ from ray import serve
 from serve.asking import error_of, load_server, text_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import ServeJob

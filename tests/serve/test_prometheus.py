@@ -19,7 +19,7 @@ import pytest
 import yaml
 from serve import vllm_queries
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"

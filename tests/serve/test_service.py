@@ -13,7 +13,7 @@ import torch
 from ray import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError

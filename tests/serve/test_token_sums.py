@@ -21,9 +21,8 @@ from serve.real_port import served
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.decode.async_engine import AsyncEngine
+from mars_ray.decode.async_engine import AsyncEngine, works
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.isolation import works
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.ingress.middleware import Entry
 from mars_ray.serve.ingress.models import Backend as AnyBackend

@@ -14,7 +14,7 @@ from ray import serve
 from ray.util import list_named_actors
 from token_sums import compared, log_sums, page_sums
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.deploy import start
 

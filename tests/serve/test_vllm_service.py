@@ -15,7 +15,7 @@ from ray import serve
 from serve.command import wait_for, wait_until_free
 from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
-from mars_ray.cluster.port import free_port
+from mars_ray.cluster.machine import free_port
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.deploy import start
 from mars_ray.serve.threshold_actor import publish

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from mars_ray.files import Kept
-from mars_ray.simulator.parts import run_parts
+from mars_ray.files import ResultCache
+from mars_ray.simulator.cases import run_parts
 
 ROOT = Path(__file__).parents[2]
 QUIET = Console(quiet=True)
@@ -37,7 +37,7 @@ def broken() -> None:
 def test_values_come_in_the_order_of_the_parts(tmp_path, workers):
     """However long each takes, and whoever makes it."""
     parts = {f"part {n}": partial(noted, tmp_path / "log", n) for n in range(6)}
-    made = run_parts(parts, Kept(None, "w"), workers, QUIET)
+    made = run_parts(parts, ResultCache(None, "w"), workers, QUIET)
     assert list(made) == list(parts)
     assert [value for value, _ in made.values()] == list(range(6))
     here = [maker == os.getpid() for _, maker in made.values()]
@@ -50,17 +50,17 @@ def test_what_is_finished_is_not_made_again(tmp_path, workers):
     log, file = tmp_path / "log", tmp_path / "folder" / "parts.jsonl"
     good = {f"part {n}": partial(noted, log, n) for n in range(1, 4)}
     with pytest.raises(ValueError, match="broken"):
-        run_parts(good | {"bad": broken}, Kept(file, "w"), workers, QUIET)
-    run_parts(good, Kept(file, "w"), workers, QUIET)
+        run_parts(good | {"bad": broken}, ResultCache(file, "w"), workers, QUIET)
+    run_parts(good, ResultCache(file, "w"), workers, QUIET)
     with file.open("a") as cut:
         cut.write('["w", "part 9", ')
     again = good | {"part 0": partial(noted, log, 0)}
-    made = run_parts(again, Kept(file, "w"), workers, QUIET)
+    made = run_parts(again, ResultCache(file, "w"), workers, QUIET)
     assert list(made) == list(again)
     # What came after the cut line is found again.
-    assert run_parts(again, Kept(file, "w"), workers, QUIET) == made
+    assert run_parts(again, ResultCache(file, "w"), workers, QUIET) == made
     assert sorted(log.read_text().split()) == ["0", "1", "2", "3"]
-    run_parts(good, Kept(file, "another"), workers, QUIET)
+    run_parts(good, ResultCache(file, "another"), workers, QUIET)
     assert len(log.read_text().split()) == 7
 
 
@@ -116,11 +116,11 @@ def test_workers_end_with_the_command_however_it_ends(tmp_path, number):
         "import time\n"
         "from functools import partial\n"
         "from rich.console import Console\n"
-        "from mars_ray.files import Kept\n"
-        "from mars_ray.simulator.parts import run_parts\n"
+        "from mars_ray.files import ResultCache\n"
+        "from mars_ray.simulator.cases import run_parts\n"
         "if __name__ == '__main__':\n"
         "    parts = {str(n): partial(time.sleep, 300) for n in range(4)}\n"
-        "    run_parts(parts, Kept(None, 'w'), 2, Console(quiet=True))\n"
+        "    run_parts(parts, ResultCache(None, 'w'), 2, Console(quiet=True))\n"
     )
     begun = subprocess.Popen([sys.executable, program], cwd=ROOT)
     limit = time.monotonic() + 60

@@ -6,7 +6,7 @@ from typing import Any
 from train.small_jobs import make_job, make_model, make_plan
 
 from mars_ray.config.train import TrainJob
-from mars_ray.model.card import CARD_FILE
+from mars_ray.model.directory import CARD_FILE
 from mars_ray.train.plan import StagePlan
 
 STEPS = 20

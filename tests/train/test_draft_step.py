@@ -11,12 +11,15 @@ from torch.nn.functional import kl_div, linear, silu
 from train.draft_models import ARCHITECTURES, VOCABULARY, build, busy_weights, card_of
 from transformers import PreTrainedModel
 
-from mars_ray.config.schedule import ConstantBlockSize, MixedBlockSize
-from mars_ray.config.train import DraftAdapterConfig, DraftObjective
+from mars_ray.config.train import (
+    ConstantBlockSize,
+    DraftAdapterConfig,
+    DraftObjective,
+    MixedBlockSize,
+)
 from mars_ray.core import draft_loss
-from mars_ray.core.attention_mask import dense_mask
 from mars_ray.core.draft_layout import draft_layout
-from mars_ray.core.layout import NO_TARGET, Layout
+from mars_ray.core.layout import NO_TARGET, Layout, dense_mask
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import depth_weights, draft_blocks
 from mars_ray.model.draft_adapter import DraftCard

@@ -17,8 +17,7 @@ from train.small_jobs import ignore_report, losses, make_plan, records, run_alon
 
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import MarsError, ModelError, NonFiniteLossError
-from mars_ray.model.card import ModelCard, write_card
-from mars_ray.model.directory import fingerprint
+from mars_ray.model.directory import ModelCard, fingerprint, write_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.train import checkpoint

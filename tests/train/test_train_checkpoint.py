@@ -18,7 +18,7 @@ from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.store import CheckpointStore
+from mars_ray.train.retention import CheckpointStore
 from mars_ray.train.throughput import ModelFlops
 
 RANKS = Ranks(0, 1, torch.device("cpu"))

@@ -13,14 +13,13 @@ from train.small_jobs import ignore_report, make_job, make_model, make_plan, spa
 
 from mars_ray.config.train import ClusterConfig, TrainJob
 from mars_ray.errors import MemoryShortError
-from mars_ray.model.presets import preset_config
+from mars_ray.model.create import preset_config
 from mars_ray.model.shape import shape_of, shape_of_config
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.memory import RowSize, check_memory, estimate
 from mars_ray.train.plan import StagePlan
-from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import OwnTime
-from mars_ray.train.watchdog import stacks
+from mars_ray.train.ranks import Ranks, stacks
+from mars_ray.train.throughput import RankTimer
 from mars_ray.train.worker import train_stage
 
 
@@ -36,10 +35,10 @@ def plan_of(model: Path, output_dir: Path, **sections) -> StagePlan:
 def hang_on_one_rank(plan: StagePlan, slowest: Path) -> None:
     """Rank 1 is slow, and never comes back from what it does after a checkpoint."""
     ranks = Ranks.current(torch.device("cpu"))
-    own_time = OwnTime(ranks)
-    with own_time.measure():
+    timer = RankTimer(ranks)
+    with timer.measure():
         time.sleep(0.3 if ranks.rank == 1 else 0.1)
-    slowest.with_suffix(f".{ranks.rank}").write_text(json.dumps(own_time.slowest()))
+    slowest.with_suffix(f".{ranks.rank}").write_text(json.dumps(timer.slowest()))
 
     def wait_for_ever(directory: Path, metrics: dict[str, float]) -> None:
         if ranks.rank == 1:

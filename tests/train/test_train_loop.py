@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from mars_ray.config.train import TrainJob, evaluated_metrics
 from mars_ray.errors import CheckpointError, NonFiniteLossError, TrainingError
-from mars_ray.model.card import read_card
+from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.train.checkpoint import directory_of
 from mars_ray.train.loop import StageOutcome

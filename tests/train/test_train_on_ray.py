@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
-from mars_ray.model.card import read_card
+from mars_ray.model.directory import read_card
 from mars_ray.train.metrics import MetricsReader
+from mars_ray.train.retention import CheckpointStore
 from mars_ray.train.run import run_training
-from mars_ray.train.store import CheckpointStore
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 

@@ -8,7 +8,7 @@ import torch
 from train.small_jobs import make_job
 
 from mars_ray.config.train import OptimizerConfig, TrainJob
-from mars_ray.train.optim import learning_rate, make_optimizer
+from mars_ray.train.engine import learning_rate, make_optimizer
 from mars_ray.train.plan import identity, identity_hash, with_absolute_paths
 
 

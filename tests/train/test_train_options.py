@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from mars_ray.config.train import TrainJob
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
-from mars_ray.model.card import read_card
+from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_model
 from mars_ray.model.shape import shape_of
 from mars_ray.train.checkpoint import directory_of

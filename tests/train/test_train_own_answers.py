@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from train.small_jobs import make_job, make_model, make_plan, records, run_alone
 from train.test_train_step import ROWS, make_step
 
-from mars_ray.config.schedule import ConstantBlockSize
-from mars_ray.config.train import MarsObjective
+from mars_ray.config.train import ConstantBlockSize, MarsObjective
 from mars_ray.core.layout import Layout
 from mars_ray.core.loss import row_coefficients
 from mars_ray.data.corpus import problems

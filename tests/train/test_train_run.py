@@ -16,7 +16,7 @@ from train.small_jobs import make_job, make_model, make_plan, records
 
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import DataError, MarsError, MemoryShortError, TrainingError
-from mars_ray.model.card import CARD_FILE
+from mars_ray.model.directory import CARD_FILE
 from mars_ray.train import on_ray, run
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan

@@ -7,17 +7,15 @@ import torch
 from core.rows import MASK, batch_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mars_ray.config.schedule import ConstantBlockSize
-from mars_ray.config.train import ArObjective, MarsObjective, OptimizerConfig
-from mars_ray.core.attention_mask import dense_mask
-from mars_ray.core.layout import NO_TARGET
+from mars_ray.config.train import ArObjective, ConstantBlockSize, MarsObjective, OptimizerConfig
+from mars_ray.core.layout import NO_TARGET, dense_mask
 from mars_ray.core.loss import row_coefficients
 from mars_ray.model.forward import output_head
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.model_step import TrainStep, layout_tensors, step_counts
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import OwnTime
+from mars_ray.train.throughput import RankTimer
 
 CPU = torch.device("cpu")
 MARS = StageObjective(MarsObjective(block_size=ConstantBlockSize(size=2)), 0, MASK)
@@ -42,7 +40,7 @@ def make_step() -> TrainStep:
 def make_engine(**changes) -> PlainEngine:
     config = OptimizerConfig.model_validate({"learning_rate": 1e-2} | changes)
     ranks = Ranks(0, 1, CPU)
-    return PlainEngine(make_step(), config, ranks, bfloat16=False, own_time=OwnTime(ranks))
+    return PlainEngine(make_step(), config, ranks, bfloat16=False, timer=RankTimer(ranks))
 
 
 def one_step(engine: PlainEngine, groups: list[tuple[str, ...]], width: int = 8):

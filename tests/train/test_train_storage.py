@@ -27,9 +27,8 @@ from mars_ray.train import checkpoint, retention
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.retention import best_checkpoint, fetch_copies, kept
+from mars_ray.train.retention import CheckpointStore, best_checkpoint, fetch_copies, kept
 from mars_ray.train.run import run_training
-from mars_ray.train.store import CheckpointStore
 from mars_ray.train.worker import resume_stage, train_stage
 
 

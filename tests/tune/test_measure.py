@@ -15,17 +15,19 @@ from mars_ray.errors import ConfigError, TrainingError
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.train import checkpoint
 from mars_ray.tune.ledger import Ledger
-from mars_ray.tune.measure import (
+from mars_ray.tune.results import (
     START,
+    _evaluation,
     _is_measured,
-    _job,
     _modes,
     best,
     check_room,
     fastest,
+    rows_of,
+    summary_of,
     survivors,
+    write_results,
 )
-from mars_ray.tune.results import rows_of, summary_of, write_results
 
 OBJECTIVES = Objectives.model_validate({"task": {"type": "corpus"}, "max_accuracy_loss": 0.02})
 
@@ -187,7 +189,7 @@ def test_prompts_without_room_are_refused_before_any_trial(tmp_path: Path):
 def test_what_was_measured_by_other_objectives_is_measured_anew(tmp_path: Path):
     """Guards a table of two kinds of numbers once objectives were changed."""
     job = make_sweep(tmp_path / "model", tmp_path)
-    asked = _job(job, "a", tmp_path / "model", tuple(_modes(job.objectives)))
+    asked = _evaluation(job, "a", tmp_path / "model", tuple(_modes(job.objectives)))
     assert not _is_measured(asked)
     points = (None, 0.9, 1.0), (1.0, 0.9, 3.0), (0.5, 0.9, 3.1)
     place = tmp_path / "frontiers" / "a" / "frontier.json"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_ray.config.tune import AshaScheduler, MedianScheduler
-from mars_ray.tune.rules import Asha, MedianRule
+from mars_ray.tune.search import Asha, MedianRule
 
 
 def test_halving_asks_for_the_best_third_at_each_rung():

@@ -12,11 +12,10 @@ from tune.sweeps import make_sweep, make_table
 
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.load import parse_job, read_toml
-from mars_ray.config.schedule import MixedBlockSize
-from mars_ray.config.train import MarsObjective
+from mars_ray.config.train import MarsObjective, MixedBlockSize
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, DataError, TrainingError
-from mars_ray.tune.space import check_space, draw, trial_job, values_at
+from mars_ray.tune.search import check_space, draw, trial_job, values_at
 from mars_ray.tune.sweep import _claim, absolute, run_trials, trials_at_once
 from mars_ray.tune.trial import job_of
 

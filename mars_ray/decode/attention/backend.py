@@ -5,7 +5,7 @@ H hidden size, V vocabulary.
 """
 
 import logging
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +18,12 @@ from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.dense import DenseBackend
 from mars_ray.decode.attention.paged import PagedBackend, missing
 from mars_ray.decode.attention.tables import Tables
-from mars_ray.decode.cpu.backend import CompiledBackend, CompiledModel
-from mars_ray.decode.cpu.check import check
+from mars_ray.decode.cpu.backend import CompiledBackend, CompiledModel, check
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.fused_model import FusedModel
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block
-from mars_ray.decode.strategies.base import Masks
+from mars_ray.decode.strategies import Masks
 from mars_ray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -64,11 +63,11 @@ class Backend(Protocol):
         does, of the rows that it reads."""
         ...
 
-    def hidden(self, rows: Several[int]) -> Tensor:
+    def hidden(self, rows: Sequence[int]) -> Tensor:
         """Last hidden states of some rows, in increasing order, (P, H)."""
         ...
 
-    def logits(self, rows: Several[int]) -> Tensor:
+    def logits(self, rows: Sequence[int]) -> Tensor:
         """Logits of some rows, in increasing order, float32 (P, V)."""
         ...
 
@@ -83,7 +82,7 @@ class Backend(Protocol):
     def choose(
         self,
         logits_PV: Tensor,
-        blocks: Several[Block],
+        blocks: Sequence[Block],
         position_P: np.ndarray,
         draft_P: np.ndarray,
         parent_P: np.ndarray,
@@ -94,8 +93,8 @@ class Backend(Protocol):
         ...
 
     def drafts(
-        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: np.ndarray
-    ) -> tuple[Several[list[int]], Several[list[float]]] | None:
+        self, masks: Sequence[Masks], rows: Sequence[int], logits_MV: Tensor, position_M: np.ndarray
+    ) -> tuple[Sequence[list[int]], Sequence[list[float]]] | None:
         """Each branch's tokens by the adapter's head, and their shares among the candidates; None
         if this backend cannot choose these drafts. `rows` are those of `logits_MV`."""
         ...

@@ -5,7 +5,7 @@ group's rows with padding, M pages of the longest table, C its places, H key-val
 heads of each, T all query heads, R rows of a key head (Q * G), D head size, Z hidden size.
 """
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.fused_model import FusedModel, Turn
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block, best, sample, upload
-from mars_ray.decode.strategies.base import Masks
+from mars_ray.decode.strategies import Masks
 
 # Sequences with at most this many rows attend together. Longer ones attend with those of up to
 # twice as many rows, since they would pad the others too much.
@@ -39,7 +39,6 @@ class TorchBackend:
 
     @property
     def adapter(self) -> FusedAdapter | None:
-        """The adapter for masks, if there is one."""
         return self.runner.adapter
 
     @property
@@ -47,13 +46,13 @@ class TorchBackend:
         """Time spent in the model so far; on a GPU, in launching it and waiting for its results."""
         return self.runner.seconds
 
-    def hidden(self, rows: Several[int]) -> Tensor:
+    def hidden(self, rows: Sequence[int]) -> Tensor:
         """Last hidden states of some rows of the last forward, (P, Z)."""
         if len(rows) == len(self._hidden_NZ):
             return self._hidden_NZ  # all of them, in their order
         return self._hidden_NZ.index_select(0, upload(torch.tensor(rows), self.device))
 
-    def logits(self, rows: Several[int]) -> Tensor:
+    def logits(self, rows: Sequence[int]) -> Tensor:
         """Logits of some rows of the last forward, float32 (P, V)."""
         return self.runner.logits(self.hidden(rows))
 
@@ -68,19 +67,18 @@ class TorchBackend:
     def choose(
         self,
         logits_PV: Tensor,
-        blocks: Several[Block],
+        blocks: Sequence[Block],
         position_P: np.ndarray,
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """See Backend."""
         sample(logits_PV, blocks, position_P)
         return best(logits_PV, draft_P, parent_P)
 
     def drafts(
-        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: np.ndarray
+        self, masks: Sequence[Masks], rows: Sequence[int], logits_MV: Tensor, position_M: np.ndarray
     ) -> None:
-        """See Backend: torch chooses them (`draft_selection.py`)."""
+        """See Backend: torch chooses them (`sampler.py`)."""
 
 
 class DenseBackend(TorchBackend):

@@ -7,14 +7,13 @@ The rows of all real tokens come first, sequence by sequence, followed by those 
 Shape suffixes: N rows of a forward, S sequences, M pages of the longest table.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mars_ray.decode.scheduler import Work
-from mars_ray.decode.strategies.base import Plan
+from mars_ray.decode.strategies import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Tables:
     apart: list[Apart]
 
     @classmethod
-    def of(cls, work: Several[Work], page_size: int) -> "Tables":
+    def of(cls, work: Sequence[Work], page_size: int) -> "Tables":
         """The tables of a step's sequences, in their order."""
         masks_S = np.array([item.plan.masks if item.plan else 0 for item in work])
         width_S = np.array([item.rows for item in work])
@@ -132,7 +131,7 @@ class Tables:
         return int(self.first_mask_S[group.sequence]) + masks_before
 
 
-def _apart(work: Several[Work]) -> Iterator[Apart]:
+def _apart(work: Sequence[Work]) -> Iterator[Apart]:
     for index, item in enumerate(work):
         plan = item.plan
         if plan is None or plan.is_causal:

@@ -1,4 +1,6 @@
-"""The compiled step as an attention backend and model in one.
+"""The compiled step as an attention backend and model in one, and its check before it is used.
+
+A compiler, a processor or a hypervisor with a fault would else give other texts, without a word.
 
 Shape suffixes: N rows of a forward, S sequences, M mask rows, P rows that are read, X rows of the
 draft head, C candidates, H hidden size, O outputs, I inputs, V vocabulary.
@@ -6,26 +8,26 @@ draft head, C candidates, H hidden size, O outputs, I inputs, V vocabulary.
 
 import ctypes
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mars_ray.config.decode import Sampling
 from mars_ray.decode.adapter import FusedAdapter
 from mars_ray.decode.attention.tables import Tables
 from mars_ray.decode.cpu.compiling import NoLibraryError
 from mars_ray.decode.cpu.library import default_threads, library
-from mars_ray.decode.fused_model import check_supported
 from mars_ray.decode.kv_cache import PagedCache
 from mars_ray.decode.logits import Block
-from mars_ray.decode.strategies.base import Masks
+from mars_ray.decode.strategies import Masks
 from mars_ray.errors import EngineError
-from mars_ray.model.forward import output_head
+from mars_ray.model.forward import check_layers, output_head
 
 # The matrices and vectors of a layer by number, as in step.cpp.
 _QKV, _OUT, _GATE, _UP, _DOWN = range(5)
@@ -92,7 +94,7 @@ class CompiledModel:
 
         Raises NoLibraryError if there is no compiled step for this machine or this model, and
         ModelError."""
-        check_supported(model)
+        check_layers(model)
         self.instructions, loaded = library(instructions)
         self._library = _declared(loaded)
         self.threads = threads or default_threads()
@@ -244,14 +246,14 @@ class CompiledModel:
         )
         return self._library.mars_step(self._handle, byref(step))
 
-    def hidden(self, rows: Several[int]) -> Tensor:
+    def hidden(self, rows: Sequence[int]) -> Tensor:
         """Last hidden states of some rows of the last step, float32 (P, H)."""
         index = np.array(rows, np.int64)
         hidden_PH = torch.empty(len(index), self.hidden_size)
         self._library.mars_hidden(self._handle, index.ctypes.data, len(index), hidden_PH.data_ptr())
         return hidden_PH
 
-    def logits(self, rows: Several[int], to_PV: Tensor) -> None:
+    def logits(self, rows: Sequence[int], to_PV: Tensor) -> None:
         """Logits of some rows of the last step, into float32 (P, V)."""
         index = np.array(rows, np.int64)
         self._library.mars_logits(
@@ -277,7 +279,7 @@ class CompiledModel:
         return token_P, ratio_P
 
     def draft(
-        self, masks: Several[Masks], row_S: np.ndarray, how_S: np.ndarray, logits_MV: Tensor
+        self, masks: Sequence[Masks], row_S: np.ndarray, how_S: np.ndarray, logits_MV: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         """Each branch's tokens by the adapter's head, and their shares among the candidates, both
         (branches, depths); `row_S` are the first masks' rows in the step."""
@@ -359,13 +361,13 @@ class CompiledBackend:
         bad = self.model.step(tables, ids_N, position_N, self.cache)
         self.seconds += time.perf_counter() - started
         if bad:
-            raise EngineError("the model gives numbers that are none")
+            raise EngineError("the logits contain NaN or Inf")
 
-    def hidden(self, rows: Several[int]) -> Tensor:
+    def hidden(self, rows: Sequence[int]) -> Tensor:
         """Last hidden states of some rows of the last forward, (P, H)."""
         return self.model.hidden(rows).to(self.dtype)
 
-    def logits(self, rows: Several[int]) -> Tensor:
+    def logits(self, rows: Sequence[int]) -> Tensor:
         """Logits of some rows of the last forward, float32 (P, V)."""
         started = time.perf_counter()
         logits_PV = torch.empty(len(rows), self.model.vocabulary)
@@ -376,12 +378,11 @@ class CompiledBackend:
     def choose(
         self,
         logits_PV: Tensor,
-        blocks: Several[Block],
+        blocks: Sequence[Block],
         position_P: np.ndarray,
         draft_P: np.ndarray,
         parent_P: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
-        """See Backend."""
         how_P = np.zeros(len(logits_PV), _HOW)  # greedy
         how_P["position"] = position_P
         for block in blocks:
@@ -390,9 +391,8 @@ class CompiledBackend:
         return torch.from_numpy(token_P), torch.from_numpy(ratio_P)
 
     def drafts(
-        self, masks: Several[Masks], rows: Several[int], logits_MV: Tensor, position_M: np.ndarray
-    ) -> tuple[Several[list[int]], Several[list[float]]] | None:
-        """See Backend."""
+        self, masks: Sequence[Masks], rows: Sequence[int], logits_MV: Tensor, position_M: np.ndarray
+    ) -> tuple[Sequence[list[int]], Sequence[list[float]]] | None:
         if not all(map(_is_plain, masks)):
             return None
         some = [each for each in masks if each.count]
@@ -434,7 +434,6 @@ def _is_plain(masks: Masks) -> bool:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions."""
     model, number, array, whole = c_void_p, c_int64, c_void_p, ctypes.c_int
     library.mars_model.restype, library.mars_model.argtypes = model, [POINTER(_Shape)]
     library.mars_step.restype, library.mars_step.argtypes = number, [model, POINTER(_Step)]
@@ -455,3 +454,53 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = None, types
     return library
+
+
+_ROWS, _PAGE = 24, 16
+# Largest difference of logits from those of transformers in float32, which spread by about 1.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+@cache
+def check(instructions: str) -> None:
+    """Compare a step of a tiny model with transformers: some hundredths of a second, once.
+
+    Raises NoLibraryError if there is no library, or if its results are wrong.
+    """
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.1,
+        )
+        model = LlamaForCausalLM(config).eval()
+        ids_1N = torch.randint(0, 96, (1, _ROWS))
+        expected_NV = model(ids_1N).logits[0]
+        for dtype, most in _TOLERANCE.items():
+            torch.nn.Module.to(model, dtype=dtype)
+            found_NV = _logits(model, ids_1N[0].numpy(), instructions)
+            difference = float((found_NV - expected_NV).abs().nan_to_num(torch.inf).max())
+            if difference > most:
+                raise NoLibraryError(
+                    f"its results are wrong on this processor: a tiny model's logits in "
+                    f"{str(dtype).removeprefix('torch.')} differ by {difference:.2g}"
+                )
+
+
+def _logits(model: Any, ids_N: np.ndarray, instructions: str) -> torch.Tensor:
+    """Logits of a prompt, by the compiled step."""
+    compiled = CompiledModel(model, _ROWS, instructions, threads=2, release=False)
+    pages = -(-_ROWS // _PAGE)
+    cache = PagedCache(model.config, pages, _PAGE, model.device, model.dtype)
+    place_N, none = np.arange(_ROWS), np.zeros(1, np.int64)
+    width, page_1M = np.array([_ROWS]), np.arange(pages)[None]
+    tables = Tables(width, none, none, width, none, page_1M, 0 * place_N, place_N, [])
+    compiled.step(tables, ids_N, place_N, cache)
+    logits_NV = torch.empty(_ROWS, compiled.vocabulary)
+    compiled.logits(range(_ROWS), logits_NV)
+    return logits_NV

@@ -79,7 +79,7 @@ static inline float most_of(F x) {
 
 // ---- Noise ----
 
-// SplitMix64 as in core/randomness.py: state = mix(state + key + GAMMA) for each key in turn. A draw is
+// SplitMix64 as in core/sampling.py: state = mix(state + key + GAMMA) for each key in turn. A draw is
 // u = (state >> 11) 2^-53, and the noise -log(-log u).
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9, MIX_2 = 0x94D049BB133111EB;
 constexpr uint64_t PURPOSE = 11;  // core.sampling._NOISE

@@ -14,7 +14,7 @@ from urllib.request import Request
 import ray
 from fastapi.responses import Response, StreamingResponse
 
-from mars_ray.cluster.direct import open_direct
+from mars_ray.cluster.machine import open_direct
 from mars_ray.serve.ingress.exposition import Names, page_of
 
 logger = logging.getLogger(__name__)

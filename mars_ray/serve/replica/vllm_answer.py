@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
 from mars_ray.core.thresholds import Elastic
-from mars_ray.decode.mailbox import Deliver
+from mars_ray.decode.engine_thread import Deliver
 from mars_ray.decode.request import Completion, Request, TokenEvent, TokenLogprobs
 from mars_ray.decode.request import FinishReason as Reason
 from mars_ray.errors import PoisonError

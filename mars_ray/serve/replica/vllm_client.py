@@ -31,13 +31,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mars_ray.config.modes import Mode
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.thresholds import Elastic
-from mars_ray.decode.engine_thread import EngineThread
-from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.mailbox import Close, Deliver, failed
-from mars_ray.decode.request import EngineFacts, Request, check_request, without_masks
+from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
+from mars_ray.decode.request import EngineFacts, EngineInfo, Request, check_request, without_masks
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, RequestError
-from mars_ray.model.card import ModelCard
+from mars_ray.model.directory import ModelCard
 from mars_ray.model.draft_adapter import read_draft_adapter
 from mars_ray.serve.replica.vllm_answer import VllmAnswer
 from mars_ray.serve.replica.vllm_args import sampling_params

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
 from mars_ray.core.step_cost import StepCost
-from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.request import EngineInfo
 from mars_ray.decode.stats import ModeMeasures, Snapshot, StepTotals
 
 

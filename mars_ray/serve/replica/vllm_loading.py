@@ -14,10 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from mars_ray.config.vllm_engine import VllmConfig
-from mars_ray.decode.info import EngineInfo
-from mars_ray.decode.request import EngineFacts
+from mars_ray.decode.request import EngineFacts, EngineInfo
 from mars_ray.errors import ModelError
-from mars_ray.model.card import read_card
+from mars_ray.model.directory import read_card
 from mars_ray.model.draft_adapter import read_draft_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids_of

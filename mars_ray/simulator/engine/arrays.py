@@ -112,7 +112,6 @@ _SEQUENCE = np.dtype([("request", "i8"), ("prompt_left", "i8"), ("output_left", 
 
 
 def compiled(function: _Function) -> _Function:
-    """The function, compiled at its first call."""
     if _FOLDER is None:
         return _NJIT(function)
     before = _CONFIG.CACHE_DIR

@@ -253,7 +253,6 @@ class _Run:
             _, self.cold_start_s = self.coming.pop(0)
 
     def _level_of(self, threshold: float) -> int:
-        """The lowest level that is not below the threshold."""
         kept = [level.threshold >= min(1.0, threshold) for level in self.fixture.levels]
         return max(0, sum(kept) - 1)
 

@@ -18,9 +18,8 @@ from mars_ray.simulator.config import (
     TraceSource,
 )
 from mars_ray.simulator.traces.read import read_azure, read_mooncake, read_trace
-from mars_ray.simulator.traces.resample import resampled
 from mars_ray.simulator.traces.servegen import servegen
-from mars_ray.simulator.traces.trace import Floats, Ints, Trace
+from mars_ray.simulator.traces.trace import Floats, Ints, Trace, resampled
 
 
 def load_trace(source: TraceSource, seed: int) -> Trace:
@@ -66,7 +65,6 @@ def _generated(source: RampTrace | FlashTrace | SineTrace, rng: np.random.Genera
 
 
 def ramp(source: RampTrace, rng: np.random.Generator) -> Trace:
-    """A trace of successive stages."""
     stages = np.array(source.rates_rps)
 
     def rate(times: Floats) -> Floats:

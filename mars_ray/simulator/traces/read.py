@@ -86,7 +86,6 @@ def _trace(path: str | Path, what: str, row: Callable[[dict[str, Any]], Row]) ->
 
 
 def _own_row(table: dict[str, Any]) -> tuple[Row, str]:
-    """The values of a row, and its session."""
     unknown = table.keys() - _REQUIRED - _OPTIONAL.keys()
     if unknown:
         raise ValueError(f"unknown column {min(map(str, unknown))!r}")

@@ -40,7 +40,6 @@ class Counts:
     cumulated: Floats
 
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """`count` independent token counts."""
         place = np.searchsorted(self.cumulated, rng.random(count) * self.cumulated[-1], "right")
         return self.tokens[np.minimum(place, len(self.tokens) - 1)]
 

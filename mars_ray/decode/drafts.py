@@ -6,20 +6,35 @@ draft that it becomes costs another row in the next step. The value of a draft i
 confidence and from how often drafts of such confidence were accepted lately. The value of a mask is
 estimated from the drafts that masks of its depth became. Under load rows cost more and fewer are
 worth their cost, until decoding is the same as `exact`.
+
+`DraftStats` counts how likely drafts are accepted, and what masks are worth: a draft is judged by
+its confidence, a mask by the drafts that masks of its depth became.
 """
 
 import math
-from collections.abc import Sequence as Several
+from bisect import bisect_right
+from collections import abc
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from mars_ray.config.modes import MOST_DRAFTS, MOST_NGRAM_DRAFTS, VerifiedMode, controlled_branches
-from mars_ray.core.draft_choice import Choice, Prospects, best_choice
 from mars_ray.core.step_cost import StepCost
-from mars_ray.core.tree import children_of, depths_of, first_chain
-from mars_ray.decode.draft_stats import DraftStats
+from mars_ray.core.tree import (
+    Choice,
+    Prospects,
+    best_choice,
+    chain,
+    children_of,
+    depths_of,
+    first_chain,
+    path_to,
+    reaches_of,
+)
 from mars_ray.decode.ngram import Match, NgramStats
 from mars_ray.decode.sequence import Sequence
-from mars_ray.decode.strategies.base import Plan
+from mars_ray.decode.strategies import Plan
 
 # Weight that a step's speed-up keeps after each further step.
 _STEP_DECAY = 0.95
@@ -34,6 +49,88 @@ _LOOKED_AT = 4
 # Masks that are never tried teach nothing, so once in this many steps one sequence has all masks.
 _PROBE_EVERY = 128
 _NOTHING = Choice(0, (0,))
+# Drafts between two of these confidences are counted together.
+_CONFIDENCES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+_MIDDLES = np.array([(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))])
+# A depth's rate before anything is observed, and the number of observations it counts for.
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.9, 4.0
+# Weight that an observation keeps after each further one.
+_COUNT_DECAY = 0.99
+
+
+class DraftStats:
+    """Statistics of greedy drafts, or of sampled ones."""
+
+    def __init__(self, depth: int) -> None:
+        self._accepted = (_MIDDLES * _PRIOR_WEIGHT).tolist()
+        self._checked = [_PRIOR_WEIGHT] * len(_MIDDLES)
+        # By depth, counts of drafts by their probability of being reached and accepted; a mask
+        # makes a draft in every branch.
+        self._made = np.zeros((depth, len(_MIDDLES)))
+        self._steps = np.full((depth, 1), _PRIOR_WEIGHT)  # steps with drafts of that depth
+        for index in range(depth):
+            place = bisect_right(_CONFIDENCES, _PRIOR_RATE ** (index + 1))
+            self._made[index, place] = _PRIOR_WEIGHT
+        # The gain of masks in a sequence with drafts, as a share of that in one without.
+        self.lasting = 1.0
+
+    def observe(
+        self,
+        confidences: abc.Sequence[float],
+        outcome: int,
+        parents: abc.Sequence[int] | None = None,
+    ) -> None:
+        """Learn from a verification that ended at a node; the drafts are a chain unless parents are
+        given. Drafts behind rejected ones tell nothing, nor those of confidence 0, which no mask
+        proposed."""
+        parents = chain(len(confidences)) if parents is None else parents
+        reached = {0, *path_to(parents, outcome)}
+        for node, (parent, confidence) in enumerate(zip(parents, confidences, strict=True), 1):
+            if confidence and parent in reached:
+                place = bisect_right(_CONFIDENCES, confidence)
+                self._checked[place] = self._checked[place] * _COUNT_DECAY + 1
+                self._accepted[place] = self._accepted[place] * _COUNT_DECAY + (node in reached)
+
+    def of(self, confidences: abc.Sequence[float]) -> list[float]:
+        """How likely each of these drafts is accepted if its parent is."""
+        places = [bisect_right(_CONFIDENCES, confidence) for confidence in confidences]
+        return [self._accepted[place] / self._checked[place] for place in places]
+
+    def observe_drafts(
+        self,
+        accept: abc.Sequence[float],
+        choice: Choice,
+        prospects: Prospects,
+        parents: abc.Sequence[int] | None = None,
+        matches: abc.Sequence[Match | None] | None = None,
+    ) -> None:
+        """Learn from a sequence's new drafts, a chain unless parents are given: from how likely
+        each is accepted, and from the choice made of them. Masks have not brought what was looked
+        up, or would have been: it has a match."""
+        parents = chain(len(accept)) if parents is None else parents
+        survivals, depths = reaches_of(parents, accept)[1:], depths_of(parents)[1:]
+        alone = sum(max(0.0, survival - prospects.price) for survival in survivals)
+        if prospects.gain > 0:
+            lasting = (choice.value - alone) / prospects.gain
+            self.lasting += (1 - _COUNT_DECAY) * (lasting - self.lasting)
+        found = matches or [None] * len(depths)
+        made = [
+            (depth, survival)
+            for depth, survival, match in zip(depths, survivals, found, strict=True)
+            if not match
+        ]
+        seen = min(max(depths, default=0), len(self._made))
+        self._made[:seen] *= _COUNT_DECAY
+        self._steps[:seen] = self._steps[:seen] * _COUNT_DECAY + 1
+        for depth, survival in made:
+            if depth <= seen:
+                self._made[depth - 1, bisect_right(_CONFIDENCES, survival)] += 1
+
+    def worth(self, price: float) -> list[float]:
+        """Tokens, by depth, that a mask gains in the next step if its outcome occurs, less the
+        price of checking its drafts; only a draft that is worth its row is checked."""
+        beyond = self._made @ np.maximum(_MIDDLES - price, 0) / self._steps[:, 0]
+        return list(accumulate(beyond.tolist(), min))
 
 
 @dataclass(slots=True)
@@ -81,7 +178,7 @@ class DraftControl:
         """Forget all statistics of drafts, because another source makes them, to this depth."""
         self.acceptance = {False: DraftStats(depth), True: DraftStats(depth)}
 
-    def choose(self, running: Several[Sequence]) -> None:
+    def choose(self, running: abc.Sequence[Sequence]) -> None:
         """Choose for the next step, which has these sequences."""
         self._steps += 1
         self._sequences = len(running)
@@ -121,7 +218,7 @@ class DraftControl:
         self._speed_up.ratio = self._seconds(rows, masks) / self._seconds(least)
         self._price += _PRICE_RATE * (self._price_at(rows, least, speed_up) - self._price)
 
-    def _fits(self, least: int, choices: Several[Choice]) -> bool:
+    def _fits(self, least: int, choices: abc.Sequence[Choice]) -> bool:
         rows = [choice.rows for choice in choices]
         return least + sum(rows) <= self.most_rows and max(rows) < self._own_rows
 
@@ -139,7 +236,7 @@ class DraftControl:
         return self.cost.seconds(rows, self._sequences, self._context_tokens, masks=masks)
 
     def _prospects(
-        self, members: Several[Sequence], price: float, mask_price: float
+        self, members: abc.Sequence[Sequence], price: float, mask_price: float
     ) -> dict[bool, Prospects]:
         """Prospects for sampled and for greedy drafts, if there are any; a mask costs `mask_price`
         more than a draft."""
@@ -153,8 +250,8 @@ class DraftControl:
         self,
         least: int,
         prospects: dict[bool, Prospects],
-        members: Several[Sequence],
-        accept: Several[list[float]],
+        members: abc.Sequence[Sequence],
+        accept: abc.Sequence[list[float]],
         first_price: float,
     ) -> int:
         """Keep the choices, or choose without masks if all masks together are not worth
@@ -179,8 +276,8 @@ class DraftControl:
 
     def _look_at_some(
         self,
-        members: Several[Sequence],
-        accept: Several[list[float]],
+        members: abc.Sequence[Sequence],
+        accept: abc.Sequence[list[float]],
         prospects: dict[bool, Prospects],
     ) -> None:
         """Learn from new drafts and the choices made of them; sequences take turns."""
@@ -233,12 +330,14 @@ class DraftControl:
             self.ngrams[sampled].observe(plan.matches, outcome, plan.parents, sequence.ngrams)
 
 
-def _choices(members: Several[Sequence]) -> list[Choice]:
+def _choices(members: abc.Sequence[Sequence]) -> list[Choice]:
     return [sequence.choice or _NOTHING for sequence in members]
 
 
 def _choose_at(
-    prospects: dict[bool, Prospects], members: Several[Sequence], accept: Several[list[float]]
+    prospects: dict[bool, Prospects],
+    members: abc.Sequence[Sequence],
+    accept: abc.Sequence[list[float]],
 ) -> int:
     """Choose for each member, and return the number of rows that this adds."""
     rows, without_drafts = 0, {}

@@ -1,4 +1,4 @@
-"""The trainee of a stage, a model or a draft adapter, and its form in checkpoints."""
+"""What a stage trains, a model or a draft adapter, as a module; and its form in checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,8 +16,7 @@ from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
 from mars_ray.config.train import DraftObjective
 from mars_ray.errors import ModelError
 from mars_ray.model.adapters import adapter_weights, add_adapters, merged
-from mars_ray.model.card import read_card
-from mars_ray.model.directory import check_names, fingerprint
+from mars_ray.model.directory import check_names, fingerprint, read_card
 from mars_ray.model.draft_adapter import (
     DraftCard,
     read_draft_adapter,
@@ -50,7 +49,7 @@ from mars_ray.train.throughput import DraftFlops, Flops, ModelFlops
 
 
 @dataclass(frozen=True, slots=True)
-class Trainee:
+class StageModule:
     """The step that an engine wraps, and its parts."""
 
     step: Step
@@ -60,8 +59,8 @@ class Trainee:
     write: Callable[[Path, dict[str, Tensor], TrainState], None]
 
 
-def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
-    """A trainee that is a model: either all of it, or LoRA that is merged. Raises ModelError."""
+def model_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> StageModule:
+    """A model that is trained: either all of it, or LoRA that is merged. Raises ModelError."""
     model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
     card = read_card(model_dir)
     model = _load_model(plan, resume_from, ranks, card.mask_token_id)
@@ -78,11 +77,10 @@ def model_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Tr
             weights = merged(model, weights, card.mask_token_id)
         save_model(directory, model, tokenizer, card, weights)
 
-    return Trainee(step, objective, ModelFlops.of(model), write)
+    return StageModule(step, objective, ModelFlops.of(model), write)
 
 
 def stage_zero_settings(plan: StagePlan, zero: DeepSpeedConfig, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's settings for a stage."""
     return zero_settings(
         zero,
         plan.config.optimizer,
@@ -136,7 +134,7 @@ def _loaded_by_all(
             # Only this rank failed, and the others wait for it in a collective: its end ends them.
             raise error.__cause__ from error
         problem = error
-    with ranks.together():
+    with ranks.barrier():
         if problem:
             raise problem
     assert model is not None
@@ -166,7 +164,7 @@ def with_base_here(plan: StagePlan) -> StagePlan:
     return replace(plan, start_model=local_copy(source, cache="")) if source.is_on_hub else plan
 
 
-def draft_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Trainee:
+def draft_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> StageModule:
     """An adapter beside the frozen model of `plan.start_model`, which every rank holds whole.
 
     Raises ModelError.
@@ -206,7 +204,7 @@ def draft_trainee(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> Tr
         said = replace(card, training=_training(plan, state))
         write_draft_adapter(directory, adapter_of(whole, said, base))
 
-    return Trainee(
+    return StageModule(
         step,
         StageObjective.of(plan.config, plan.seed, None),
         DraftFlops(flops, sum(lora) + sum(head), settings.grids),
