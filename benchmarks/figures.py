@@ -1,4 +1,4 @@
-"""The figures of docs/start/concepts.md: `python benchmarks/figures.py [--checkpoint MODEL]`.
+"""The figures of the docs: `python benchmarks/figures.py [--checkpoint MODEL]`.
 
 With a checkpoint, a question is answered again, and `results/answer_trace.json` records which
 forward gave which token. The figures are drawn from that file, from measured step costs, and from
@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from lib.live_plot import plot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
@@ -60,6 +61,7 @@ def figures() -> dict[str, Figure]:
     return {
         "who-sees-whom": who_sees_whom(),
         "answer": answer(json.loads(TRACE.read_text())),
+        "live": plot(json.loads((RESULTS / "live.json").read_text())),
         "step-cost": step_cost(cost),
     }
 

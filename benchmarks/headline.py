@@ -268,10 +268,6 @@ HEADLINES = {
     ),
     "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
-    # Of the page of one replica, in kB of 1,000 bytes.
-    "service.metrics_kb": Headline(
-        "metrics_size", lambda result: result["pages"]["vllm"]["bytes"] / 1000
-    ),
     "service.token_requests": Headline("token_sums", _at("requests")),
     # 1 where log, metrics and engines have the same sums, for each replica that lives and each key.
     "service.token_sums_equal": Headline("token_sums", lambda result: int(result["equal"])),

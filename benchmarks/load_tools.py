@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from load_servers import Command, mars_command, started
+from lib.load_servers import Command, mars_command, started
 
 from mars_ray.provenance import provenance
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from compare_decoders import random_checkpoint
-from load_client import Client, Load, load
-from load_servers import mars_command, started, vllm_command
+from lib.load_client import Client, Load, load
+from lib.load_servers import mars_command, started, vllm_command
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.model import PresetName

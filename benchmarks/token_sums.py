@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 import psutil
-from load_servers import Command, Server, started
+from lib.load_servers import Command, Server, started
 
 from mars_ray.provenance import provenance
 

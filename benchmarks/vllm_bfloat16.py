@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from identity import compared
+from lib.vllm_side import BATCH
 from vllm_plugin import beside, tokens_per_forward
-from vllm_plugin_side import BATCH
 
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job

@@ -6,7 +6,7 @@
 
 The prompts are the job's, its kinds in turn. Our engine decodes them in `verified` with one group
 of masks, every step with all of them, which is what the plug-in does. Both vLLMs live in one
-process of VENV (`vllm_plugin_side.py`) and answer all prompts in batches of 16. Then those whose
+process of VENV (`lib/vllm_side.py`) and answer all prompts in batches of 16. Then those whose
 answers neither loop nor end at once, or --timed of them, are answered again in batches of each
 size, each batch by plain vLLM and by the plug-in in turn. A result holds medians of the seconds,
 and ratios of those that stood side by side. Of several --processes every second one makes the
@@ -36,7 +36,7 @@ from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
 
-SIDE = Path(__file__).with_name("vllm_plugin_side.py")
+SIDE = Path(__file__).parent / "lib" / "vllm_side.py"
 BATCH = 16
 
 

@@ -1,4 +1,4 @@
-"""The figures of docs/start/concepts.md, from committed results and the code that they show."""
+"""The figures of the docs, from committed results and the code that they show."""
 
 import json
 import re
@@ -13,9 +13,9 @@ def test_every_figure_is_drawn(tmp_path):
     """Guards pictures that nothing makes any more."""
     script = str(ROOT / "benchmarks" / "figures.py")
     subprocess.run([sys.executable, script, "--output", str(tmp_path)], check=True, timeout=200)
-    shown = re.findall(
-        r"!\[.+\]\(\.\./images/(.+\.svg)\)", (ROOT / "docs" / "start" / "concepts.md").read_text()
-    )
+    pages = [ROOT / "docs" / "start" / "concepts.md", ROOT / "docs" / "results.md"]
+    text = "".join(page.read_text() for page in pages)
+    shown = re.findall(r"!\[.+\]\((?:\.\./)?images/(.+\.svg)\)", text)
     assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
     for name in shown:
         assert "</svg>" in (ROOT / "docs" / "images" / name).read_text()

@@ -71,7 +71,6 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "test_minutes.json",
         "step_replay.json",
         "load_tools.json",
-        "metrics_size.json",
         "token_sums.json",
         "service_fuzz.json",
         "busy.json",
@@ -105,7 +104,6 @@ def test_figures_of_the_code(tmp_path):
 def test_figures_of_the_service(tmp_path):
     """By hand: kB of a page, and sums that are equal as a number."""
     results = {
-        "metrics_size": {"pages": {"vllm": {"bytes": 41_500}, "ray": {"bytes": 50_000}}},
         "token_sums": {"requests": 2000, "equal": True},
         "service_fuzz": {"requests": 5100, "status_5xx": 0},
     }
@@ -113,7 +111,6 @@ def test_figures_of_the_service(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     found, _ = headline.headlines(tmp_path)
     assert {name: entry["value"] for name, entry in found.items()} == {
-        "service.metrics_kb": 41.5,
         "service.token_requests": 2000,
         "service.token_sums_equal": 1,
         "service.fuzz_requests": 5100,

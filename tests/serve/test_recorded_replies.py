@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from lib.reply_requests import cases
 from replies import compare, joined
-from reply_requests import cases
 
 
 def event(index: int, reason: str | None = None, **delta: object) -> str:

@@ -15,7 +15,7 @@ from typing import IO
 
 from mars_ray.cluster.machine import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # vLLM compiles on its first start of a checkpoint.
 _START_S = 600.0
 _STOP_S = 40.0

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from live_load import Asked
 
+from lib.live_load import Asked
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import ServiceModel
 from mars_ray.config.serve import ServeJob

@@ -1,8 +1,5 @@
-"""The timeline of a live autoscaled run: `python benchmarks/live_plot.py RESULT.json PLOT.svg`."""
+"""The timeline of a live autoscaled run beside its simulation, for figures.py."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -54,13 +51,3 @@ def _stages(axes: Axes, result: dict[str, Any]) -> None:
             f"{rate:g}/s", where, xycoords=("data", "axes fraction"), ha="center", va="top"
         )
         begin += seconds
-
-
-def main() -> None:
-    """Plot the result that the arguments name into the file that they name."""
-    source, target = sys.argv[1:]
-    plot(json.loads(Path(source).read_text())).savefig(target, metadata={"Date": None})
-
-
-if __name__ == "__main__":
-    main()

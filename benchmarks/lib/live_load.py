@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from load_client import Client, Streamed
+from lib.load_client import Client, Streamed
 
 NAME = "live"
 _NEW_TOKENS = 128
