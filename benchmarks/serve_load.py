@@ -42,7 +42,7 @@ from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
-from mars_ray.serve.protocol import GenerationRequest, OutputDelta, Turn
+from mars_ray.serve.protocol import Envelope, GenerationRequest, Turn
 from mars_ray.serve.replica.llm_server import LLMServer
 
 BATCH = 8
@@ -148,8 +148,7 @@ def _first_tokens(
         begin = time.perf_counter()
         first = None
         async for piece in text_engine.generate(call):
-            # An incomplete character gives no text yet.
-            if isinstance(piece, OutputDelta) and piece.text:
+            if isinstance(piece, Envelope):
                 first = first or time.perf_counter() - begin
         assert first
         return first

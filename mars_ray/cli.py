@@ -243,8 +243,7 @@ def serve(
     job = _serve_job(target, [*given, *(overrides or ())], dry_run)
     import ray
 
-    from mars_ray.serve.deploy import check, start
-    from mars_ray.serve.shutdown import wait_until_stopped
+    from mars_ray.serve.deploy import check, start, wait_until_stopped
 
     check(job)
     with Connection() as cluster:

@@ -4,7 +4,7 @@
     python tools/dashboard.py --check    # exit code 1 if the file is out of date
 
 Queries use Prometheus's names of the metrics of mars_ray/serve/replica/metrics.py and
-mars_ray/serve/ingress/usage_metrics.py, which depend on their kind. A metric that no panel shows,
+mars_ray/serve/ingress/metrics.py, which depend on their kind. A metric that no panel shows,
 or that is not declared, is an error.
 """
 
@@ -18,8 +18,7 @@ from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from mars_ray.serve.ingress.exposition import SERVE_METRICS
-from mars_ray.serve.ingress.usage_metrics import UsageMetrics
+from mars_ray.serve.ingress.metrics import SERVE_METRICS, UsageMetrics
 from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics
 
 TARGET = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"

@@ -22,9 +22,8 @@ import numpy as np
 
 from lib.live_load import Asked
 from mars_ray.autoscale.sample import Sample
-from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.autoscale.service_model import ServiceModel, sized
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.step_tokens import sized
 from mars_ray.simulator.config import Cluster, Kill, Slowdown
 from mars_ray.simulator.engine.arrays import DONE
 from mars_ray.simulator.engine.run import Deciding, Fixture, Outcome, simulate

@@ -64,6 +64,7 @@ from mars_ray.autoscale.threshold import (
     Pressure,
     Quality,
     Rung,
+    SetPoint,
     current,
     fast_span_s,
     ladder,
@@ -201,20 +202,6 @@ class State:
             Memory(self.demand, self.floor, self.feedback, self.traffic)
         ).decode()
 
-    def relearnt(self, text: str | None) -> "State":
-        """This state with what `to_json` wrote in place of what it has learnt; None: nothing.
-
-        Replicas and threshold stay. Raises DataError.
-        """
-        other = State() if text is None else State.from_json(text)
-        return replace(
-            self,
-            demand=other.demand,
-            floor=other.floor,
-            feedback=other.feedback,
-            traffic=other.traffic,
-        )
-
     @classmethod
     def from_json(cls, text: str) -> "State":
         """A state that goes on from what `to_json` wrote. Raises DataError."""
@@ -261,16 +248,21 @@ class Decision:
     rungs: tuple[Rung, ...] = ()
     needed: Need | None = None  # by what the number of replicas was chosen; None: it holds
 
+    @property
+    def set_point(self) -> SetPoint | None:
+        """What replicas are told; None: nothing."""
+        threshold = self.threshold_setpoint
+        return None if threshold is None else SetPoint(threshold, self.shed, self.rungs)
+
 
 def decide(
     sample: Sample, state: State, config: ScalingConfig, model: ServiceModel, now: float
 ) -> Decision:
     """The next replicas, threshold and share to shed. `now` is any clock in seconds.
 
-    The answer lies within the configured bounds whatever the sample holds. It may be called at
+    The answer lies within the configured bounds whatever the load is. It may be called at
     every step of the controller: the result depends on elapsed time, not on the number of calls.
     """
-    sample = sample.checked()
     dt = _elapsed(state.tick_s, now, config)
     fleet = woken(state.fleet, sample.target)
     state = replace(state, fleet=fleet, tick_s=now if math.isfinite(now) else state.tick_s)

@@ -9,8 +9,7 @@
 A replica reports sums since its start. Rates and means are differences between two reports of the
 same replica. So a lost or late report only costs resolution, and a replica that has just come or
 gone does not look like a burst. Nothing is smoothed here: the policy does that. None means "not
-known". Impossible numbers (NaN, negative, far too large) become None in `checked`, which `decide`
-calls first.
+known".
 
 `Traffic` holds slow means of what samples say of the requests, and of the engines' speed beside the
 service model's.
@@ -29,8 +28,6 @@ from mars_ray.autoscale.service_model import Level, ServiceModel
 PINNED = "pinned"
 # Share of a limit of the SLO above which a request is slow.
 SLOW = 0.75
-# No rate, count or time of a fleet is larger.
-_MOST = 1e9
 # Of reports closer than this only the first counts: few requests would look like a huge rate.
 _LEAST_S = 0.05
 # A replica that has been starting for this many cold starts finds no machine: its time says that
@@ -200,78 +197,6 @@ class Sample:
     cold_start_s: float | None = None  # newest measured
     age_s: float | None = None  # age of the oldest metric in here; None: there are no metrics
 
-    def checked(self) -> "Sample":
-        """The sample without impossible numbers."""
-        return replace(
-            self,
-            running=_count(self.running) or 0,
-            target=_count(self.target) or 0,
-            starting_ages_s=tuple(_number(age) or 0.0 for age in self.starting_ages_s),
-            arrivals_per_s=_number(self.arrivals_per_s),
-            refused_per_s=_number(self.refused_per_s),
-            prompt_tokens=_number(self.prompt_tokens),
-            output_tokens=_number(self.output_tokens),
-            prompts_per_s=_number(self.prompts_per_s),
-            answers_per_s=_number(self.answers_per_s),
-            waiting=_count(self.waiting),
-            loads=tuple(map(_checked_load, self.loads)),
-            started=_checked_counts(self.started),
-            slow=_checked_counts(self.slow),
-            late=_checked_counts(self.late),
-            wall_s=_number(self.wall_s),
-            tokens_per_forward=_checked_table(self.tokens_per_forward),
-            class_shares=_checked_shares(self.class_shares),
-            cold_start_s=_number(self.cold_start_s),
-            age_s=_number(self.age_s),
-        )
-
-
-def _checked_load(load: ReplicaLoad) -> ReplicaLoad:
-    return ReplicaLoad(
-        running=_count(load.running) or 0,
-        waiting=_count(load.waiting) or 0,
-        step_s=_number(load.step_s),
-        decode_rows=_number(load.decode_rows),
-        prompt_rows=_number(load.prompt_rows),
-        prompt_share=_share(load.prompt_share),
-        positions=_number(load.positions),
-        threshold=None if load.threshold is None else _share(load.threshold),
-    )
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or not 0 <= value <= _MOST else float(value)
-
-
-def _count(value: float | None) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _share(value: float | None) -> float | None:
-    number = _number(value)
-    return None if number is None else min(1.0, number)
-
-
-def _checked_table(table: Mapping[float, float]) -> dict[float, float]:
-    """Possible thresholds with their T/F, which is at least 1 by construction."""
-    return {
-        threshold: max(1.0, value)
-        for threshold, value in table.items()
-        if _number(value) is not None and 0 <= threshold <= 1
-    }
-
-
-def _checked_counts(table: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in table.items() if _number(value) is not None}
-
-
-def _checked_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """Possible shares, scaled down where they are more than 1 in all."""
-    kept = {name: share for name, value in shares.items() if (share := _share(value))}
-    total = max(1.0, sum(kept.values()))
-    return {name: share / total for name, share in kept.items()}
-
 
 def step_costs(reports: Iterable[Report]) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) that replicas measured at their start; medians over replicas."""
@@ -435,7 +360,7 @@ class Traffic:
 
 
 def observe_traffic(traffic: Traffic, sample: Sample, model: ServiceModel, dt: float) -> Traffic:
-    """The traffic after a tick of `dt` seconds with a checked sample."""
+    """The traffic after a tick of `dt` seconds with this sample."""
     arrived = sample.arrivals_per_s or 0.0
     requests, weight = _counted(traffic.requests, arrived, dt)
     prompts, prompt_weight = _counted(traffic.prompts, _or(sample.prompts_per_s, arrived), dt)

@@ -56,16 +56,18 @@ where there are so many sequences that replicas are short, few masks pay.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mars_ray.config.base import found
-from mars_ray.config.decode import PROMPTS_SHARE
+from mars_ray.config.decode import PROMPTS_SHARE, EngineConfig
+from mars_ray.config.serve import ServeJob
+from mars_ray.config.vllm_engine import ServedEngine, VllmConfig
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.core.step_cost import StepCost
 from mars_ray.errors import ConfigError
@@ -526,3 +528,46 @@ def contradiction(model: ServiceModel, rows: int, time_per_token_s: float) -> st
             f"set {chosen:,} rows"
         )
     return None
+
+
+Engine = TypeVar("Engine", bound=EngineConfig | VllmConfig)
+# Most rows of a step that are chosen. Each row more saves little by then, and its activations need
+# memory.
+_MOST_STEP_ROWS = 2048
+
+
+def with_room(engine: Engine) -> Engine:
+    """The configuration of an engine whose steps can have any size that may be chosen."""
+    rows = engine.max_step_tokens or _MOST_STEP_ROWS
+    return engine.model_copy(update={"max_step_tokens": rows})
+
+
+def sized(model: ServiceModel, engine: ServedEngine, time_per_token_s: float) -> ServiceModel:
+    """The service model for steps and batches of this engine."""
+    rows = engine.max_step_tokens
+    if rows is None:
+        rows = min(step_rows(model, time_per_token_s), with_room(engine).step_tokens)
+    return replace(model, max_batch=engine.max_batch, step_rows=rows)
+
+
+def measured(job: ServeJob, step_cost: Mapping[int, float], depth: int) -> ServiceModel:
+    """The service model of a replica whose steps of so many rows take so long, with `depth`
+    masks."""
+    model = replace(
+        prior_model(job.name, None, depth, job.engine.max_batch),
+        seconds_at=tuple(step_cost.items()),
+    )
+    return sized(model, job.engine, job.scaling.slo.time_per_token_s)
+
+
+def warning(job: ServeJob, model: ServiceModel) -> str | None:
+    """What is wrong with the job's own number, if it has one that contradicts its SLO."""
+    rows = job.engine.max_step_tokens
+    if rows is None:
+        return None
+    problem = contradiction(model, rows, job.scaling.slo.time_per_token_s)
+    if problem is None:
+        return None
+    # vLLM's steps have their size before any of them is measured.
+    remedy = ", or leave the number out to have it chosen" if job.engine.type == "mars" else ""
+    return f"engine.max_step_tokens = {rows}: {problem}{remedy}"

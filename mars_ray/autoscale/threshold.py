@@ -321,13 +321,21 @@ def shed_share(rung: Rung, pressure: Pressure, unpinned: float) -> float:
     return min(_MOST_SHED, (1 - admissible / pressure.rate) / unpinned)
 
 
+@dataclass(frozen=True, slots=True)
+class SetPoint:
+    """What is in force for requests that pin nothing, from the decision to the engine."""
+
+    threshold: float
+    shed: float = 0.0  # share of new ones to refuse
+    rungs: tuple[Rung, ...] = ()  # that a replica may choose from by itself, the highest first
+
+
 @dataclass(slots=True)
 class LocalLoop:
     """The fast loop of one replica. Without rungs the policy's threshold is in force."""
 
     config: ScalingConfig
-    threshold: float  # the policy's
-    rungs: Sequence[Rung] = ()  # those that the policy allows, the highest first
+    set_point: SetPoint  # the policy's
     _demand: Demand = field(default_factory=Demand)
     _quality: Quality = field(default_factory=Quality)
     _tick_s: float | None = None
@@ -344,9 +352,10 @@ class LocalLoop:
         self._tick_s, self._arrived = now, arrived
         if dt > 0:
             self._demand = observe_arrivals(self._demand, rate, dt, fast_span_s(self.config), 1.0)
-        if not self.rungs:
-            return self.threshold
+        if not self.set_point.rungs:
+            return self.set_point.threshold
         pressure = Pressure(self._demand.fast_per_s, in_system, 1, max(self.config.slo.ttft_s, dt))
-        self._quality = steer(self._quality, self.rungs, pressure, dt)
+        self._quality = steer(self._quality, self.set_point.rungs, pressure, dt)
         own = self._quality.threshold
-        return self.threshold if own is None else min(self.threshold, own)
+        decided = self.set_point.threshold
+        return decided if own is None else min(decided, own)

@@ -78,9 +78,9 @@ class EngineThread(ABC):
 
         Closing the iterator cancels unfinished requests. Failures are RequestError if the engine
         refuses the request or cannot follow its grammar any further, EngineError if the engine
-        fails. All else is as in `delivered`.
+        fails. All else is as in `RequestOutputCollector.stream`.
         """
-        return delivered(
+        return RequestOutputCollector().stream(
             requests,
             interval_s,
             lambda deliver: self._command(lambda: self._submit(requests, deliver)),
@@ -116,10 +116,10 @@ class EngineThread(ABC):
 
 
 class RequestOutputCollector:
-    """Events of some requests: one writer on any thread, one reader on the loop it was made on."""
+    """Events of some requests: one writer on any thread, and one reader, which is a stream."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the reader's
         self._events: deque[TokenEvent] = deque()
         self._woken = asyncio.Event()
         self._is_awaited = False
@@ -137,82 +137,79 @@ class RequestOutputCollector:
         self._urgent_put += is_urgent
         if is_urgent or self._is_awaited:
             self._is_awaited = False
+            assert self._loop, "requests are submitted by their stream"
             # The loop may be closed by the time a last event arrives.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._woken.set)
 
-    def close(self, discard: Discard) -> None:
+    async def stream(
+        self,
+        requests: Sequence[Request],
+        interval_s: float,
+        submit: Callable[[Deliver], None],
+        cancel: Callable[[Deliver, Close], None],
+        aborted: Collection[str],
+    ) -> AsyncGenerator[list[TokenEvent], None]:
+        """Submits the requests when the first events are requested, and yields events until each
+        request has had its last; in the end `cancel` gets the same function as `submit`, and
+        another that the engine's thread calls to learn how many tokens were not read.
+
+        Events are yielded at most every `interval_s`, together with all that came in the meantime;
+        only a request's first and last event do not wait. An event with a failure is yielded, and
+        then its failure is raised before any later event, unless its request is among the aborted
+        ones.
+        """
+        self._loop = asyncio.get_running_loop()
+        deliver = self.put  # one object, by which an engine recognises the requests' stream
+        arrived: list[TokenEvent] = []
+        submit(deliver)
+        try:
+            unfinished = len(requests)
+            while True:
+                while not self._events:
+                    self._woken.clear()
+                    self._is_awaited = True
+                    # The writer may have checked the flag before it was set.
+                    if not self._events:
+                        await self._woken.wait()
+                arrived = [self._events.popleft() for _ in range(len(self._events))]
+                self._urgent_taken += sum(map(_is_urgent, arrived))
+                while arrived:
+                    failures = (end for end, event in enumerate(arrived, start=1) if event.failure)
+                    end = next(failures, len(arrived))
+                    events, arrived = arrived[:end], arrived[end:]
+                    yield events
+                    last = events[-1]
+                    if last.failure and last.request_id not in aborted:
+                        raise last.failure
+                    unfinished -= sum(event.is_last for event in events)
+                if unfinished <= 0:
+                    return
+                if interval_s:
+                    await self._pause(interval_s)
+        finally:
+            unread = sum(len(event.tokens) for event in arrived)
+
+            def close(discard: Discard) -> None:
+                discard(unread)
+                self._close(discard)
+
+            cancel(deliver, close)
+
+    def _close(self, discard: Discard) -> None:
         """The reader is gone: `discard` gets the number of tokens of what is here and still comes.
         Only the writer may call it."""
         self._discard = discard
         while self._events:
             discard(len(self._events.popleft().tokens))
 
-    async def take(self) -> list[TokenEvent]:
-        """Wait for an event, and return all that are here."""
-        while not self._events:
-            self._woken.clear()
-            self._is_awaited = True
-            # The writer may have checked the flag before it was set.
-            if not self._events:
-                await self._woken.wait()
-        taken = [self._events.popleft() for _ in range(len(self._events))]
-        self._urgent_taken += sum(map(_is_urgent, taken))
-        return taken
-
-    async def pause(self, seconds: float) -> None:
+    async def _pause(self, seconds: float) -> None:
         """Wait for this time, or until a request's first or last event is here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._urgent_put <= self._urgent_taken:
                     self._woken.clear()
                     await self._woken.wait()
-
-
-async def delivered(
-    requests: Sequence[Request],
-    interval_s: float,
-    submit: Callable[[Deliver], None],
-    cancel: Callable[[Deliver, Close], None],
-    aborted: Collection[str],
-) -> AsyncGenerator[list[TokenEvent], None]:
-    """Submits the requests when the first events are requested, and yields events until each
-    request has had its last; in the end `cancel` gets the same function as `submit`, and another
-    that the engine's thread calls to learn how many tokens were not read.
-
-    Events are yielded at most every `interval_s`, together with all that came in the meantime; only
-    a request's first and last event do not wait. An event with a failure is yielded, and then its
-    failure is raised before any later event, unless its request is among the aborted ones.
-    """
-    mailbox = RequestOutputCollector()
-    deliver = mailbox.put  # one object, by which an engine recognises the requests' stream
-    arrived: list[TokenEvent] = []
-    submit(deliver)
-    try:
-        unfinished = len(requests)
-        while True:
-            arrived = await mailbox.take()
-            while arrived:
-                failures = (end for end, event in enumerate(arrived, start=1) if event.failure)
-                end = next(failures, len(arrived))
-                events, arrived = arrived[:end], arrived[end:]
-                yield events
-                last = events[-1]
-                if last.failure and last.request_id not in aborted:
-                    raise last.failure
-                unfinished -= sum(event.is_last for event in events)
-            if unfinished <= 0:
-                return
-            if interval_s:
-                await mailbox.pause(interval_s)
-    finally:
-        unread = sum(len(event.tokens) for event in arrived)
-
-        def close(discard: Discard) -> None:
-            discard(unread)
-            mailbox.close(discard)
-
-        cancel(deliver, close)
 
 
 def failed(request_id: str, failure: Exception) -> TokenEvent:

@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,17 +18,19 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from mars_ray.autoscale.policy import Decision, State, decide
 from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_costs
-from mars_ray.autoscale.service_model import ServiceModel
+from mars_ray.autoscale.service_model import ServiceModel, sized
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import ServedEngine
-from mars_ray.serve.policy_memory import MemoryExchange
+from mars_ray.errors import DataError
+from mars_ray.files import write_whole
 from mars_ray.serve.status import Decided
-from mars_ray.serve.step_tokens import sized
 from mars_ray.serve.threshold_actor import Setting, control_of
 
 logger = logging.getLogger("ray.serve")
 
+# How often what the policy has learnt is written to its file.
+_KEEP_S = 60.0
 # Time between two decisions, and between two reports of a replica.
 _TICK_S = 0.5
 
@@ -54,6 +57,7 @@ def autoscaling(job: ServeJob, model: ServiceModel) -> AutoscalingConfig:
                 "model": model.to_json(),
                 "engine": job.engine.model_dump_json(),
                 "measures_steps": job.service_model is None,
+                "memory": str(Path(job.model_cache) / "policies" / f"{job.deployment}.json"),
             },
         ),
     )
@@ -63,25 +67,27 @@ class Autoscaler:
     """The policy of one model as Serve calls it; created with every deployment and when the
     controller restarts.
 
-    Until the replicas have reported, and the model's actor has said what was learnt before, it
-    keeps the previous target and publishes nothing.
+    What it has learnt from traffic is in a file on the controller's node, from which the next one
+    goes on. Until the replicas have reported, it keeps the previous target and publishes nothing.
     """
 
     def __init__(
-        self, name: str, config: str, model: str, engine: str, measures_steps: bool
+        self, name: str, config: str, model: str, engine: str, measures_steps: bool, memory: str
     ) -> None:
-        """`measures_steps`: step times come from the replicas, not from the service model."""
+        """`measures_steps`: step times come from the replicas, not from the service model.
+        `memory` is the path of the file."""
         self._name = name
         self._config = ScalingConfig.model_validate_json(config)
         self._model = ServiceModel.from_json(model, "the service model")
         self._engine = TypeAdapter(ServedEngine).validate_json(engine)
         self._measures_steps = measures_steps
         self._collector = Collector(self._config.cold_start_s)
-        self._state = State()
+        self._memory = Path(memory).expanduser()
+        self._state = _learnt(self._memory)
+        self._keep_s = time.monotonic() + _KEEP_S
         # Build time 0, so that a setting from a replica, which knows the real one, is newer.
         setting = Setting(0.0, self._config.threshold.set_point, is_auto=True)
         self._control = partial(control_of, name, setting)
-        self._memory = MemoryExchange(name, self._control)
         self._decision: Decision | None = None
         self._next_s = 0.0
 
@@ -108,11 +114,9 @@ class Autoscaler:
         running, target = context.current_num_replicas, context.target_num_replicas
         sample = self._collector.sample(reports, running, target, now, time.time())
         self._take_step_costs(reports)
-        self._state = self._memory.exchange(self._state, now)
-        if self._memory.is_awaited(now):
-            return
         decision = decide(sample, self._state, self._config, self._model, now)
         self._state = decision.state
+        self._keep(now)
         self._publish(decision)
         self._decision = decision
 
@@ -123,25 +127,47 @@ class Autoscaler:
             self._model = sized(model, self._engine, self._config.slo.time_per_token_s)
             self._measures_steps = False
 
+    def _keep(self, now: float) -> None:
+        """Writes, once a minute, what has been learnt."""
+        if now < self._keep_s:
+            return
+        self._keep_s = now + _KEEP_S
+        try:
+            self._memory.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._memory, self._state.to_json())
+        except OSError as error:
+            logger.warning("what the policy has learnt cannot be kept: %s", error)
+
     def _publish(self, decision: Decision) -> None:
         """Sends the decision to the model's actor, without waiting for it to arrive."""
-        threshold = decision.threshold_setpoint
-        if threshold is not None:
-            decided = self._decided(decision, threshold)
-            self._control().record.remote(decided, decision.rungs)
-
-    def _decided(self, decision: Decision, threshold: float) -> Decided:
+        set_point = decision.set_point
+        if set_point is None:
+            return
         needed, feedback = decision.needed, decision.state.feedback
-        return Decided(
+        decided = Decided(
             at_s=time.time(),
             replicas=decision.replicas,
-            threshold=threshold,
-            shed=decision.shed,
+            threshold=set_point.threshold,
+            shed=set_point.shed,
             reason=decision.reason,
             utilisation=feedback.utilisation,
             floor_replicas=needed.floor / needed.utilisation if needed else 0.0,
             error_budget_spent=feedback.spent(self._config.slo.attainment),
         )
+        self._control().publish.remote(set_point, decided)
+
+
+def _learnt(memory: Path) -> State:
+    """A state that goes on from this file; an empty one without it."""
+    try:
+        state = State.from_json(memory.read_text("utf-8"))
+    except FileNotFoundError:
+        return State()
+    except (OSError, UnicodeDecodeError, DataError) as error:
+        logger.warning("%s: %s; the policy begins with nothing learnt", memory, error)
+        return State()
+    logger.info("the policy goes on from %s", memory)
+    return state
 
 
 def reports_of(context: AutoscalingContext) -> dict[str, Report]:

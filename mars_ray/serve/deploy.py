@@ -1,33 +1,50 @@
-"""The service as a Serve application: checking, starting and updating it."""
+"""The service as a Serve application: checking, starting, updating and stopping it.
+
+An update of draft adapters alone swaps them in all replicas, or in none; no request fails, and no
+process is restarted:
+
+1. Every replica fetches and reads the adapter, and checks it against the model
+   (`replica/deployment.py: Adapters`). If one cannot, the swap ends there, and nothing has changed.
+2. The model's actor announces that it is in force (`threshold_actor.py`).
+3. Every replica takes it between two steps; one that starts later asks the actor first.
+"""
 
 import logging
+import signal
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import ray
 from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException
+from ray.util import list_named_actors
 
-from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model
+from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model, sized
 from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
-from mars_ray.errors import CheckpointError, ConfigError, EngineError, RequestError
+from mars_ray.errors import CheckpointError, ConfigError, EngineError, ModelError, RequestError
 from mars_ray.model.directory import ModelCard
 from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter
 from mars_ray.model.places import config_of, local_adapter, pinned, pinned_adapter
 from mars_ray.serve.autoscaler import autoscaling
-from mars_ray.serve.ingress.api_keys import ApiKeys
-from mars_ray.serve.ingress.deployment import Ingress
+from mars_ray.serve.ingress.auth import ApiKeys
+from mars_ray.serve.ingress.deployment import Ingress, Running
 from mars_ray.serve.ingress.router import PrefixRouter
 from mars_ray.serve.preflight import preflight
+from mars_ray.serve.protocol import Prepared
 from mars_ray.serve.replica.deployment import Replica
-from mars_ray.serve.step_tokens import sized
-from mars_ray.serve.swap import swap_adapters
-from mars_ray.serve.threshold_actor import Setting, end_controls
+from mars_ray.serve.status import ReplicaStatus
+from mars_ray.serve.threshold_actor import Setting, Swap, control_of, end_controls
 from mars_ray.storage.place import Place, shown
 
 logger = logging.getLogger(__name__)
@@ -325,3 +342,167 @@ def _check_default_mode(job: ServeJob, card: ModelCard) -> None:
         window_of(job.default_mode, card)
     except RequestError as error:
         raise ConfigError(f"default_mode of {shown(job.checkpoint)}: {error}") from error
+
+
+_POLL_S = 0.1
+# Serve's proxy may still be sending to clients what the ingress has passed to it.
+_FLUSH_S = 1.0
+_ANSWER_S = 10.0
+
+
+def wait_until_stopped(job: ServeJob) -> None:
+    """Blocks until SIGINT or SIGTERM, then drains the job's service and stops Serve.
+
+    A second signal ends the draining at once. Must run in the main thread, which gets the signals.
+    """
+    stop, at_once = threading.Event(), threading.Event()
+    is_drained = False
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, on_signal) for number in signals]
+    try:
+        stop.wait()
+        is_drained = drain(job.drain_s, at_once)
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+        if not is_drained:
+            _cut()
+        serve.shutdown()
+        end_controls()
+
+
+def drain(limit_s: float, at_once: threading.Event) -> bool:
+    """Refuses new requests and waits for the accepted ones, until the limit or until `at_once`.
+
+    Returns whether all of them are finished.
+    """
+    deadline = time.monotonic() + limit_s
+    try:
+        ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
+        ingress.broadcast("close").results(timeout_s=_ANSWER_S)
+        while open_requests := sum(ingress.broadcast("inside").results(timeout_s=_ANSWER_S)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or at_once.is_set():
+                logger.warning("%d accepted requests were not finished", open_requests)
+                return False
+            at_once.wait(_POLL_S)
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("the ingress cannot be asked what it has accepted: %s", error)
+        return False
+    at_once.wait(_FLUSH_S)
+    return True
+
+
+def _cut() -> None:
+    """Kills the replicas with their work; Serve alone would give them time to drain once more."""
+    # Ray's annotation is for the other value of the argument.
+    actors: Any = list_named_actors(all_namespaces=True)
+    for actor in actors:
+        if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+            # The actor may have ended meanwhile.
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(**actor))
+
+
+# An adapter has a few megabytes, but a store may be slow.
+_PREPARE_S = 120.0
+_TAKE_S = 30.0
+_LOOK_S = 0.1
+
+
+def swap_adapters(job: ServeJob, running: Running, ingress: Any) -> bool:
+    """Puts the job in force if only its adapters are new; returns whether that is so.
+
+    `ingress` is the handle of the running service's ingress. Raises ModelError if a replica cannot
+    load an adapter, and then nothing has changed; EngineError if replicas do not answer in time.
+    """
+    if _without_adapters(job) != _without_adapters(running.job):
+        return False
+    models = job.each()
+    prepared = {name: _prepared(ingress, model) for name, model in models.items()}
+    new = {
+        name: model
+        for name, model in models.items()
+        if not _is_in_force(ingress, model, running, prepared[name])
+    }
+    for name, model in new.items():
+        setting = Setting.of(model, running.built_s)
+        place = model.engine.draft_adapter
+        swap = Swap(running.built_s, time.time(), place, prepared[name])
+        ray.get(control_of(name, setting).swap.remote(swap))
+    for name, model in new.items():
+        _wait_until_taken(ingress, model, prepared[name])
+    return bool(new)
+
+
+def _without_adapters(job: ServeJob) -> list[dict[str, Any]]:
+    tables = [model.model_dump() for model in job.each().values()]
+    for table in tables:
+        table["engine"]["draft_adapter"] = None
+    return tables
+
+
+def _replies(ingress: Any, name: str, method: str, *args: Any, limit_s: float) -> list[Any]:
+    """The replies of the living replicas. Raises EngineError unless all answer in time."""
+    try:
+        said = ingress.tell_all.remote(name, method, *args).result(timeout_s=limit_s)
+    except TimeoutError as error:
+        raise EngineError(
+            f"the replicas of {name!r} have not answered within {limit_s:g} s; they go on as they "
+            "were"
+        ) from error
+    for each in said:
+        if isinstance(each, Exception) and not isinstance(each, RayActorError):
+            raise EngineError(f"a replica of {name!r} failed: {each}") from each
+    return [each for each in said if not isinstance(each, Exception)]
+
+
+def _prepared(ingress: Any, model: ServeJob) -> str | None:
+    """Makes the adapter ready in every replica; returns its name. Raises ModelError."""
+    place = model.engine.draft_adapter
+    said: list[Prepared] = _replies(
+        ingress, model.name, "prepare_adapter", place, limit_s=_PREPARE_S
+    )
+    for each in said:
+        if each.error:
+            raise ModelError(f"{each.error}; the service goes on as it was")
+    names = {each.name for each in said}
+    if len(names) > 1:
+        raise ModelError(
+            f"the replicas of {model.name!r} find different files at {place}: put the draft "
+            "adapter on storage that all nodes share; the service goes on as it was"
+        )
+    return next(iter(names), None)
+
+
+def _is_in_force(ingress: Any, model: ServeJob, running: Running, name: str | None) -> bool:
+    """Whether every replica has the model's adapter; without replicas, whether it was the last
+    one announced."""
+    said: list[ReplicaStatus] = _replies(ingress, model.name, "status", limit_s=_TAKE_S)
+    if said:
+        return {each.adapter for each in said} == {name}
+    setting = Setting.of(model, running.built_s)
+    asked: Any = control_of(model.name, setting).swapped.remote(running.built_s)
+    swap: Any = ray.get(asked)
+    job = running.job.each()[model.name]
+    place = swap.adapter if swap else job.engine.draft_adapter
+    return place == model.engine.draft_adapter
+
+
+def _wait_until_taken(ingress: Any, model: ServeJob, name: str | None) -> None:
+    """Returns once every replica has the adapter. Raises EngineError if one takes too long."""
+    deadline = time.monotonic() + _TAKE_S
+    while True:
+        said: list[ReplicaStatus] = _replies(ingress, model.name, "status", limit_s=_TAKE_S)
+        if {each.adapter for each in said} <= {name}:
+            return
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"not every replica of {model.name!r} has gone over to {name or 'no adapter'} "
+                f"within {_TAKE_S:g} s: its log says why; say the same again"
+            )
+        time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""What can be said against a service's job within a moment, before torch and Ray are imported.
+"""Checks of a service's job that take a moment, before torch and Ray are imported.
 
 `serve/deploy.py` checks the rest; that takes as long as a start, for it reads models.
 """
@@ -16,7 +16,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.errors import ConfigError
 from mars_ray.inputs import check_inputs
-from mars_ray.serve.ingress.api_keys import ApiKeys
+from mars_ray.serve.ingress.auth import ApiKeys
 
 # Where a Python has vLLM, and which; nothing for one that has none.
 _FIND = """

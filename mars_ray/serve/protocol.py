@@ -1,16 +1,19 @@
 """The messages between the HTTP ingress and a replica.
 
     ingress  --GenerationRequest-->  replica
-    ingress  <--OutputDelta, ..., OutputDelta(finish)--  replica    each of one or more engine steps
-    ingress  <--ErrorInfo--  replica                                always the last message
+    ingress  <--Envelope, ..., Envelope(ending)--  replica    the text of one or more engine steps
+    ingress  <--ErrorInfo--  replica                          always the last message
+
+A replica writes the reply, as JSON or as server-sent events, and the ingress sends it on as it is:
+of an envelope it reads only the counts. It owns what must not depend on the replica that answers:
+id, time and seed of the request, the event of an error, and the mark at the end of a stream.
 
 A request has `choices` answers, each with deltas of its own; it is over when all have finished.
 Errors are sent as values, not raised: the first message decides the HTTP status, and Ray wraps
 exceptions in types of its own.
 """
 
-from dataclasses import astuple, dataclass, replace
-from operator import add
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mars_ray.config.decode import Sampling
@@ -66,6 +69,22 @@ Prompt = tuple[Turn, ...] | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """How a request is to be answered."""
+
+    route: Literal["chat", "completion", "response"] = "chat"
+    model: str = ""  # by its name in requests
+    created: int = 0  # Unix time
+    is_streamed: bool = True  # else the client gets nothing before all answers are whole
+    # Steps are told apart, each in an event of its own, at most one per `stream_interval_s` else.
+    by_step: bool = False
+    has_usage: bool = False  # the stream ends with an event of usage
+    has_usage_so_far: bool = False  # every event has the usage up to it
+    # Of a response: the reply as far as it is known before there are any answers.
+    response: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A checked request: the prompts, and how to answer them."""
 
@@ -92,9 +111,7 @@ class GenerationRequest:
     schema: dict[str, Any] | None = None  # schema of the JSON that the answer must be
     is_strict: bool = False  # the whole schema is followed, or the request refused
     tools: Tools | None = None
-    # A message for each step, at most one per `stream_interval_s`, or a single one.
-    delivery: Literal["steps", "paced", "whole"] = "paced"
-    is_streamed: bool = True  # else the client gets nothing before all answers are whole
+    reply: ReplyForm = ReplyForm()
     timeout_s: float | None = None  # a replica counts it from the request's arrival there
 
     @property
@@ -143,7 +160,7 @@ class Finish:
     forwards: int
     disagreed: int = 0  # tokens found, one step later, not to be the model's own choice
     threshold: float | None = None  # the lowest in force, in modes that have one
-    mode: str | None = None  # if it differs from the call's mode
+    mode: str | None = None  # if it differs from the request's mode
     served: tuple[Served, ...] = ()  # in order of time; their sums are the counts above
     cached_tokens: int = 0  # of the prompt: those that the prefix cache had
     reasoning_tokens: int | None = None  # of the completion; None if nobody tells them apart
@@ -162,36 +179,11 @@ class OutputDelta:
     calls: tuple[ToolCallDelta, ...] = ()
     prompt_tokens: int = 0
     reasoning: str = ""  # an addition to the thoughts, which stand before the text
-    replica: str | None = None  # with an answer's first tokens, the name of who writes it
-
-
-def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
-    """Two pieces of one answer joined; `forward` is that of the second."""
-    return replace(
-        second,
-        text=first.text + second.text,
-        reasoning=first.reasoning + second.reasoning,
-        tokens=first.tokens + second.tokens,
-        logprobs=first.logprobs + second.logprobs,
-        calls=_joined_calls(first.calls, second.calls),
-        replica=first.replica,
-    )
-
-
-def _joined_calls(
-    first: tuple[ToolCallDelta, ...], second: tuple[ToolCallDelta, ...]
-) -> tuple[ToolCallDelta, ...]:
-    """The deltas, with consecutive arguments of a call joined."""
-    if not first or not second or first[-1].name or second[0].name:
-        return first + second
-    arguments = first[-1].arguments + second[0].arguments
-    return (*first[:-1], replace(second[0], arguments=arguments), *second[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The counts of a whole call, however it ended; of a prompt with several answers it counts
-    once."""
+    """The counts of a whole request; a prompt with several answers counts once."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -200,13 +192,15 @@ class Used:
     disagreed: int = 0
     replica: str | None = None  # name of who has counted
 
-    def __add__(self, other: "Used") -> "Used":
-        counts = map(add, self._counts, other._counts)
-        return Used(*counts, replica=self.replica or other.replica)
 
-    @property
-    def _counts(self) -> tuple[int, ...]:
-        return astuple(self)[:-1]
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Text for the client as it is, and what the ingress notes of it."""
+
+    text: str  # server-sent events, or in a single envelope the JSON of a reply
+    used: Used  # by the whole request so far
+    ending: str | None = None  # of the last envelope: why the last answer has finished
+    mode: str | None = None  # of decoding, if it differs from the request's
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +215,7 @@ class ErrorInfo:
     used: Used | None = None  # as far as the replica says it
 
 
-Message = OutputDelta | ErrorInfo
+Message = Envelope | ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)

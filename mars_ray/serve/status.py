@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mars_ray.decode.request import EngineInfo
 from mars_ray.serve.openai.response_models import Part
@@ -42,7 +42,7 @@ class Decided:
 
 
 class ModelStatus(Part):
-    """What a model is doing; null where nothing is known, as no replica or nothing lately."""
+    """A model's state now; null where nothing is known, as no replica or nothing lately."""
 
     id: str
     replicas: int
@@ -66,13 +66,6 @@ class MarsStatusReply(Part):
 
     object: Literal["list"]
     data: list[ModelStatus]
-
-
-class MemoryReply(Part):
-    """What a model's autoscaling policy has learnt; null: nothing yet."""
-
-    model: str
-    memory: dict[str, Any] | None
 
 
 def model_status(

@@ -1,5 +1,5 @@
-"""What changes while a service runs: a small named actor for each model, on which replicas wait for
-the set-point and for another draft adapter, and which keeps what the policy has learnt.
+"""A small named actor for each model, which changes while the service runs: on it replicas wait for
+the set-point and for another draft adapter.
 
 A publisher does not wait; a replica has the news some milliseconds later, and a new one asks for it
 first. The actor outlives the process that made it, and updates of the service. Replicas report
@@ -10,20 +10,19 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Coroutine
+from collections.abc import Callable, Container, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import list_named_actors
 from ray.util.metrics import Gauge
 
-from mars_ray.autoscale.threshold import Rung
+from mars_ray.autoscale.threshold import SetPoint
 from mars_ray.config.serve import ServeJob
-from mars_ray.errors import ClusterError, ConfigError
+from mars_ray.errors import ConfigError
 from mars_ray.serve.status import Decided
 
 _NAMESPACE = "mars-ray"
@@ -34,7 +33,6 @@ _ANSWER_S = 2.0
 _KEPT = 4096  # decisions of half an hour
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +60,12 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class SetPoint:
-    """The settings for requests that pin nothing, and the last swap of draft adapters."""
+class News:
+    """The set-point in force, and the last swap of draft adapters."""
 
     version: int
-    threshold: float
-    shed: float = 0.0  # share of new ones among them to refuse
-    rungs: tuple[Rung, ...] = ()  # levels that a replica may choose from by itself
+    set_point: SetPoint
     swap: Swap | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Learnt:
-    """What a model's policy has learnt. An operator's newer one replaces an older one; between two
-    of an operator's the policy writes its own."""
-
-    at_s: float = 0.0  # wall-clock time at which an operator last replaced it; 0: never
-    memory: str | None = None  # `State.to_json`; None: nothing yet, or forgotten
 
 
 class ThresholdActor:
@@ -87,9 +74,8 @@ class ThresholdActor:
     def __init__(self, setting: Setting, model: str = "") -> None:
         """`model` is the label of the metrics."""
         self._setting = setting
-        self._learnt = Learnt()
         self._gauges = _Gauges(model)
-        self._point = SetPoint(secrets.randbits(48), setting.set_point)
+        self._news = News(secrets.randbits(48), SetPoint(setting.set_point))
         self._changed = asyncio.Event()
         self._history: deque[Decided] = deque(maxlen=_KEPT)
 
@@ -108,40 +94,24 @@ class ThresholdActor:
         before, self._setting = self._setting, setting
         if not setting.is_auto and (before.is_auto or before.set_point != setting.set_point):
             self._history.clear()
-            await self.publish(setting.set_point)
+            await self.publish(SetPoint(setting.set_point))
 
     async def is_auto(self) -> bool:
         """Whether the policy chooses the threshold."""
         return self._setting.is_auto
 
-    async def record(self, decided: Decided, rungs: tuple[Rung, ...]) -> None:
-        """Keeps a decision of the autoscaling policy and publishes its set-point, unless the
-        service has changed to a fixed number of replicas meanwhile."""
-        if not self._setting.is_auto:
-            return
-        self._history.append(decided)
-        self._gauges.set(decided)
-        await self.publish(decided.threshold, decided.shed, rungs)
+    async def publish(self, set_point: SetPoint, decided: Decided | None = None) -> None:
+        """Puts a set-point in force; an unchanged one does not count as a change.
 
-    async def exchange(self, learnt: Learnt | None) -> Learnt | None:
-        """Keeps what a policy has learnt; None asks only.
-
-        Returns what is here if the policy has to take that up instead: it asks for the first time,
-        or an operator has replaced it since.
+        The autoscaling policy also tells what it has decided; it is not heard once the service has
+        changed to a fixed number of replicas.
         """
-        if learnt is None or learnt.at_s < self._learnt.at_s:
-            return self._learnt
-        # A new actor learns everything from the policy, after the loss of the old one.
-        self._learnt = Learnt(learnt.at_s, learnt.memory or self._learnt.memory)
-        return None
-
-    async def learnt(self) -> str | None:
-        """What the policy had learnt when it last wrote it here, at most a minute ago."""
-        return self._learnt.memory
-
-    async def relearn(self, memory: str | None) -> None:
-        """Makes the policy go on from this memory, or from an empty one."""
-        self._learnt = Learnt(max(time.time(), self._learnt.at_s + 1e-3), memory)
+        if decided:
+            if not self._setting.is_auto:
+                return
+            self._history.append(decided)
+            self._gauges.set(decided)
+        self._change(replace(self._news, set_point=set_point))
 
     async def history(self) -> list[Decided]:
         """The last decisions, oldest first."""
@@ -151,37 +121,31 @@ class ThresholdActor:
         """The last decision, if a policy has decided."""
         return self._history[-1] if self._history else None
 
-    async def publish(
-        self, threshold: float, shed: float = 0.0, rungs: tuple[Rung, ...] = ()
-    ) -> None:
-        """Puts a set-point in force; an unchanged one does not count as a change."""
-        self._change(replace(self._point, threshold=threshold, shed=shed, rungs=rungs))
-
     async def swap(self, swap: Swap) -> None:
         """Makes replicas of that application take this adapter, unless they know a newer one."""
-        known = self._point.swap
+        known = self._news.swap
         if known is None or known.at_s < swap.at_s:
-            self._change(replace(self._point, swap=swap))
+            self._change(replace(self._news, swap=swap))
 
     async def swapped(self, built_s: float) -> Swap | None:
         """The last swap of that application, if there was one."""
-        swap = self._point.swap
+        swap = self._news.swap
         return swap if swap and swap.built_s == built_s else None
 
-    def _change(self, point: SetPoint) -> None:
-        if point != self._point:
-            self._point = replace(point, version=point.version + 1)
+    def _change(self, news: News) -> None:
+        if news != self._news:
+            self._news = replace(news, version=news.version + 1)
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def wait(self, version: int | None) -> SetPoint:
-        """The set-point, once its version differs from this one; with None, at once."""
+    async def wait(self, version: int | None) -> News:
+        """What is new, once its version differs from this one; with None, at once."""
         changed = self._changed
-        if self._point.version == version:
+        if self._news.version == version:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WAIT_S):
                     await changed.wait()
-        return self._point
+        return self._news
 
 
 class _Gauges:
@@ -251,26 +215,6 @@ async def newest_decision(model: str) -> Decided | None:
         return None
 
 
-async def learnt(model: str) -> str | None:
-    """What the model's policy has learnt; None if nothing yet. Raises ClusterError."""
-    return await _told(model, lambda control: control.learnt.remote())
-
-
-async def relearn(model: str, memory: str | None) -> None:
-    """Makes the model's policy go on from this memory, or from an empty one, within seconds.
-    Raises ClusterError."""
-    await _told(model, lambda control: control.relearn.remote(memory))
-
-
-async def _told(model: str, ask: Callable[[Any], Awaitable[Answer]]) -> Answer:
-    """The actor's answer. Raises ClusterError if there is none in time."""
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            return await ask(await asyncio.to_thread(_actor, model))
-    except (ValueError, TimeoutError, RayError) as error:
-        raise ClusterError(f"the policy of {model!r} does not answer; ask again") from error
-
-
 def publish(model: str, threshold: float) -> None:
     """Makes the model's replicas change to this threshold.
 
@@ -286,7 +230,7 @@ def publish(model: str, threshold: float) -> None:
             "`scaling.threshold` in the job and tell the service with `mars-ray update`, "
             "or give it a fixed number of `replicas` and say this again"
         )
-    ray.get(control.publish.remote(threshold))
+    ray.get(control.publish.remote(SetPoint(threshold)))
 
 
 def _actor(model: str) -> Any:
@@ -309,10 +253,10 @@ def end_controls(models: Container[str] | None = None) -> None:
 async def follow(
     model: str,
     setting: Setting,
-    apply: Callable[[SetPoint], Coroutine[Any, Any, None]],
+    apply: Callable[[News], Coroutine[Any, Any, None]],
     swapped: Callable[[], Swap | None] = lambda: None,
 ) -> None:
-    """Applies every set-point until cancelled. `setting` is the job's own, and `swapped` returns
+    """Applies all news until cancelled. `setting` is the job's own, and `swapped` returns
     the swap that was applied in place of the job's adapter."""
     version = None
     while True:
@@ -320,9 +264,9 @@ async def follow(
             control = control_of(model, setting)
             await control.adopt.remote(setting, swapped())
             while True:
-                point = await control.wait.remote(version)
-                version = point.version
-                await apply(point)
+                news = await control.wait.remote(version)
+                version = news.version
+                await apply(news)
         except RayError as error:
             # Either the actor has died, and the next one counts its versions anew, or the cluster's
             # head is unreachable, and the threshold would stay in force until the replica ends.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_ray.autoscale.sample import Traffic
-from mars_ray.autoscale.threshold import RAISE_DWELL_S, LocalLoop, ladder
+from mars_ray.autoscale.threshold import RAISE_DWELL_S, LocalLoop, SetPoint, ladder
 
 RUNGS = ladder(MEMORY_BOUND, CONFIG, Traffic(output_tokens=100))
 # A tenth of a second, as a replica ticks; 10 requests/s are what it carries at the set-point.
@@ -14,7 +14,7 @@ TICK_S = 0.1
 
 def test_a_queue_lowers_the_threshold_at_once_and_its_end_raises_it_again():
     """Guards waiting for the policy: one tick down, the dwell time up."""
-    loop = LocalLoop(CONFIG, 1.0, RUNGS)
+    loop = LocalLoop(CONFIG, SetPoint(1.0, rungs=RUNGS))
     assert [loop.tick(8, tick * 0.5, tick * TICK_S) for tick in range(100)] == [1.0] * 100
     assert loop.tick(200, 50, 100 * TICK_S) == RUNGS[-1].threshold
     begin = 101
@@ -26,7 +26,7 @@ def test_a_queue_lowers_the_threshold_at_once_and_its_end_raises_it_again():
 def test_only_what_the_policy_allows():
     """A spent budget, or a fixed number of replicas: nothing is lowered."""
     for rungs in ((), RUNGS[:1]):
-        loop = LocalLoop(CONFIG, 1.0, rungs)
+        loop = LocalLoop(CONFIG, SetPoint(1.0, rungs=rungs))
         assert {loop.tick(1000, tick * 50, tick * TICK_S) for tick in range(100)} == {1.0}
 
 
@@ -45,11 +45,11 @@ TICKS = st.lists(
 @given(TICKS)
 def test_it_stays_within_what_is_allowed(ticks):
     """Whatever the queue does: one of the rungs, or the policy's threshold if that is lower."""
-    loop = LocalLoop(CONFIG, 1.0)
+    loop = LocalLoop(CONFIG, SetPoint(1.0))
     now = arrived = 0.0
     for in_system, arrivals, dt, threshold, rungs in ticks:
-        loop.threshold, loop.rungs = threshold, RUNGS[:rungs]
+        loop.set_point = SetPoint(threshold, rungs=RUNGS[:rungs])
         now, arrived = now + dt, arrived + arrivals
         in_force = loop.tick(in_system, arrived, now)
         assert in_force <= threshold
-        assert in_force in {threshold, *(rung.threshold for rung in loop.rungs)}
+        assert in_force in {threshold, *(rung.threshold for rung in loop.set_point.rungs)}

@@ -1,5 +1,6 @@
 """The policy in a closed loop with a fluid fleet."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -173,7 +174,8 @@ def test_pinned_requests_and_classes_are_not_counted_as_capacity():
 
 def test_missing_and_stale_metrics_hold():
     """Right after a controller restart the policy is called without data: publish nothing."""
-    for seen in (sample(3, 5.0, age_s=None), sample(3, 5.0, age_s=60.0), sample(3, float("nan"))):
+    unknown = replace(sample(3, 5.0), arrivals_per_s=None)
+    for seen in (sample(3, 5.0, age_s=None), sample(3, 5.0, age_s=60.0), unknown):
         decision = decide(seen, State(), CONFIG, MEMORY_BOUND, 10.0)
         assert (decision.replicas, decision.threshold_setpoint, decision.shed) == (3, None, 0)
         assert decision.reason.startswith("Holding 3 replicas")

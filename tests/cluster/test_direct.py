@@ -11,7 +11,7 @@ from mars_ray.cluster import local
 from mars_ray.cluster.machine import free_port, urlopen
 from mars_ray.errors import EngineError
 from mars_ray.serve.chat_client import models
-from mars_ray.serve.ingress import metrics_endpoint
+from mars_ray.serve.ingress import metrics
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_this_machine_is_asked_without_the_proxy(proxied: list[str]):
 def test_nodes_of_the_cluster_are_asked_without_the_proxy(proxied: list[str]):
     """Guards the proxy's page in the place of metrics; Ray's nodes have addresses like no other
     that is loopback, for which 127.0.0.2 stands here."""
-    assert metrics_endpoint._read(f"http://127.0.0.2:{free_port()}/metrics") == ""
+    assert metrics._read(f"http://127.0.0.2:{free_port()}/metrics") == ""
     assert not proxied
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-import time
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 from decode.models import CARD, pattern, request, trained_model
@@ -11,7 +11,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.engine_thread import RequestOutputCollector
+from mars_ray.decode.engine_thread import Deliver, RequestOutputCollector
 from mars_ray.decode.request import Completion, TokenEvent, TokenLogprobs, as_one
 
 
@@ -20,21 +20,28 @@ def event(number: int, is_last: bool = False) -> TokenEvent:
     return TokenEvent("a", (number,), number, completion)
 
 
+def stream_of(
+    requests: int, interval_s: float, submit: Callable[[Deliver], None]
+) -> AsyncGenerator[list[TokenEvent], None]:
+    """The events of so many requests, which `submit` is to deliver."""
+    asked = [request(str(n), (1,), ExactMode()) for n in range(requests)]
+    return RequestOutputCollector().stream(asked, interval_s, submit, lambda *_: None, ())
+
+
 def test_nothing_is_lost_between_two_threads():
     """Guards an event that comes just while its reader decides to wait."""
     count = 20_000
 
     async def read() -> list[int]:
-        mailbox = RequestOutputCollector()
-        writer = threading.Thread(
-            target=lambda: [mailbox.put(event(n, n == count)) for n in range(1, count + 1)]
-        )
-        writer.start()
-        numbers: list[int] = []
-        while not numbers or numbers[-1] < count:
-            numbers += [got.forward for got in await asyncio.wait_for(mailbox.take(), 20)]
-        writer.join()
-        return numbers
+        def write(deliver: Deliver) -> None:
+            for n in range(1, count + 1):
+                deliver(event(n, n == count))
+
+        def submit(deliver: Deliver) -> None:
+            threading.Thread(target=write, args=(deliver,)).start()
+
+        async with asyncio.timeout(20):
+            return [got.forward async for some in stream_of(1, 0.0, submit) for got in some]
 
     assert asyncio.run(read()) == list(range(1, count + 1))
 
@@ -48,22 +55,29 @@ def test_the_last_event_ends_the_wait(urgent):
     """Guards an answer whose end comes an interval late, and one whose beginning does because that
     of another request came just before."""
 
-    async def wait() -> float:
-        mailbox = RequestOutputCollector()
-        mailbox.put(event(1))
-        assert len(await mailbox.take()) == 1
-        mailbox.put(event(2))
-        begin = time.monotonic()
-        await mailbox.pause(0.05)
-        assert time.monotonic() - begin > 0.04
-        mailbox.put(urgent)
-        await mailbox.pause(60)
-        assert await mailbox.take() == [event(2), urgent]
-        # What was taken ends no other wait.
-        await mailbox.pause(0.05)
-        return time.monotonic() - begin
+    async def wait() -> None:
+        put: list[Deliver] = []
+        steps = stream_of(2, 60.0, put.append)
+        first = asyncio.ensure_future(anext(steps))
+        await asyncio.sleep(0)
+        (deliver,) = put
+        deliver(event(1))
+        assert await asyncio.wait_for(first, 10) == [event(1)]
+        rest = asyncio.ensure_future(anext(steps))
+        deliver(event(2))
+        await asyncio.sleep(0.05)
+        assert not rest.done()
+        deliver(urgent)
+        assert await asyncio.wait_for(rest, 10) == [event(2), urgent]
+        if not urgent.failure:
+            # What was taken ends no other wait.
+            later = asyncio.ensure_future(anext(steps))
+            deliver(event(3))
+            await asyncio.sleep(0.05)
+            assert not later.done()
+            later.cancel()
 
-    assert 0.08 < asyncio.run(wait()) < 10
+    asyncio.run(wait())
 
 
 def test_a_stream_in_intervals_has_the_same_events():

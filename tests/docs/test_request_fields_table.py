@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from openai.types import chat, completion_create_params
 
-from mars_ray.serve.openai.no_op_fields import no_ops_of
-from mars_ray.serve.openai.request_models import ChatBody, CompletionBody
+from mars_ray.serve.openai.request_models import ChatBody, CompletionBody, no_ops_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/reference/api.md").read_text().split("## Request fields")[1].split("\n## ")[0]

@@ -1,24 +1,27 @@
-"""A backend that says what it was told to say."""
+"""A model that says what it was told to say."""
 
 from collections.abc import AsyncGenerator
+
+from serve.written import envelopes
 
 from mars_ray.serve.protocol import (
     ErrorInfo,
     GenerationRequest,
     Message,
+    OutputDelta,
     Tokenized,
     TokenizeRequest,
 )
 
 
 class Saying:
-    """A backend that says what it was told to say."""
+    """A model that says what it was told to say."""
 
-    def __init__(self, *messages: Message) -> None:
+    def __init__(self, *messages: OutputDelta | ErrorInfo) -> None:
         self._messages = messages
 
-    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        for message in self._messages:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
+        for message in envelopes(request, self._messages):
             yield message
 
     async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
@@ -27,7 +30,7 @@ class Saying:
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return ErrorInfo(503, "gone")
 
-    async def used(self, call_id: str) -> None:
+    async def used(self, request_id: str) -> None:
         return None
 
     async def is_ready(self) -> bool:

@@ -1,5 +1,6 @@
 """Whose forwards a reply's are: no adapter's tokens per forward hold another one's."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,13 @@ from pydantic import TypeAdapter
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
+from mars_ray.config.serve import ServeJob
 from mars_ray.decode.request import Completion, Request, TokenEvent
-from mars_ray.serve.openai.replies import usage
 from mars_ray.serve.openai.response_models import MarsUsage
+from mars_ray.serve.openai.sse import ReplyWriter, usage
 from mars_ray.serve.protocol import Finish, GenerationRequest, Served, TokenText
 from mars_ray.serve.replica.output_processor import OutputProcessor
+from mars_ray.serve.replica.stats import ReplicaCounters
 
 A, B = "a@1", "b@2"
 CALL = GenerationRequest("c", ("x",), VerifiedMode(), Sampling(), 100, 100)
@@ -23,7 +26,11 @@ def transcript(mode: Mode, call: GenerationRequest = CALL) -> OutputProcessor:
     def token_text(token: int, logprob: float) -> TokenText:
         return TokenText(str(token), (), logprob)
 
-    return OutputProcessor(call, request, 0, lambda tokens: "x" * len(tokens), token_text)
+    def decode(tokens: Sequence[int]) -> str:
+        return "x" * len(tokens)
+
+    counters = ReplicaCounters(ServeJob(checkpoint="x"))
+    return OutputProcessor(call, request, 0, decode, token_text, ReplyWriter(call), counters)
 
 
 def steps(*said: tuple[str | None, int]) -> list[TokenEvent]:
@@ -47,10 +54,9 @@ def test_forwards_belong_to_the_adapter_of_their_drafts(at_once, stop):
     adapter and has another between."""
     events = steps(*SAID)
     written = transcript(VerifiedMode(), replace(CALL, stop=stop))
-    finish = None
     for first in range(0, len(events), at_once):
-        piece, _ = written.add(events[first : first + at_once])
-        finish = piece.finish
+        written.process(events[first : first + at_once])
+    finish = written.finish
     assert finish
     assert finish.served == SERVED
     assert finish.completion_tokens == sum(served.tokens for served in SERVED)
@@ -59,10 +65,11 @@ def test_forwards_belong_to_the_adapter_of_their_drafts(at_once, stop):
 
 def test_without_masks_no_adapter_serves():
     """`exact` would spoil the mean of whatever adapter is in force."""
-    piece, _ = transcript(ExactMode()).add(steps(*SAID))
-    assert piece.finish
-    assert piece.finish.served == (Served(None, 17, 7),)
-    assert piece.finish.mode == "exact"
+    written = transcript(ExactMode())
+    written.process(steps(*SAID))
+    assert written.finish
+    assert written.finish.served == (Served(None, 17, 7),)
+    assert written.finish.mode == "exact"
 
 
 def finished(*served: Served) -> Finish:

@@ -16,12 +16,12 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.frontier import FRONTIER_FILE
-from mars_ray.errors import ConfigError, EngineError, ModelError
+from mars_ray.errors import ConfigError, ModelError
 from mars_ray.model.places import adapter_name
 from mars_ray.serve.deploy import check, service_model
-from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.protocol import GenerationRequest, OutputDelta, Turn
-from mars_ray.serve.replica.adapters import Adapters
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.protocol import Envelope, GenerationRequest, ReplyForm, Turn
+from mars_ray.serve.replica.deployment import Adapters
 from mars_ray.serve.replica.llm_server import LLMServer
 
 TOKENS = 400
@@ -200,17 +200,13 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
     good, weak = named(folder, "good"), named(folder, "weak")
     exact = text_of(ask(client, max_tokens=TOKENS))
 
-    async def whole(number: int) -> tuple[str, OutputDelta]:
-        call = _open_call(f"overtaken-{number}")
-        said = ""
-        async for message in text.generate(call):
-            assert isinstance(message, OutputDelta), message
-            said += message.text
-            if message.finish:
-                return said, message
-        raise EngineError("no end")
+    async def whole(number: int) -> dict:
+        request = _open_call(f"overtaken-{number}")
+        (message,) = [message async for message in text.generate(request)]
+        assert isinstance(message, Envelope), message
+        return json.loads(message.text)
 
-    async def scenario() -> list[tuple[str, OutputDelta]]:
+    async def scenario() -> list[dict]:
         await adapters.take(str(folder / "good"))
         answers = [asyncio.create_task(whole(number)) for number in range(8)]
         for name in itertools.cycle(("weak", None, "good")):
@@ -221,21 +217,23 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
         return await asyncio.gather(*answers)
 
     answers = asyncio.run(scenario())
-    assert {said for said, _ in answers} == {exact}
+    assert {answer["choices"][0]["message"]["content"] for answer in answers} == {exact}
     seen = set()
-    for _, piece in answers:
-        finish = piece.finish
-        assert finish
-        assert finish.completion_tokens == TOKENS == sum(s.tokens for s in finish.served)
-        assert finish.forwards == sum(served.forwards for served in finish.served)
-        for served_by in finish.served:
-            seen.add(served_by.adapter)
-            per_forward = served_by.tokens / served_by.forwards
-            if served_by.adapter is None:
+    for answer in answers:
+        usage, mars = answer["usage"], answer["usage"]["mars"]
+        counts = mars | {"completion_tokens": usage["completion_tokens"]}
+        served_by = mars.get("by_adapter", [counts])
+        tokens = sum(own["completion_tokens"] for own in served_by)
+        assert usage["completion_tokens"] == TOKENS == tokens
+        assert mars["forwards"] == sum(own["forwards"] for own in served_by)
+        for own in served_by:
+            seen.add(own["adapter"])
+            per_forward = own["completion_tokens"] / own["forwards"]
+            if own["adapter"] is None:
                 assert per_forward == 1
-            elif served_by.adapter == weak:
+            elif own["adapter"] == weak:
                 assert per_forward < 1.5
-            elif served_by.forwards > 20:
+            elif own["forwards"] > 20:
                 assert per_forward > 4
     assert seen == {good, weak, None}
 
@@ -251,8 +249,9 @@ async def _steps_pass(text: LLMServer, answers: list[asyncio.Task]) -> None:
 
 def _open_call(name: str) -> GenerationRequest:
     prompt = (Turn("user", ASK),)
+    form = ReplyForm(is_streamed=False)
     return GenerationRequest(
-        name, (prompt,), VerifiedMode(), Sampling(), TOKENS, TOKENS, is_mode_open=True
+        name, (prompt,), VerifiedMode(), Sampling(), TOKENS, TOKENS, is_mode_open=True, reply=form
     )
 
 

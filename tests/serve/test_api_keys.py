@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from serve.written import envelopes
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError
-from mars_ray.serve.ingress.api_keys import ApiKeys
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.ingress.auth import ApiKeys
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.protocol import (
     ErrorInfo,
@@ -42,15 +43,17 @@ priority = -5
 
 
 class Counting:
-    """A backend that remembers its calls and answers each with one piece."""
+    """A model that remembers its requests and answers each with one piece."""
 
     def __init__(self) -> None:
         self.calls: list[GenerationRequest] = []
 
-    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        self.calls.append(call)
-        for choice in range(call.choices):
-            yield OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice)
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
+        self.calls.append(request)
+        finish = Finish("stop", 1, 1, 1)
+        deltas = [OutputDelta("x", finish, choice) for choice in range(request.choices)]
+        for message in envelopes(request, deltas):
+            yield message
 
     async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         return Tokenized((1, 2), 10)
@@ -58,7 +61,7 @@ class Counting:
     async def detokenize(self, tokens: tuple[int, ...]) -> str | ErrorInfo:
         return "x"
 
-    async def used(self, call_id: str) -> None:
+    async def used(self, request_id: str) -> None:
         return None
 
     async def is_ready(self) -> bool:
@@ -189,19 +192,18 @@ def test_a_key_limits_answers_at_a_time(client, tmp_path):
 
 
 class Lasting(Counting):
-    """A backend whose answers begin, and then take as long as they are told to."""
+    """A model whose answers begin, and then take as long as they are told to."""
 
-    def __init__(self, *rest: Message) -> None:
+    def __init__(self, *rest: OutputDelta | ErrorInfo) -> None:
         super().__init__()
         self.rest = rest
         self.may_go_on = asyncio.Event()
 
-    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        self.calls.append(call)
-        yield OutputDelta("x")
-        await self.may_go_on.wait()
-        for message in self.rest:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
+        self.calls.append(request)
+        for message in envelopes(request, (OutputDelta("x"), *self.rest)):
             yield message
+            await self.may_go_on.wait()
 
 
 def lasting_api(tmp_path, backend: Lasting) -> FastAPI:

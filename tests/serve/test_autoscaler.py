@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import httpx
@@ -25,14 +26,13 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.errors import ConfigError
 from mars_ray.serve.autoscaler import Autoscaler
 from mars_ray.serve.deploy import APP_NAME, start
-from mars_ray.serve.policy_memory import MemoryExchange
 from mars_ray.serve.threshold_actor import (
-    Setting,
-    control_of,
     end_controls,
     publish,
 )
 
+# Where a policy finds nothing that was learnt before.
+NOTHING = Path("/nothing/here.json")
 DEPLOYMENT = DeploymentID("Replica-tiny", "mars-ray")
 # Lower thresholds pay: more tokens for the rows.
 MODEL = ServiceModel(
@@ -69,31 +69,22 @@ def context(series: dict, running: int, target: int) -> AutoscalingContext:
     )
 
 
-def autoscaler() -> Autoscaler:
+def autoscaler(memory: Path = NOTHING) -> Autoscaler:
     config = ScalingConfig(max_replicas=4, threshold=ThresholdBounds(floor=0.3))
-    return made(config, measures_steps=True)
+    return made(config, memory, measures_steps=True)
 
 
-def made(config: ScalingConfig, *, measures_steps: bool) -> Autoscaler:
+def made(config: ScalingConfig, memory: Path = NOTHING, *, measures_steps: bool) -> Autoscaler:
     engine = EngineConfig(max_batch=8)
     settings = (config.model_dump_json(), MODEL.to_json(), engine.model_dump_json())
-    return Autoscaler("tiny", *settings, measures_steps)
+    return Autoscaler("tiny", *settings, measures_steps, str(memory))
 
 
-@pytest.fixture
-def alone(monkeypatch) -> None:
-    """Of a policy without a cluster: there is no actor, and nothing was learnt before."""
-    monkeypatch.setattr(MemoryExchange, "exchange", lambda _self, state, _now: state)
-    monkeypatch.setattr(MemoryExchange, "is_awaited", lambda *_: False)
-
-
-@pytest.mark.usefixtures("alone")
 def test_without_reports_it_holds():
     """At the start and after a restart of the controller there are none."""
     assert autoscaler()(context({}, 0, 3)) == (3, {})
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_failure_holds_too():
     """An exception here would stop every application of the cluster."""
     wrong = {"arrived": {ReplicaID("a", DEPLOYMENT): [TimeStampedValue(time.time(), 1.0)]}}
@@ -101,7 +92,6 @@ def test_a_failure_holds_too():
     assert autoscaler()(broken) == (2, {})
 
 
-@pytest.mark.usefixtures("alone")
 def test_between_two_ticks_nothing_is_decided_anew(monkeypatch):
     """The controller asks ten times a second."""
     policy = autoscaler()
@@ -126,7 +116,6 @@ def test_between_two_ticks_nothing_is_decided_anew(monkeypatch):
     assert 400 < policy._model.step_rows < 500
 
 
-@pytest.mark.usefixtures("alone")
 def test_what_serve_wakes_stays_awake(monkeypatch):
     """Guards a replica that is stopped as soon as it is there, before it can tell of requests."""
     clock = [1000.0]
@@ -157,7 +146,6 @@ def test_what_serve_wakes_stays_awake(monkeypatch):
     assert idle(1, 70) == 0
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_wall_clock_that_is_set_back_stops_nothing(monkeypatch):
     """Guards a policy that waits for the old time to come again."""
     wall, other = [1000.0], [0.0]
@@ -170,45 +158,29 @@ def test_a_wall_clock_that_is_set_back_stops_nothing(monkeypatch):
     assert states[0] is not states[1] is states[2]
 
 
-@pytest.mark.ray
-def test_a_policy_that_is_made_anew_goes_on_from_what_was_learnt(ray_cluster, caplog):
-    """As after a restart of Serve's controller. It waits for the actor but not for ever, takes up
-    what an operator has put there, and begins anew where it cannot be read."""
-    setting = Setting(0.0, 1.0, is_auto=True)
-    control = control_of("learning", setting)
-    wise = replace(State(), feedback=Feedback(utilisation=0.55), fleet=Fleet(asked=7))
+def test_a_policy_that_is_made_anew_goes_on_from_what_was_learnt(tmp_path, monkeypatch, caplog):
+    """As after a restart of Serve's controller, or of the service. It begins anew where the file
+    cannot be read, and a disk that is full stops nothing."""
+    monkeypatch.setattr(Autoscaler, "_publish", lambda *_: None)
+    memory = tmp_path / "policies" / "tiny.json"
+    first = autoscaler(memory)
+    first(context({}, 1, 1))
+    assert not memory.exists(), "a minute is not over"
+    first._state = replace(first._state, feedback=Feedback(utilisation=0.55), fleet=Fleet(asked=7))
+    first._next_s = first._keep_s = 0.0
+    first(context({}, 1, 1))
+    second = autoscaler(memory)
+    assert second._state.feedback.utilisation == 0.55
+    assert second._state.fleet == Fleet()
 
-    def begun() -> MemoryExchange:
-        return MemoryExchange("learning", lambda: control)
-
-    def answered(memory: MemoryExchange, state: State, now: float) -> State:
-        """The state after a question and its answer."""
-        memory.exchange(state, now)
-        ray.wait([memory._answer], timeout=10)
-        return memory.exchange(state, now + 0.5)
-
-    first = begun()
-    assert first.exchange(wise, 0.0) is wise
-    assert first.is_awaited(0.5)
-    assert not first.is_awaited(2.5), "an actor that does not answer"
-    ray.wait([first._answer], timeout=10)
-    assert first.exchange(wise, 1.0) is wise
-    assert not first.is_awaited(1.0)
-    assert answered(first, wise, 30.0) is wise
-    assert ray.get(control.learnt.remote()) is None, "a minute is not over"
-    answered(first, wise, 61.0)
-    assert ray.get(control.learnt.remote()) == wise.to_json()
-
-    second = begun()
-    taken = answered(second, State(fleet=Fleet(asked=3)), 0.0)
-    assert (taken.feedback, taken.fleet.asked) == (wise.feedback, 3)
-    ray.get(control.relearn.remote(None))
-    assert answered(second, taken, 10.0).feedback == Feedback()
-    ray.get(control.relearn.remote('{"demand": "of another release"}'))
+    memory.write_text('{"demand": "of another release"}')
     with caplog.at_level("WARNING", logger="ray.serve"):
-        assert answered(second, taken, 20.0).feedback == Feedback()
-    assert "begins with an empty memory" in caplog.text
-    end_controls({"learning"})
+        assert autoscaler(memory)._state == State()
+        assert "begins with nothing learnt" in caplog.text
+        blocked = autoscaler(memory / "not a directory")
+        blocked._keep_s = 0.0
+        assert blocked(context({}, 0, 3)) == (3, {})
+    assert "cannot be kept" in caplog.text
 
 
 @pytest.fixture
@@ -222,6 +194,7 @@ def service(ray_cluster, checkpoint, tmp_path, request) -> Iterator[openai.OpenA
         checkpoint=str(checkpoint),
         port=free_port(),
         model_name="tiny",
+        model_cache=str(tmp_path),
         cpus_per_replica=0.5,
         default_quality="balanced",
         replicas="auto",

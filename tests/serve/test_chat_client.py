@@ -14,7 +14,7 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServedModel
 from mars_ray.errors import EngineError
 from mars_ray.serve.chat_client import Conversation, _read, chat, models
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.decode.request import Completion, Request, TokenEvent
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
 from mars_ray.errors import ModelError, RequestError
-from mars_ray.serve.openai.replies import Answer
-from mars_ray.serve.protocol import GenerationRequest, TokenText, ToolCall, Tools, Turn
+from mars_ray.serve.openai.sse import Answer, ReplyWriter
+from mars_ray.serve.protocol import GenerationRequest, ReplyForm, TokenText, ToolCall, Tools, Turn
 from mars_ray.serve.replica.chat_format import ChatFormat
 from mars_ray.serve.replica.output_processor import OutputProcessor
+from mars_ray.serve.replica.stats import ReplicaCounters
 
 PARAMETERS = {
     "type": "object",
@@ -343,7 +344,8 @@ def test_a_model_may_think_where_nobody_reads_its_thoughts(tiny):
 
 def answered(chat: ChatFormat, steps: list[tuple[int, ...]], stop: tuple[str, ...] = ()) -> Answer:
     """What a reply has of an answer of these steps."""
-    call = call_of(stop=stop, shows_reasoning=True)
+    call = call_of(stop=stop, shows_reasoning=True, reply=ReplyForm(is_streamed=False))
+    writer = ReplyWriter(call)
     request = Request("id-0", (1,), ExactMode(), Sampling(), 100, frozenset())
     output = OutputProcessor(
         call,
@@ -351,15 +353,17 @@ def answered(chat: ChatFormat, steps: list[tuple[int, ...]], stop: tuple[str, ..
         0,
         partial(chat.decode, call),
         lambda token, logprob: TokenText("", (), logprob),
+        writer,
+        ReplicaCounters(ServeJob(checkpoint="x")),
         chat.tool_reader(call, "id-0"),
         chat.reasoning_reader(call),
     )
-    answer = Answer()
     for forward, tokens in enumerate(steps, start=1):
         is_last = forward == len(steps)
         done = Completion("id-0", (), (), forward, "stop") if is_last else None
-        answer.add(output.add([TokenEvent("id-0", tokens, forward, done)])[0])
-    return answer
+        output.process([TokenEvent("id-0", tokens, forward, done)])
+    (answer,) = writer._answers
+    return replace(answer, forwards=[])
 
 
 @pytest.mark.parametrize("family", [*ONE, "deepseek-r1"])

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from serve.written import choices, text_of_choice, texts
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
@@ -14,13 +15,14 @@ from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import TokenEvent
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, OutputDelta
+from mars_ray.serve.protocol import Envelope, ErrorInfo, GenerationRequest, Message
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.stats import AnswerStats
 
 CALL = GenerationRequest(
     "several", ("one two three",), ExactMode(), Sampling(temperature=1.5), 100, 100, n=3
 )
+STEPS = texts(CALL)
 
 
 class Served:
@@ -49,11 +51,11 @@ class Served:
         self.engine.step = slowly
 
     @asynccontextmanager
-    async def begun(self, deltas: int) -> AsyncIterator[AsyncIterator[Message]]:
-        """What follows the first deltas of the call, step by step, of an engine that is slow."""
+    async def begun(self, steps: int) -> AsyncIterator[AsyncIterator[Message]]:
+        """What follows the first steps of the request, of an engine that is slow."""
         self.slow_down()
-        async with aclosing(self.server.generate(replace(CALL, delivery="steps"))) as messages:
-            for _ in range(deltas):
+        async with aclosing(self.server.generate(STEPS)) as messages:
+            for _ in range(steps):
                 await anext(messages)
             yield messages
 
@@ -69,7 +71,7 @@ class Served:
 def served(job) -> Iterator[Served]:
     engine, tokenizer = load_engine(job.checkpoint, job.engine)
     served = Served(LLMServer(AsyncEngine(engine), tokenizer, job), engine)
-    served.server._observer = served
+    served.server._counters._observer = served
     served.server.start()
     yield served
     served.server.stop()
@@ -96,7 +98,7 @@ def test_closing_ends_all_answers(served):
     asyncio.run(leave())
     assert served.endings == ["abort"] * 3
     assert all(1 <= seen.completion_tokens < 100 for seen in served.told)
-    assert served.server._tally.finished == 3
+    assert served.server._counters.tally.finished == 3
 
 
 def test_each_answer_begins_at_once_and_ends_at_once(served, job):
@@ -105,44 +107,44 @@ def test_each_answer_begins_at_once_and_ends_at_once(served, job):
     begin = time.monotonic()
     messages = heard(served, CALL)
     assert time.monotonic() - begin < 30
-    for choice in range(3):
-        own = [m for m in messages if isinstance(m, OutputDelta) and m.choice == choice]
-        assert sum(delta.tokens for delta in own) == 100
-        assert own[0].forward < own[-1].forward
-        assert own[-1].finish
+    said = choices(messages)
+    for index in range(3):
+        own = [choice for choice in said if choice["index"] == index]
+        assert len(own) >= 2
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+    assert isinstance(messages[-1], Envelope)
+    assert messages[-1].used.completion_tokens == 300
 
 
 def test_an_answer_that_meets_its_stop_string_leaves_the_engine_and_the_others_go_on(served):
     """Guards a sequence that is decoded to its end because its neighbours are not over."""
-    alone = heard(served, replace(CALL, delivery="whole"))
-    texts = {m.choice: m.text for m in alone if isinstance(m, OutputDelta)}
+    alone = heard(served, STEPS)
+    said = [text_of_choice(alone, index) for index in range(3)]
     stop = next(
         text
         for place in range(10, 60)
-        if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
+        if (text := said[0][place : place + 3]) and text not in said[1] + said[2]
     )
     served.told.clear()
     served.slow_down()
 
-    async def run() -> tuple[int, list[OutputDelta]]:
-        deltas, running = [], 3
-        call = replace(CALL, delivery="steps", stop=(stop,))
-        async with aclosing(served.server.generate(call)) as messages:
+    async def run() -> tuple[int, list[Message]]:
+        heard, running = [], 3
+        async with aclosing(served.server.generate(replace(STEPS, stop=(stop,)))) as messages:
             async for message in messages:
-                assert isinstance(message, OutputDelta)
-                deltas.append(message)
-                finished = [delta.choice for delta in deltas if delta.finish]
-                if finished == [0]:
+                heard.append(message)
+                ended = [each["index"] for each in choices(heard) if each["finish_reason"]]
+                if ended == [0]:
                     running = min(running, served.engine.running)
         await served.idle()
-        return running, deltas
+        return running, heard
 
-    running, deltas = asyncio.run(run())
+    running, messages = asyncio.run(run())
     assert running == 2
-    joined = {c: "".join(d.text for d in deltas if d.choice == c) for c in range(3)}
-    assert joined == texts | {0: texts[0][: texts[0].index(stop)]}
+    shorter = said[0][: said[0].index(stop)]
+    assert [text_of_choice(messages, index) for index in range(3)] == [shorter, *said[1:]]
     assert served.endings == ["length", "length", "stop"]
-    assert served.server._tally.finished == 6
+    assert served.server._counters.tally.finished == 6
 
 
 def test_one_answer_that_fails_ends_them_all(served, monkeypatch, caplog):
@@ -160,7 +162,7 @@ def test_one_answer_that_fails_ends_them_all(served, monkeypatch, caplog):
     assert (messages[-1].status, messages[-1].code) == (500, "internal_error")
     assert "secret" not in messages[-1].message
     assert served.endings == ["abort", "abort", "error"]
-    assert served.server._tally.finished == 3
+    assert served.server._counters.tally.finished == 3
     served.server.check_health()
 
 
@@ -171,17 +173,17 @@ def test_one_prompt_that_is_refused_refuses_the_request(served):
     assert isinstance(refused, ErrorInfo)
     assert (refused.status, refused.code) == (400, "context_length_exceeded")
     assert served.endings == ["abort", "refused"]
-    assert served.server._tally.finished == 1
+    assert served.server._counters.tally.finished == 1
 
 
 def test_an_answer_that_has_met_its_stop_string_cannot_fail_any_more(served, job, monkeypatch):
     """Guards the others: the engine goes on with it for a while, as steps travel together."""
-    alone = heard(served, replace(CALL, delivery="whole"))
-    texts = {m.choice: m.text for m in alone if isinstance(m, OutputDelta)}
+    alone = heard(served, STEPS)
+    said = [text_of_choice(alone, index) for index in range(3)]
     stop = next(
         text
         for place in range(10, 60)
-        if (text := texts[0][place : place + 3]) and text not in texts[1] + texts[2]
+        if (text := said[0][place : place + 3]) and text not in said[1] + said[2]
     )
     served.told.clear()
     served.server._job = job.model_copy(update={"stream_interval_s": 60.0})
@@ -194,7 +196,7 @@ def test_an_answer_that_has_met_its_stop_string_cannot_fail_any_more(served, job
 
     monkeypatch.setattr(served.engine, "_absorb", fails_for_one)
     messages = heard(served, replace(CALL, stop=(stop,)))
-    assert all(isinstance(message, OutputDelta) for message in messages)
+    assert all(isinstance(message, Envelope) for message in messages)
     assert served.endings == ["length", "length", "stop"]
 
 
@@ -202,7 +204,7 @@ def test_what_comes_behind_a_failure_is_not_told(served):
     """Guards a status of 200 with a piece of an answer, where the request is refused."""
 
     async def run() -> list[Message]:
-        call = replace(CALL, prompts=("one two", "one " * 500), n=1, delivery="steps")
+        call = replace(CALL, prompts=("one two", "one " * 500), n=1)
         async with aclosing(served.server.generate(call)) as messages:
             begun = asyncio.ensure_future(anext(messages))
             await asyncio.sleep(0)
@@ -219,7 +221,7 @@ def test_a_prompt_that_is_refused_counts_as_no_answer_at_all(served):
     (refused,) = heard(served, replace(CALL, prompts=("one " * 500,)))
     assert isinstance(refused, ErrorInfo)
     assert served.endings == ["refused"] * 3
-    assert served.server._tally.finished == 0
+    assert served.server._counters.tally.finished == 0
 
 
 def test_a_deadline_ends_all_answers(served):

@@ -7,7 +7,7 @@ from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, text_of
 
 from mars_ray.config.serve import Limits
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.openai.request_models import ChatBody, parse
 from mars_ray.serve.openai.validation import turns_of
 

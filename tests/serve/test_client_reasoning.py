@@ -18,7 +18,7 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 
 PAINT = {
     "type": "object",

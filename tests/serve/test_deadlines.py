@@ -12,9 +12,9 @@ from serve.saying import Saying
 from starlette.types import ASGIApp
 
 from mars_ray.config.serve import Limits, ServeJob
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.ingress.proxy import LIMIT_HEADER, SlowReaders
-from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta
+from mars_ray.serve.protocol import Envelope, ErrorInfo, Finish, OutputDelta, Used
 
 
 def test_an_answer_that_is_late_is_an_error_not_half_an_answer(client, text_engine):
@@ -50,11 +50,11 @@ class Endless(Saying):
 
     closed = False
 
-    async def generate(self, call):
+    async def generate(self, request):
         try:
             for _ in range(2000):
-                yield OutputDelta("x" * 100_000)
-            yield OutputDelta("", Finish("stop", 1, 1, 1))
+                yield Envelope(f"data: {'x' * 100_000}\n\n", Used())
+            yield Envelope("", Used(), "stop")
         finally:
             self.closed = True
 

@@ -20,7 +20,7 @@ from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.serve.deploy import APP_NAME, start
-from mars_ray.serve.ingress import page_files
+from mars_ray.serve.ingress import middleware
 from mars_ray.serve.ingress.proxy import BoundedProtocol
 
 pytestmark = pytest.mark.ray
@@ -84,7 +84,7 @@ def test_the_page_and_its_files_arrive(url):
     assert len(names) == 2
     for name in names:
         file = httpx.get(f"{url}/{name}")
-        assert file.content == (Path(page_files.__file__).parent / name).read_bytes()
+        assert file.content == (Path(middleware.__file__).parent / name).read_bytes()
     assert httpx.get(f"{url}/page/other.mjs").status_code == 404
 
 

@@ -18,9 +18,9 @@ from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
 from mars_ray.cluster.machine import free_port
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve import shutdown
+from mars_ray.serve import deploy
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.ingress.middleware import Gate
-from mars_ray.serve.ingress.routes import build_api
 
 
 def test_a_closed_gate_refuses_and_says_so(job, text_engine):
@@ -68,14 +68,14 @@ def test_a_signal_drains_and_a_second_one_hurries(number, monkeypatch):
         did.append("drain")
         return not at_once.wait(10)
 
-    monkeypatch.setattr(shutdown, "drain", wait)
-    monkeypatch.setattr(shutdown, "_cut", lambda: did.append("cut"))
+    monkeypatch.setattr(deploy, "drain", wait)
+    monkeypatch.setattr(deploy, "_cut", lambda: did.append("cut"))
     monkeypatch.setattr(serve, "shutdown", lambda: did.append("stop"))
-    monkeypatch.setattr(shutdown, "end_controls", lambda: did.append("forget"))
+    monkeypatch.setattr(deploy, "end_controls", lambda: did.append("forget"))
     before = signal.getsignal(number)
     for delay_s in (0.2, 0.4):
         threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
-    shutdown.wait_until_stopped(ServeJob(checkpoint="m"))
+    deploy.wait_until_stopped(ServeJob(checkpoint="m"))
     assert did == ["drain", "cut", "stop", "forget"]
     assert signal.getsignal(number) is before
 

@@ -52,7 +52,7 @@ def in_process(directory: Path) -> EngineClient:
 
 def vllm(directory: Path) -> EngineClient:
     # Only here: most environments have no vLLM.
-    from mars_ray.serve.replica.vllm_loading import loaded
+    from mars_ray.serve.replica.vllm_client import loaded
 
     os.environ.update(ENVIRONMENT)
     client, _ = loaded(directory, VLLM_SIZE)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve.vllm_queries import QUERIES
 
-from mars_ray.serve.ingress.exposition import SAME_AS_VLLM, page_of
+from mars_ray.serve.ingress.metrics import SAME_AS_VLLM, page_of
 
 RAYS = 'NodeAddress="10.0.0.1",SessionName="session_1",WorkerId="a",otel_scope_name="ray._private"'
 SERVES = 'application="mars-ray",deployment="Replica-m",replica="one"'

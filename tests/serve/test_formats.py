@@ -1,6 +1,5 @@
 """Answers that must be JSON, or may call tools; random weights would never write either."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 
@@ -18,11 +17,11 @@ from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.structured_output import Grammars
 from mars_ray.errors import RequestError
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.protocol import GenerationRequest, Tools
 from mars_ray.serve.replica.formats import Vocabulary, grammar_of
 from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.replica.tool_formats import HERMES
+from mars_ray.serve.replica.tool_parser import HERMES
 
 # No free text, which random weights would never end.
 SCHEMA = {
@@ -366,7 +365,7 @@ def test_tools_may_refer_to_parts_of_their_own_schema(text_engine):
     tool = {"type": "function", "function": {"name": "send", "parameters": parameters}}
     tools = Tools((tool,), is_required=True, is_parallel=False, named=None)
     call = GenerationRequest("a", ("x",), ExactMode(), Sampling(), 12, 100, tools=tools)
-    grammar = asyncio.run(text_engine._grammar(call))
+    grammar = text_engine._grammar(call)
 
     def whole(arguments: dict) -> bool:
         made = json.dumps({"name": "send", "arguments": arguments})

@@ -21,7 +21,7 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.provenance import provenance
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.openai.request_models import (
     ApiError,
     ChatBody,
@@ -29,7 +29,7 @@ from mars_ray.serve.openai.request_models import (
     DetokenizeBody,
     parse,
 )
-from mars_ray.serve.openai.validation import to_generation_request
+from mars_ray.serve.openai.validation import to_request
 from mars_ray.serve.replica.engine_client import EngineClient
 from mars_ray.serve.replica.llm_server import LLMServer
 
@@ -81,7 +81,7 @@ def test_what_contradicts_itself_is_made_to_fit():
     asked = CHAT | wrong | {"stream_options": {"include_usage": True}, "reasoning_effort": "low"}
     fitted = fit(asked)
     assert set(asked) - {"window"} <= set(fitted)
-    assert to_generation_request(parse(ChatBody, json.dumps(fitted).encode()), "id", 1, job)
+    assert to_request(parse(ChatBody, json.dumps(fitted).encode()), "id", 1, job)
     assert fit_tokens({"tokens": [1000]}) == {"tokens": [1000 % 330]}
     assert fit_tokens({"model": "tiny", "prompt": "x"}) == {"model": "tiny", "prompt": "x"}
 
@@ -137,7 +137,7 @@ def test_no_request_breaks_the_service(answered, modes):
 
 def vllm(directory: Path) -> tuple[EngineClient, PreTrainedTokenizerBase]:
     # Only here: most environments have no vLLM.
-    from mars_ray.serve.replica.vllm_loading import loaded
+    from mars_ray.serve.replica.vllm_client import loaded
 
     os.environ.update(ENVIRONMENT)
     return loaded(directory, SMALL)

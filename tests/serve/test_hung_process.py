@@ -20,7 +20,7 @@ class Engine:
 async def hang(how):
     replica = object.__new__(Replica)
     replica._engine = Engine()
-    watching = asyncio.create_task(replica._watch(1.0))
+    watching = asyncio.create_task(replica._watchdog(1.0))
     await asyncio.sleep(2)
     print("healthy for longer than the limit", flush=True)
     if how == "engine":

@@ -10,7 +10,7 @@ from langchain_openai import ChatOpenAI
 from serve.asking import ASK, ask, text_of
 from serve.real_port import served
 
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 
 TURNS = [SystemMessage("be short"), HumanMessage(ASK)]
 

@@ -10,7 +10,7 @@ from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.request import EngineInfo
 from mars_ray.decode.stats import Snapshot, StepTotals
-from mars_ray.serve.ingress.replica_client import Recent
+from mars_ray.serve.ingress.client import TtlCache
 from mars_ray.serve.replica.stats import Live
 from mars_ray.serve.status import Decided, ReplicaStatus, model_status
 
@@ -168,7 +168,7 @@ def test_many_pages_ask_once():
         return asked
 
     async def all_at_once() -> list[int]:
-        recent = Recent(ask, fresh_s=60)
+        recent = TtlCache(ask, fresh_s=60)
         first = await asyncio.gather(*(recent.get() for _ in range(10)))
         return [*first, await recent.get()]
 

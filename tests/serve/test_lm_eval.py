@@ -20,7 +20,7 @@ from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.serve import Limits
 from mars_ray.evaluate.tasks import FINAL_ANSWER, gsm8k_problems, is_correct
 from mars_ray.model.load import load_model
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

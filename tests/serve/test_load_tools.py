@@ -15,7 +15,7 @@ from serve.real_port import served
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 
 ROOT = Path(__file__).parents[2]
 REQUESTS, TOKENS = 12, 8

@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 from serve.asking import error_of
 from serve.saying import Saying
 
-from mars_ray.serve.ingress.metrics_endpoint import PIECE_BYTES, page
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.ingress.metrics import PIECE_BYTES, metrics_reply
 
 LINES = "".join(
     f'ray_mars_requests{{replica="{i}"}} {random.Random(i).random()}\n' for i in range(90_000)
@@ -36,7 +36,7 @@ def sent(reply: Response) -> list[bytes]:
 def test_no_message_is_larger_than_a_proxy_takes(accepted):
     """Guards a page that ends in the proxy as an internal error once a cluster counts megabytes."""
     assert len(LINES) > 4 * PIECE_BYTES
-    reply = asyncio.run(page(LINES, accepted))
+    reply = asyncio.run(metrics_reply(LINES, accepted))
     bodies = sent(reply)
     assert max(map(len, bodies)) <= PIECE_BYTES
     whole = b"".join(bodies)
@@ -49,7 +49,7 @@ def test_no_message_is_larger_than_a_proxy_takes(accepted):
 
 def test_a_small_page_is_one_message():
     """With its length, as clients of old want it."""
-    reply = asyncio.run(page("ray_mars_requests 1\n", ""))
+    reply = asyncio.run(metrics_reply("ray_mars_requests 1\n", ""))
     assert reply.headers["content-length"] == "20"
 
 

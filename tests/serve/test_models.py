@@ -20,7 +20,7 @@ from mars_ray.config.serve import Limits, ServedModel, ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.serve.deploy import _replicas, build_app, start
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.status import MarsStatusReply
 
 SECRET, OTHER = "a-secret-of-24-characters", "another-secret-of-some-30-chars"

@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.openai.no_op_fields import no_ops_of
-from mars_ray.serve.openai.request_models import ApiError, ChatBody, CompletionBody, parse
-from mars_ray.serve.openai.validation import to_generation_request
+from mars_ray.serve.openai.request_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    no_ops_of,
+    parse,
+)
+from mars_ray.serve.openai.validation import to_request
 from mars_ray.serve.protocol import ErrorInfo, GenerationRequest
 
 JOB = ServeJob(checkpoint="x")
@@ -53,7 +58,7 @@ KINDS = pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 
 def call(kind: type[ChatBody] | type[CompletionBody], **fields: Any) -> GenerationRequest:
     body = parse(kind, json.dumps(BODIES[kind] | fields).encode())
-    return to_generation_request(body, "id", 7, JOB)
+    return to_request(body, "id", 7, JOB)
 
 
 def refusal(kind: type[ChatBody] | type[CompletionBody], **fields: Any) -> ErrorInfo:

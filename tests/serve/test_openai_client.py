@@ -15,7 +15,7 @@ from serve.real_port import served
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.protocol import GenerationRequest, Turn
 
 CHAT = [{"role": "user", "content": ASK}]

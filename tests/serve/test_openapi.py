@@ -5,7 +5,7 @@ from fastapi.testclient import TestClient
 from schemathesis.config import SchemathesisConfig
 from starlette.routing import Mount
 
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.openai.openapi import openapi
 
 

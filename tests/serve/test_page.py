@@ -8,7 +8,7 @@ from serve.real_port import served
 from serve.writing import Writing
 
 from mars_ray.config.serve import Limits, ServedModel
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.status import Decided
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

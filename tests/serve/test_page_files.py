@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mars_ray.serve.ingress import page_files
+from mars_ray.serve.ingress import middleware
 
 ROOT = Path(__file__).parents[2]
-PAGE = Path(page_files.__file__).with_name("page")
+PAGE = Path(middleware.__file__).with_name("page")
 # Of npm's registry: the release that lib/marked.esm.js and LICENSE were taken from, and its hash.
 VERSION = "18.2.1"
 INTEGRITY = (

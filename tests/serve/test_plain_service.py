@@ -21,7 +21,7 @@ from mars_ray.config.modes import VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.decode.cpu.library import supported
 from mars_ray.serve.deploy import _checked, start
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.status import MarsStatusReply
 
 CHAT = [{"role": "user", "content": "How many apples are left?"}]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_ray.serve.ingress.prefixes import (
+from mars_ray.serve.ingress.router import (
     BLOCK_CHARS,
     BLOCK_TOKENS,
     MAX_BLOCKS,

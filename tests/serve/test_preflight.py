@@ -14,7 +14,7 @@ from mars_ray.config.modes import ConfidenceMode, ExactMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import ConfigError, MarsError
 from mars_ray.serve.openai.request_models import ChatBody, parse
-from mars_ray.serve.openai.validation import to_generation_request
+from mars_ray.serve.openai.validation import to_request
 from mars_ray.serve.preflight import preflight
 
 
@@ -132,7 +132,7 @@ def test_a_mode_has_one_short_form():
         assert job.default_mode == ExactMode()
     messages = [{"role": "user", "content": "hi"}]
     body = json.dumps({"model": "x", "messages": messages, "mode": "confidence"}).encode()
-    asked = to_generation_request(parse(ChatBody, body), "id", 1, ServeJob(checkpoint="x"))
+    asked = to_request(parse(ChatBody, body), "id", 1, ServeJob(checkpoint="x"))
     assert asked.mode == ConfidenceMode()
     evaluate = {"kind": "evaluate", "checkpoint": "x", "task": {"type": "corpus"}}
     several = parse_job(evaluate | {"modes": ["exact", {"type": "confidence"}]}, source="a")

@@ -7,8 +7,8 @@ from serve.asking import error_of
 from serve.saying import Saying
 
 from mars_ray.config.serve import ServeJob
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.ingress.middleware import Gate
-from mars_ray.serve.ingress.routes import build_api
 
 PROBES = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/readyz")]
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M"

@@ -5,22 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai.types import Completion, Model
+from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
+from serve.written import whole
 
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.core.thresholds import Elastic
-from mars_ray.serve.openai.replies import (
-    Answer,
-    ChatShape,
-    TextShape,
-    error_body,
-    model_list,
-    reply,
-)
 from mars_ray.serve.openai.request_models import (
     ApiError,
     ChatBody,
@@ -28,7 +21,8 @@ from mars_ray.serve.openai.request_models import (
     DetokenizeBody,
     parse,
 )
-from mars_ray.serve.openai.validation import to_generation_request
+from mars_ray.serve.openai.sse import error_body
+from mars_ray.serve.openai.validation import to_request
 from mars_ray.serve.protocol import ErrorInfo, Finish, OutputDelta, TokenText, Turn
 
 JOB = ServeJob(checkpoint="x", limits=Limits(new_tokens=50))
@@ -41,7 +35,7 @@ def body(**fields: Any) -> bytes:
 
 
 def call(job: ServeJob = JOB, **fields: Any):
-    return to_generation_request(parse(ChatBody, body(**fields)), "id", 7, job)
+    return to_request(parse(ChatBody, body(**fields)), "id", 7, job)
 
 
 def refusal(job: ServeJob = JOB, **fields: Any) -> ErrorInfo:
@@ -123,18 +117,18 @@ def test_null_is_a_field_not_given():
 
 
 @pytest.mark.parametrize(
-    ("fields", "delivery", "is_streamed"),
+    ("fields", "by_step", "is_streamed"),
     [
-        ({}, "whole", False),
-        ({"stream": True}, "paced", True),
-        ({"return_forwards": True}, "steps", False),
-        ({"return_forwards": True, "stream": True}, "steps", True),
+        ({}, False, False),
+        ({"stream": True}, False, True),
+        ({"return_forwards": True}, True, False),
+        ({"return_forwards": True, "stream": True}, True, True),
     ],
 )
-def test_how_the_answer_is_delivered(fields, delivery, is_streamed):
+def test_how_the_answer_is_delivered(fields, by_step, is_streamed):
     """Forwards are told by step, though the client may get them all at once."""
-    made = call(**fields)
-    assert (made.delivery, made.is_streamed) == (delivery, is_streamed)
+    form = call(**fields).reply
+    assert (form.by_step, form.is_streamed) == (by_step, is_streamed)
 
 
 @pytest.mark.parametrize("field", ["audio", "prediction", "functions", "store", "treshold"])
@@ -322,13 +316,6 @@ def test_a_threshold_without_effect_is_refused_under_an_exact_default():
     assert refusal(job, threshold=0.5).param == "threshold"
 
 
-def answered(*pieces: OutputDelta, logprobs: bool = False, forwards: bool = False) -> Answer:
-    answer = Answer(logprobs=[] if logprobs else None, forwards=[] if forwards else None)
-    for piece in pieces:
-        answer.add(piece)
-    return answer
-
-
 FINISH = Finish(
     "length", prompt_tokens=5, completion_tokens=6, forwards=4, disagreed=3, cached_tokens=2
 )
@@ -340,10 +327,8 @@ TOKENS = (
 
 def test_replies_have_the_shapes_of_the_official_client():
     """Held to the `openai` package's own types, which the client parses with."""
-    answer = answered(
-        OutputDelta("te", forward=1, tokens=2), OutputDelta("xt", FINISH), forwards=True
-    )
-    made = reply(call(threshold=0.5), ChatShape(), "m", 1, [answer])
+    asked = call(threshold=0.5, return_forwards=True)
+    made = whole(asked, OutputDelta("te", forward=1, tokens=2), OutputDelta("xt", FINISH))
     parsed = ChatCompletion.model_validate(made, strict=True)
     assert parsed.choices[0].message.content == "text"
     assert made["choices"][0]["mars"] == {"forwards": [1, 1]}
@@ -361,19 +346,18 @@ def test_replies_have_the_shapes_of_the_official_client():
             "adapter": None,
         },
     }
-    assert Model.model_validate(model_list("m", 1)["data"][0], strict=True).id == "m"
 
 
 def test_logprobs_have_the_shapes_of_both_apis():
     """A chat's has bytes, so that characters of several tokens can be put together."""
-    answer = answered(OutputDelta("a", FINISH, logprobs=TOKENS), logprobs=True)
-    made = reply(call(logprobs=True), ChatShape(), "m", 1, [answer])
+    delta = OutputDelta("a", FINISH, logprobs=TOKENS)
+    made = whole(call(logprobs=True), delta)
     parsed = ChatCompletion.model_validate(made, strict=True).choices[0].logprobs
     assert parsed is not None
     assert parsed.content is not None
     assert [entry.bytes for entry in parsed.content] == [[97], [240]]
     assert [other.token for other in parsed.content[0].top_logprobs] == ["a", "b"]
-    made = reply(complete(logprobs=2), TextShape(), "m", 1, [answer])
+    made = whole(complete(logprobs=2), delta)
     text = Completion.model_validate(made, strict=True).choices[0].logprobs
     assert text is not None
     assert text.token_logprobs == [-0.5, -0.25]
@@ -386,14 +370,13 @@ def test_tokens_that_look_alike_keep_the_figure_of_the_chosen_one():
     """Guards the least likely of several halves of characters, which are all written as U+FFFD."""
     half, other, least = (TokenText("\ufffd", (240 + n,), -1.0 - n) for n in range(3))
     chosen = replace(half, top=(half, TokenText("a", (97,), -1.5), other, least))
-    answer = answered(OutputDelta("\ufffd", FINISH, logprobs=(chosen,)), logprobs=True)
-    made = reply(complete(logprobs=4), TextShape(), "m", 1, [answer])
+    made = whole(complete(logprobs=4), OutputDelta("\ufffd", FINISH, logprobs=(chosen,)))
     assert made["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0, "a": -1.5}]
 
 
 def complete(job: ServeJob = JOB, **fields: Any):
     raw = json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
-    return to_generation_request(parse(CompletionBody, raw), "id", 7, job)
+    return to_request(parse(CompletionBody, raw), "id", 7, job)
 
 
 def test_a_completion_takes_texts_and_tokens():

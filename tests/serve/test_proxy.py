@@ -9,8 +9,8 @@ import pytest
 from serve.raw import CASES, connected, status_of
 from serve.real_port import served
 
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.ingress.proxy import BoundedProtocol, CleanHeaders
-from mars_ray.serve.ingress.routes import build_api
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
 

@@ -8,7 +8,7 @@ from serve.asking import wait_until_free
 from serve.raw import CASES, chat, connected, post, send_slowly, status_of
 from serve.real_port import served
 
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 
 
 @pytest.fixture(scope="module")

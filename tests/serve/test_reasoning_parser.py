@@ -1,16 +1,14 @@
 """Thoughts told from answers, and what a client puts together of a stream of them."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serve.written import events, whole
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.serve.openai.replies import Answer, ChatShape, reply
-from mars_ray.serve.openai.sse import Chunks
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta
 from mars_ray.serve.replica.reasoning_parser import ReasoningReader, Start, start_of
 
@@ -104,10 +102,7 @@ def test_the_tokens_of_the_thoughts(start, steps, text, expected):
 
 
 def message_of(pieces: list[OutputDelta], call: GenerationRequest) -> dict:
-    answer = Answer()
-    for piece in pieces:
-        answer.add(piece)
-    made = reply(call, ChatShape(), "m", 1, [answer])
+    made = whole(call, *pieces)
     assert made["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     return made["choices"][0]["message"]
 
@@ -115,11 +110,9 @@ def message_of(pieces: list[OutputDelta], call: GenerationRequest) -> dict:
 def streamed_of(pieces: list[OutputDelta], call: GenerationRequest) -> dict:
     """Added up as clients do it: a field that no chunk has is missing."""
     made: dict = {}
-    chunks = Chunks(call, ChatShape(), "m", 1, include_usage=False)
-    for piece in pieces:
-        for chunk in chunks.of(piece):
-            delta = json.loads(chunk.removeprefix("data: "))["choices"][0]["delta"]
-            made |= {name: made.get(name, "") + text for name, text in delta.items()}
+    for event in events(call, *pieces):
+        delta = event["choices"][0]["delta"]
+        made |= {name: made.get(name, "") + text for name, text in delta.items()}
     return made
 
 
@@ -138,8 +131,7 @@ def test_a_stream_has_the_thoughts_of_the_whole_reply(pieces, expected):
     said.append(OutputDelta("", FINISH))
     if "reasoning" in expected:
         expected = expected | {"reasoning_content": expected["reasoning"]}
-    whole = message_of(said, CALL)
-    assert whole == {"role": "assistant", "refusal": None} | expected
+    assert message_of(said, CALL) == {"role": "assistant", "refusal": None} | expected
     streamed = streamed_of(said, CALL)
     assert streamed == {"role": "assistant"} | {k: v for k, v in expected.items() if v is not None}
 
@@ -147,8 +139,6 @@ def test_a_stream_has_the_thoughts_of_the_whole_reply(pieces, expected):
 def test_a_reply_without_a_parser_has_no_such_fields():
     """Guards a client that takes empty thoughts for thoughts."""
     plain = replace(CALL, shows_reasoning=None)
-    answer = Answer()
-    answer.add(OutputDelta("a", replace(FINISH, reasoning_tokens=None)))
-    made = reply(plain, ChatShape(), "m", 1, [answer])
+    made = whole(plain, OutputDelta("a", replace(FINISH, reasoning_tokens=None)))
     assert "completion_tokens_details" not in made["usage"]
     assert set(made["choices"][0]["message"]) == {"role", "content", "refusal"}

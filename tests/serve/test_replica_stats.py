@@ -7,7 +7,7 @@ import pytest
 from serve.asking import load_server
 
 from mars_ray.autoscale.sample import PINNED, Collector, ReplicaCounts, Report
-from mars_ray.autoscale.threshold import Rung
+from mars_ray.autoscale.threshold import Rung, SetPoint
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ConfidenceMode, Mode, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig, Slo
@@ -59,7 +59,7 @@ def test_an_answer_is_degraded_when_the_set_point_was_lowered_for_it(
     """Operators are alerted by it, so neither pinned requests nor quiet times may count."""
 
     async def ask() -> None:
-        await engine.follow(point, 0.0)
+        await engine.follow(SetPoint(point))
         prompt = ("one two three",)
         call = GenerationRequest("a", prompt, mode, Sampling(), 12, 100, quality=quality)
         async for _ in engine.generate(call):
@@ -83,12 +83,12 @@ def test_an_engine_with_a_long_queue_lowers_its_threshold_by_itself(job, kept):
             await engine.steer()
 
     async def ask_for_many() -> None:
-        await engine.follow(1.0, 0.0, rungs)
-        before = (await engine.seen()).set_point
+        await engine.follow(SetPoint(1.0, 0.0, rungs))
+        before = (await engine.snapshot()).set_point
         await asyncio.gather(*map(ask, range(12)))
-        during = (await engine.seen()).set_point
-        await engine.follow(1.0, 0.0)
-        assert (before, during, (await engine.seen()).set_point) == (1.0, 0.3, 1.0)
+        during = (await engine.snapshot()).set_point
+        await engine.follow(SetPoint(1.0))
+        assert (before, during, (await engine.snapshot()).set_point) == (1.0, 0.3, 1.0)
 
     asyncio.run(ask_for_many())
     engine.stop()
@@ -115,7 +115,7 @@ def test_the_policy_hears_what_happened(engine):
     """Over the names and numbers that Ray Serve carries."""
 
     async def counts() -> ReplicaCounts:
-        return ReplicaCounts.from_metrics(await engine.sums())
+        return ReplicaCounts.from_metrics(await engine.report())
 
     async def ask() -> tuple[ReplicaCounts, ReplicaCounts]:
         before = await counts()
@@ -146,10 +146,10 @@ def test_the_policy_hears_of_thresholds_in_the_mode_of_the_service(job, kept, po
         call = GenerationRequest("d", prompt, mode, Sampling(), 12, 100, quality=Elastic(0.0))
         async for _ in engine.generate(call):
             pass
-        return ReplicaCounts.from_metrics(await engine.sums())
+        return ReplicaCounts.from_metrics(await engine.report())
 
     async def ask() -> tuple[ReplicaCounts, ReplicaCounts]:
-        await engine.follow(point, 0.0)
+        await engine.follow(SetPoint(point))
         return await counts_of(VerifiedMode()), await counts_of(ConfidenceMode())
 
     other, own = asyncio.run(ask())
@@ -208,7 +208,7 @@ def test_the_policy_hears_of_late_answers_by_class(job):
         samples = []
         for at_s, name, choices in ((0.0, "fast", 1), (4.0, "fast", 2), (8.0, None, 1)):
             await ask(name, choices)
-            report = Report(at_s, ReplicaCounts.from_metrics(await engine.sums()))
+            report = Report(at_s, ReplicaCounts.from_metrics(await engine.report()))
             samples.append(collector.sample({"a": report}, 1, 1, at_s, at_s))
         return samples
 
@@ -226,7 +226,7 @@ def test_what_the_engine_refuses_is_no_failure(engine, kept):
         async for _ in engine.generate(call):
             pass
 
-    finished = engine._tally.finished
+    finished = engine._counters.tally.finished
     asyncio.run(ask())
     assert kept.answers[-1].ending == "refused"
-    assert engine._tally.finished == finished
+    assert engine._counters.tally.finished == finished

@@ -24,8 +24,8 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.model.load import load_model
-from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.protocol import GenerationRequest, OutputDelta
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.protocol import Envelope, GenerationRequest
 from mars_ray.serve.replica.llm_server import LLMServer
 
 # Qwen3's way: a switch, which is on unless it is set to false.
@@ -279,13 +279,13 @@ def test_the_smaller_priority_goes_first(job):
             name, (ASK,), ExactMode(), Sampling(), tokens, 99, priority=priority
         )
         async for message in server.generate(call):
-            assert isinstance(message, OutputDelta)
-            if message.finish:
+            assert isinstance(message, Envelope)
+            if message.ending:
                 over.append(name)
 
     async def all_of_them() -> None:
         first = asyncio.create_task(answer("first", 0, 90))
-        while not (await server.seen()).running:
+        while not (await server.snapshot()).running:
             await asyncio.sleep(0.001)
         later = (("late", 7), ("usual", 0), ("urgent", -3))
         await asyncio.gather(first, *(answer(name, priority, 4) for name, priority in later))

@@ -7,13 +7,19 @@ import pytest
 from fastapi.testclient import TestClient
 from serve.asking import ASK, ask
 from serve.saying import Saying
+from serve.written import envelopes
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.serve.ingress import middleware
-from mars_ray.serve.ingress.middleware import Entry, Gate
-from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, OutputDelta
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.ingress.middleware import Gate, RequestLog
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    Finish,
+    GenerationRequest,
+    OutputDelta,
+)
 
 
 @pytest.fixture
@@ -88,12 +94,14 @@ def test_every_way_to_end_has_its_name(job, client, lines):
 
 def test_a_client_that_leaves_one_answer_of_two_is_told_of():
     """Guards an `abort` that is lost behind the reason for which another answer ended."""
-    entry = Entry(None, "POST", "/v1/chat/completions")
-    call = GenerationRequest("a", ("x",), ExactMode(), Sampling(), None, 9, n=2)
-    entry.called(call, "tiny", with_prompt=False)
-    for choice, ending in enumerate(("abort", "stop")):
-        entry.told(OutputDelta("x", Finish("stop", 1, 1, 1), choice=choice))
-        assert json.loads(entry.line())["ending"] == ending
+    log = RequestLog(None, "POST", "/v1/chat/completions")
+    request = GenerationRequest("a", ("x",), ExactMode(), Sampling(), None, 9, n=2)
+    log.sent(request, with_prompt=False)
+    finish = Finish("stop", 1, 1, 1)
+    deltas = [OutputDelta("x", finish, choice) for choice in range(2)]
+    for message, ending in zip(envelopes(request, deltas), ("abort", "stop"), strict=True):
+        log.on_message(message)
+        assert json.loads(log.line())["ending"] == ending
 
 
 def test_prompts_are_logged_only_if_asked_for(job, lines):

@@ -14,7 +14,7 @@ from serve.test_client_tools import Paint
 
 from mars_ray.serve.openai.request_models import ApiError
 from mars_ray.serve.openai.response_models import ResponseReply
-from mars_ray.serve.openai.responses_request import parse_responses, to_chat
+from mars_ray.serve.openai.responses import parse_responses, to_chat
 
 ASKED = {"model": "tiny", "input": ASK, "max_output_tokens": 24, "temperature": 0}
 TOOL = {"type": "function", "name": "paint", "parameters": PAINT, "strict": True}

@@ -16,13 +16,13 @@ from serve.asking import ASK
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.ingress import replica_client
-from mars_ray.serve.ingress.replica_client import ReplicaClient, insisted
+from mars_ray.serve.ingress import client as replica_client
+from mars_ray.serve.ingress.client import ReplicaClient, retried
 from mars_ray.serve.openai.request_models import ApiError
-from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta, Turn
+from mars_ray.serve.protocol import Envelope, ErrorInfo, GenerationRequest, Message, Turn, Used
 
 CALL = GenerationRequest("id", ((Turn("user", ASK),),), ExactMode(), Sampling(), 10, 100)
-FIRST, LAST = OutputDelta("a"), OutputDelta("b", Finish("stop", 1, 2, 2))
+FIRST, LAST = Envelope("a", Used(1, 0, 1, 1)), Envelope("b", Used(1, 0, 2, 2), "stop")
 BROKEN = ErrorInfo(503, "the engine was shut down", code="engine_error")
 
 
@@ -86,12 +86,14 @@ LOST = RayActorError()
 NONE = DeploymentUnavailableError(DeploymentID("Replica-tiny", "mars-ray"))
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("reply", [(FIRST, LAST), (LAST,)])
 @pytest.mark.parametrize("lost", [(LOST,), (BROKEN,), (NONE,)])
-def test_what_has_not_begun_is_asked_elsewhere(is_streamed, lost):
-    """The same call with the same seed; a dead engine in a living replica counts as lost."""
-    replicas = Replicas(lost, lost, (FIRST, LAST))
-    assert heard(replicas, replace(CALL, is_streamed=is_streamed)) == [FIRST, LAST]
+def test_what_has_not_begun_is_asked_elsewhere(reply, lost):
+    """The same call with the same seed, streamed or not; a dead engine in a living replica counts
+    as lost."""
+    replicas = Replicas(lost, lost, reply)
+    assert heard(replicas, CALL) == list(reply)
+    assert replicas.cancelled == [True, True, False]
     assert {call.sampling.seed for call in replicas.calls} == {CALL.sampling.seed}
 
 
@@ -103,11 +105,11 @@ def test_a_stream_that_has_begun_ends_with_an_error():
     assert (error.status, error.code) == (503, "replica_lost")
 
 
-@pytest.mark.parametrize("delivery", ["whole", "steps"])
-def test_an_answer_that_is_not_streamed_begins_anew(delivery):
-    """Nothing of the first attempt is left in it, though the ingress has heard of every step."""
-    whole = replace(CALL, delivery=delivery, is_streamed=False)
-    assert heard(Replicas((FIRST, FIRST, LOST), (FIRST, LAST)), whole) == [FIRST, LAST]
+def test_a_reply_is_over_with_its_last_envelope():
+    """Guards an error behind a whole answer, whose replica ends just then."""
+    replicas = Replicas((FIRST, LAST, LOST))
+    assert heard(replicas, CALL) == [FIRST, LAST]
+    assert replicas.cancelled == [False]
 
 
 def test_after_some_tries_it_is_a_503():
@@ -136,12 +138,11 @@ def test_the_time_of_a_request_runs_on():
     assert 5.0 - (time.monotonic() - begin) <= second < 5.0
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch, is_streamed):
+def test_time_is_over_also_where_no_replica_looks_at_the_clock(monkeypatch):
     """Guards a client that waits for minutes: none is there, as while a new one loads its model."""
     monkeypatch.setattr(replica_client, "_GRACE_S", 0.0)
     replicas = Replicas((1000.0, FIRST))
-    (late,) = heard(replicas, replace(CALL, timeout_s=0.05, is_streamed=is_streamed))
+    (late,) = heard(replicas, replace(CALL, timeout_s=0.05))
     assert isinstance(late, ErrorInfo)
     assert (late.status, late.param, late.code) == (408, "timeout_s", "deadline_exceeded")
     assert replicas.cancelled == [True]
@@ -155,13 +156,12 @@ def test_a_stream_that_has_begun_is_left_to_its_replica(monkeypatch):
     assert replicas.cancelled == [False]
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_closing_cancels_what_is_under_way_at_the_replica(is_streamed):
+def test_closing_cancels_what_is_under_way_at_the_replica():
     """Guards an engine that writes on for a client that has left, and for one that never reads."""
     replicas = Replicas((FIRST, 1000.0))
 
     async def leave() -> None:
-        messages = client_of(replicas).generate(replace(CALL, is_streamed=is_streamed))
+        messages = client_of(replicas).generate(CALL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05):
                 while True:
@@ -189,6 +189,6 @@ def test_short_questions_are_asked_again_too():
             raise reply
         return reply
 
-    assert asyncio.run(insisted(ask)) == "tokens"
+    assert asyncio.run(retried(ask)) == "tokens"
     with pytest.raises(ApiError):
-        asyncio.run(insisted(ask))
+        asyncio.run(retried(ask))

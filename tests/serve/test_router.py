@@ -14,8 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
-from mars_ray.serve.ingress.prefixes import BLOCK_CHARS
-from mars_ray.serve.ingress.router import MAX_IMBALANCE, PrefixRouter
+from mars_ray.serve.ingress.router import BLOCK_CHARS, MAX_IMBALANCE, PrefixRouter
 from mars_ray.serve.protocol import GenerationRequest, Turn
 
 pytestmark = pytest.mark.ray

@@ -19,14 +19,15 @@ from mars_ray.config.modes import ExactMode
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import EngineError, ModelError
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.protocol import (
+    Envelope,
     ErrorInfo,
-    Finish,
     GenerationRequest,
     Message,
     OutputDelta,
     Turn,
+    Used,
 )
 from mars_ray.serve.replica.llm_server import LLMServer
 
@@ -242,9 +243,9 @@ def test_a_fault_is_a_500_with_a_request_id_and_no_details(job, caplog):
     caplog.set_level(logging.ERROR)
 
     class Broken(Saying):
-        async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
             raise RuntimeError("secret")
-            yield OutputDelta("", Finish("stop", 1, 1, 1))
+            yield Envelope("", Used(), "stop")
 
     response = ask(TestClient(build_api(job, {"tiny": Broken()})))
     error = error_of(response, 500)

@@ -15,10 +15,9 @@ from starlette.routing import Mount
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.serve.deploy import build_app
-from mars_ray.serve.ingress.api_keys import ApiKeys
-from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.openai.no_op_fields import no_ops_of
-from mars_ray.serve.openai.request_models import ApiError, ChatBody, CompletionBody
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.ingress.auth import ApiKeys
+from mars_ray.serve.openai.request_models import ApiError, ChatBody, CompletionBody, no_ops_of
 
 OPEN = {"/", "/healthz", "/readyz", "/health", "/ping"}
 SECRETS = [f"a-secret-of-24-characters-{number}" for number in range(5)]

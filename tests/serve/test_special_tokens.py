@@ -12,7 +12,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.replica.llm_server import LLMServer
 
 BOS = "<|endoftext|>"

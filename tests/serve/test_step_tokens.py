@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from serve.asking import load_server
 
+from mars_ray.autoscale.service_model import measured, warning, with_room
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.scaling import ScalingConfig, Slo
 from mars_ray.config.serve import ServeJob
@@ -13,7 +14,6 @@ from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.step_tokens import measured, warning, with_room
 
 # 10 ms for up to 64 rows, and 0.15 ms for each row more.
 COST = StepCost({1: 0.01, 64: 0.01, 128: 0.02})

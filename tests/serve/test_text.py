@@ -1,6 +1,6 @@
 """Detokenisation piece by piece, and stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,19 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from mars_ray.serve.replica.output_processor import REPLACEMENT, Detokenizer, StopFilter, Writer
+from mars_ray.config.decode import Sampling
+from mars_ray.config.modes import ExactMode
+from mars_ray.config.serve import ServeJob
+from mars_ray.decode.request import Request
+from mars_ray.serve.openai.sse import ReplyWriter
+from mars_ray.serve.protocol import GenerationRequest, TokenText
+from mars_ray.serve.replica.output_processor import (
+    REPLACEMENT,
+    Detokenizer,
+    OutputProcessor,
+    StopFilter,
+)
+from mars_ray.serve.replica.stats import ReplicaCounters
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
@@ -135,26 +147,32 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string():
     assert stop_filter.push("..END of") == ("..", True)
 
 
+def up_to_stop(stop: str, least: int = 0) -> Callable[[Sequence[int]], tuple[str, int, bool]]:
+    """What an answer with this stop string makes of tokens that are bytes."""
+    sampling = Sampling(min_new_tokens=least)
+    asked = GenerationRequest("a", ("x",), ExactMode(), sampling, 9, 9, stop=(stop,))
+    request = Request("a-0", (1,), ExactMode(), sampling, 9, frozenset())
+    counters = ReplicaCounters(ServeJob(checkpoint="x"))
+    return OutputProcessor(
+        asked, request, 0, decode_bytes, nothing, ReplyWriter(asked), counters
+    )._up_to_stop
+
+
+def nothing(_token: int, logprob: float) -> TokenText:
+    return TokenText("", (), logprob)
+
+
 @pytest.mark.parametrize(("stop", "text", "used"), [("c", "ab", 3), ("bc", "a", 3), ("a", "", 1)])
 def test_tokens_after_a_stop_string_are_not_counted(stop, text, used):
     """Several tokens come at once: the ones behind the stop string are not part of the answer."""
-    written = Writer(decode_bytes, [stop]).push(b"abcdef")
-    assert (written.text, written.tokens, written.stopped) == (text, used, True)
-
-
-def test_held_text_may_still_end_in_a_stop_string():
-    """Guards a stop string met only when the last held-back tokens are flushed."""
-    broken = Writer(lambda tokens: bytes(tokens).decode(errors="replace"), ["x"])
-    assert broken.push([0x61, 0xC3]).text == "a"
-    assert not broken.flush().stopped
+    assert up_to_stop(stop)(b"abcdef") == (text, used, True)
 
 
 def test_a_stop_string_counts_behind_the_least_length():
     """Guards an answer that is shorter than `min_tokens`."""
-    writer = Writer(decode_bytes, ["b"], 4)
-    assert writer.push(b"abc").text == "abc"
-    written = writer.push(b"babab")
-    assert (written.text, written.tokens, written.stopped) == ("ba", 3, True)
+    push = up_to_stop("b", 4)
+    assert push(b"abc") == ("abc", 3, False)
+    assert push(b"babab") == ("ba", 3, True)
 
 
 def test_special_tokens_do_not_pile_up():

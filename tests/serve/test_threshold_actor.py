@@ -9,11 +9,11 @@ import ray
 from ray.exceptions import RaySystemError
 from ray.util import list_named_actors
 
+from mars_ray.autoscale.threshold import SetPoint
 from mars_ray.serve import threshold_actor
 from mars_ray.serve.status import Decided
 from mars_ray.serve.threshold_actor import (
-    Learnt,
-    SetPoint,
+    News,
     Setting,
     Swap,
     ThresholdActor,
@@ -31,8 +31,8 @@ def test_everybody_learns_every_set_point(ray_cluster):
     lost, both know the newest."""
     seen: list[SetPoint] = []
 
-    async def apply(point: SetPoint) -> None:
-        seen.append(point)
+    async def apply(news: News) -> None:
+        seen.append(news.set_point)
 
     async def until(threshold: float) -> float:
         begin = time.monotonic()
@@ -45,17 +45,17 @@ def test_everybody_learns_every_set_point(ray_cluster):
         following = asyncio.create_task(follow("nobody", FIXED, apply))
         await until(0.9)
         actor = control_of("nobody", FIXED)
-        await actor.publish.remote(0.5, 0.25)
+        await actor.publish.remote(SetPoint(0.5, 0.25))
         await until(0.5)
         assert seen[-1].shed == 0.25
         changes = len(seen)
-        await actor.publish.remote(0.5, 0.25)
+        await actor.publish.remote(SetPoint(0.5, 0.25))
         await asyncio.sleep(0.2)
         assert len(seen) == changes
         # It comes back with the job's own set-point.
         ray.kill(actor, no_restart=False)
         await until(0.9)
-        await control_of("nobody", FIXED).publish.remote(0.4, 0.0)
+        await control_of("nobody", FIXED).publish.remote(SetPoint(0.4))
         await until(0.4)
         following.cancel()
 
@@ -87,8 +87,8 @@ def test_any_trouble_of_the_cluster_is_over_some_time(monkeypatch):
             await asyncio.sleep(0.01)
         following.cancel()
 
-    async def never(point: SetPoint) -> None:
-        raise AssertionError(point)
+    async def never(news: News) -> None:
+        raise AssertionError(news)
 
     monkeypatch.setattr(threshold_actor, "control_of", away)
     monkeypatch.setattr(threshold_actor, "_RETRY_S", 0.01)
@@ -117,8 +117,8 @@ def test_a_wait_without_news_leaves_nothing_behind(monkeypatch):
 
 
 async def told(control: ThresholdActor) -> tuple[float, float]:
-    point = await control.wait(None)
-    return point.threshold, point.shed
+    set_point = (await control.wait(None)).set_point
+    return set_point.threshold, set_point.shed
 
 
 def test_what_a_policy_has_said_ends_with_it():
@@ -129,41 +129,15 @@ def test_what_a_policy_has_said_ends_with_it():
     async def scenario() -> None:
         control = ThresholdActor(Setting(0.0, 1.0, is_auto=True))
         assert await control.is_auto()
-        await control.record(full, ())
+        await control.publish(SetPoint(0.1, 0.5), full)
         assert await told(control) == (0.1, 0.5)
         await control.adopt(Setting(1.0, 1.0, is_auto=True))
         assert await told(control) == (0.1, 0.5)
         await control.adopt(Setting(2.0, 1.0, is_auto=False))
-        await control.record(full, ())
+        await control.publish(SetPoint(0.1, 0.5), full)
         assert await told(control) == (1.0, 0.0)
         assert await control.history() == []
         assert not await control.is_auto()
-
-    asyncio.run(scenario())
-
-
-def test_a_policy_goes_on_from_what_was_learnt():
-    """Also after the loss of the actor. Guards a new policy that overwrites days of record with
-    its own first minute, and an operator whose reset is overwritten by the policy."""
-
-    async def scenario() -> None:
-        control = ThresholdActor(FIXED)
-        assert await control.exchange(None) == Learnt(0.0, None)
-        assert await control.exchange(Learnt(0.0, "days")) is None
-        assert await control.exchange(Learnt(0.0, None)) is None
-        assert await control.exchange(None) == Learnt(0.0, "days")
-        await control.relearn(None)
-        told = await control.exchange(Learnt(0.0, "minutes"))
-        assert told is not None
-        assert (told.memory, await control.learnt()) == (None, None)
-        assert await control.exchange(Learnt(told.at_s, "seconds")) is None
-        await control.relearn("another's")
-        again = await control.exchange(Learnt(told.at_s, "hours"))
-        assert again is not None
-        assert again.memory == "another's"
-        lost = ThresholdActor(FIXED)
-        assert await lost.exchange(Learnt(again.at_s, "hours")) is None
-        assert await lost.exchange(None) == Learnt(again.at_s, "hours")
 
     asyncio.run(scenario())
 
@@ -174,7 +148,7 @@ def test_the_newest_job_says_the_set_point():
 
     async def scenario() -> None:
         control = ThresholdActor(FIXED)
-        await control.publish(0.7)
+        await control.publish(SetPoint(0.7))
         await control.adopt(Setting(2.0, FIXED.set_point, is_auto=False))
         assert (await told(control))[0] == 0.7
         await control.adopt(Setting(3.0, 0.5, is_auto=False))
@@ -193,9 +167,9 @@ def test_a_swap_is_for_the_replicas_of_its_application():
         control = ThresholdActor(FIXED)
         assert await control.swapped(1.0) is None
         await control.swap(one)
-        await control.publish(0.7)
+        await control.publish(SetPoint(0.7))
         point = await control.wait(None)
-        assert (point.threshold, point.swap) == (0.7, one)
+        assert (point.set_point.threshold, point.swap) == (0.7, one)
         assert await control.swapped(1.0) == one
         assert await control.swapped(2.0) is None
         await control.swap(two)
@@ -212,10 +186,10 @@ def test_a_swap_outlives_its_actor(ray_cluster):
     """Guards replicas that start with the job's adapter after the actor's node was lost: those that
     live tell the next actor."""
     swap = Swap(FIXED.at_s, 5.0, "/a", "a@1")
-    seen: list[SetPoint] = []
+    seen: list[News] = []
 
-    async def apply(point: SetPoint) -> None:
-        seen.append(point)
+    async def apply(news: News) -> None:
+        seen.append(news)
 
     async def until(holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20

@@ -17,6 +17,7 @@ from docs.commands import runs
 from fastapi.testclient import TestClient
 from serve.asking import ASK, ask, error_of, wait_until_free
 from serve.real_port import served
+from serve.written import envelopes
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
@@ -24,9 +25,9 @@ from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.decode.async_engine import AsyncEngine, works
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
-from mars_ray.serve.ingress.middleware import Entry
-from mars_ray.serve.ingress.models import Backend as AnyBackend
-from mars_ray.serve.ingress.routes import _settle, build_api
+from mars_ray.serve.ingress.app import _settle, build_api
+from mars_ray.serve.ingress.client import ModelHandle
+from mars_ray.serve.ingress.middleware import RequestLog
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Used
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.stats import AnswerStats
@@ -41,7 +42,7 @@ class Counted:
         self.engine, tokenizer = load_engine(job.checkpoint, job.engine)
         self.server = LLMServer(AsyncEngine(self.engine), tokenizer, job, self, name="one")
         self.answers: list[AnswerStats] = []
-        self.entries: list[Entry] = []
+        self.entries: list[RequestLog] = []
         step = self.engine.step
 
         def slowly(*args):
@@ -61,7 +62,7 @@ class Counted:
     def in_engine(self) -> tuple[int, int]:
         """The tokens that it has written, and those of them that no answer has."""
         wait_until_free(self.server)
-        seen = asyncio.run(self.server.seen())
+        seen = asyncio.run(self.server.snapshot())
         assert not self.engine.has_work
         return seen.totals.output_tokens, seen.discarded_tokens
 
@@ -172,7 +173,7 @@ def test_the_documented_bill(counted, keyed, tmp_path, monkeypatch, capsys, capl
 
 def test_what_a_client_left_is_told_afterwards(counted):
     """By the id of the call, once. Guards a number that only comes with the end of an answer."""
-    call = GenerationRequest("c", (ASK,), ExactMode(), Sampling(), 50, 99, n=2, delivery="whole")
+    call = GenerationRequest("c", (ASK,), ExactMode(), Sampling(), 50, 99, n=2)
 
     async def leave() -> tuple[Used | None, Used | None, Used | None]:
         server = counted.server
@@ -207,29 +208,31 @@ def test_the_longest_answer_to_a_prompt_is_told_once(counted, keyed):
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_a_backend_is_asked_only_for_what_it_has_not_told(job, left):
+def test_a_model_is_asked_only_for_what_it_has_not_told(job, left):
     """Guards a question to all replicas for every request."""
 
-    class Backend:
+    class Breaking:
         def __init__(self) -> None:
             self.asked: list[str] = []
 
-        async def generate(self, call: GenerationRequest):
-            yield OutputDelta("x", tokens=3, prompt_tokens=5, forward=2)
-            if left:
-                raise RuntimeError("the stream breaks off")
-            yield OutputDelta("", Finish("stop", 5, 8, 4))
+        async def generate(self, request: GenerationRequest):
+            first = OutputDelta("x", tokens=3, prompt_tokens=5, forward=2)
+            last = OutputDelta("", Finish("stop", 5, 8, 4))
+            for message in envelopes(request, (first, last)):
+                yield message
+                if left:
+                    raise RuntimeError("the stream breaks off")
 
         async def used(self, call_id: str) -> Used:
             self.asked.append(call_id)
             return Used(5, 1, 9, 4)
 
-    entries: list[Entry] = []
-    backend = Backend()
-    client = TestClient(build_api(job, {"tiny": backend}, observe=entries.append))
+    entries: list[RequestLog] = []
+    handle = Breaking()
+    client = TestClient(build_api(job, {"tiny": handle}, observe=entries.append))
     ask(client, stream=True)
     (entry,) = entries
-    assert len(backend.asked) == left
+    assert len(handle.asked) == left
     assert entry.completion_tokens == (9 if left else 8)
 
 
@@ -237,10 +240,10 @@ def test_a_request_that_is_cancelled_still_hears_what_it_has_used(job):
     """However often, and beside its own context. Guards a count that Serve cuts off along with the
     request that it cancels."""
     place: ContextVar[str] = ContextVar("place", default="outside")
-    entry = Entry(None, "POST", "/v1/completions")
+    entry = RequestLog(None, "POST", "/v1/completions")
     asked = []
 
-    class Backend:
+    class Left:
         async def used(self, _call_id: str) -> Used:
             asked.append(place.get())
             await asyncio.sleep(0.2)
@@ -248,7 +251,7 @@ def test_a_request_that_is_cancelled_still_hears_what_it_has_used(job):
 
     async def leave() -> None:
         place.set("the request's")
-        settling = asyncio.create_task(_settle(entry, cast(AnyBackend, Backend()), "c"))
+        settling = asyncio.create_task(_settle(entry, cast(ModelHandle, Left()), "c"))
         for _ in range(2):
             await asyncio.sleep(0.02)
             settling.cancel()

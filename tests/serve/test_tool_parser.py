@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
+from serve import written
 from serve.asking import ASK
 
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.serve.openai.replies import Answer, ChatShape, reply
-from mars_ray.serve.openai.sse import Chunks
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Tools
-from mars_ray.serve.replica.tool_formats import (
+from mars_ray.serve.replica.tool_parser import (
     HERMES,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
+    ToolCallReader,
     ToolFormat,
+    short_id,
 )
-from mars_ray.serve.replica.tool_parser import ToolCallReader, short_id
 
 CALL = GenerationRequest("id", ("x",), VerifiedMode(), Sampling(), None, 9, tools=Tools(({},)))
 NAMES = ("add", "now", "f")
@@ -72,20 +72,14 @@ def pieces(parts: list[str], form: ToolFormat = HERMES) -> list[OutputDelta]:
 
 def whole(said: list[OutputDelta]) -> dict:
     """The message of a reply that is not streamed."""
-    answer = Answer()
-    for piece in said:
-        answer.add(piece)
-    return reply(CALL, ChatShape(), "m", 1, [answer])["choices"][0]["message"]
+    return written.whole(CALL, *said)["choices"][0]["message"]
 
 
 def accumulated(said: list[OutputDelta]) -> dict:
     """What the official client makes of the stream."""
     state = ChatCompletionStreamState()
-    chunks = Chunks(CALL, ChatShape(), "m", 1, include_usage=False)
-    for piece in said:
-        for chunk in chunks.of(piece):
-            data = json.loads(chunk.removeprefix("data: "))
-            state.handle_chunk(ChatCompletionChunk.model_validate(data, strict=True))
+    for event in written.events(CALL, *said):
+        state.handle_chunk(ChatCompletionChunk.model_validate(event, strict=True))
     message = state.get_final_completion().choices[0].message.model_dump()
     calls = [without_index(call) for call in message["tool_calls"] or []]
     made = {name: message[name] for name in ("role", "content", "refusal")}

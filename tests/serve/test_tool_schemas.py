@@ -4,7 +4,6 @@ Each has arguments that follow its schema, some that do not, though the schema's
 keyword that a grammar knows, and the place by which it is refused if it must be followed strictly.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from serve.asking import ask, error_of, load_server
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServeJob
-from mars_ray.serve.ingress.routes import build_api
+from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.protocol import GenerationRequest, Tools
 from mars_ray.serve.replica.llm_server import LLMServer
 
@@ -75,7 +74,7 @@ def test_arguments_follow_what_can_be_followed(text_engine, tool, choice):
         named=tool["name"] if choice == "named" else None,
     )
     call = GenerationRequest("a", ("x",), ExactMode(), Sampling(), 12, 100, tools=tools)
-    grammar = asyncio.run(text_engine._grammar(call))
+    grammar = text_engine._grammar(call)
 
     def is_allowed(arguments: str) -> bool:
         begun = f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {arguments}'

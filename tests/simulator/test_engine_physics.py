@@ -12,7 +12,7 @@ from simulator.simulated import MODEL, fixture, run, trace
 from mars_ray.autoscale.service_model import Level, Mix, ServiceModel, Shape
 from mars_ray.config.scaling import Slo
 from mars_ray.errors import DataError
-from mars_ray.serve.ingress import prefixes, router
+from mars_ray.serve.ingress import router
 from mars_ray.simulator.engine import core
 from mars_ray.simulator.engine.arrays import DONE, PREFIX, Tables, make_tables, make_world
 from mars_ray.simulator.engine.core import advance, set_levels, start
@@ -179,8 +179,8 @@ def test_a_new_replica_in_an_old_place_knows_nothing():
 
 def test_the_router_is_the_services():
     """Its table's size, and what it takes for an overload."""
-    assert router._TABLE_BLOCKS * prefixes.BLOCK_TOKENS == core.TABLE_TOKENS
-    assert prefixes.MAX_BLOCKS * prefixes.BLOCK_TOKENS == core.TABLE_PROMPT_TOKENS
+    assert router._TABLE_BLOCKS * router.BLOCK_TOKENS == core.TABLE_TOKENS
+    assert router.MAX_BLOCKS * router.BLOCK_TOKENS == core.TABLE_PROMPT_TOKENS
     assert router.MAX_IMBALANCE == core.MAX_IMBALANCE
 
 

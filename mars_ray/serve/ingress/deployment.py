@@ -1,6 +1,7 @@
 """The HTTP side of the service as a Serve deployment, without a model or imports for one."""
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,15 +12,21 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_ray.config.serve import ServeJob
-from mars_ray.serve.ingress.metrics_endpoint import of_all_nodes
+from mars_ray.serve.ingress.app import build_api
+from mars_ray.serve.ingress.client import ReplicaClient
+from mars_ray.serve.ingress.metrics import UsageMetrics, of_all_nodes
 from mars_ray.serve.ingress.middleware import Gate, write_to
-from mars_ray.serve.ingress.replica_client import ReplicaClient
-from mars_ray.serve.ingress.routes import build_api
-from mars_ray.serve.ingress.usage_metrics import UsageMetrics
-from mars_ray.serve.swap import Running
 
 # Above the niceness of Ray's workers: on few cores, an engine's step must not wait for text.
 _NICENESS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A service as it was deployed."""
+
+    job: ServeJob
+    built_s: float
 
 
 # No app is given here: Serve would pickle it before FastAPI resolves its routes, which then goes
@@ -60,10 +67,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         each = self._job.each()
-        backends = {
+        handles = {
             name: ReplicaClient(handle, each[name]) for name, handle in self._replicas.items()
         }
-        api = build_api(self._job, backends, self._gate, of_all_nodes, UsageMetrics().count)
+        api = build_api(self._job, handles, self._gate, of_all_nodes, UsageMetrics().count)
         api.add_middleware(_hung_up)
         return api
 

@@ -1,29 +1,68 @@
-"""Middleware around the routes: the gate that drains an ingress, and the log of requests.
+"""Middleware around the routes: the gate that drains an ingress, and the log of requests; the
+limits of bodies; the page and its files.
 
 The log has one JSON line for each finished request, without prompts unless the job asks for them.
 """
 
+import asyncio
 import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
+from pathlib import Path
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
-from mars_ray.serve.ingress.page_files import FILES
-from mars_ray.serve.openai.replies import error_body
-from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, OutputDelta, Turn, Used
+from mars_ray.config.serve import Limits
+from mars_ray.serve.openai.request_models import ApiError
+from mars_ray.serve.openai.sse import error_body, internal_error
+from mars_ray.serve.protocol import ErrorInfo, GenerationRequest, Message, Turn, Used
 
-logger = logging.getLogger("mars_ray.requests")
+FILES = "/page"
+_DIRECTORY = Path(__file__).with_name("page")
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+# The page may use only its own files and this server; nothing may make HTML or scripts of text.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; style-src 'self'; script-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+
+
+async def index_page() -> Response:
+    """The page, which needs no key: it holds no data and asks for the key itself."""
+    text = (_DIRECTORY / "index.html").read_text("utf-8")
+    return HTMLResponse(text, headers=_HEADERS | {"Content-Security-Policy": _POLICY})
+
+
+class PageFiles(StaticFiles):
+    """The scripts and styles, which browsers ask for anew: an update changes all or none."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=_DIRECTORY)
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """See StaticFiles."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS | {"Cache-Control": "no-cache"})
+        return response
+
+
+logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("mars_ray.requests")
 
 # The time until another process answers on this address, or a load balancer looks elsewhere.
 _RETRY_AFTER_S = 5
@@ -59,29 +98,38 @@ class Gate:
         """Refuse new requests from now on; those inside are still served."""
         self._is_open = False
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        """The app behind this gate."""
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        """Counts a request while it is inside."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
-        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
-                await app(scope, receive, send)
-                return
-            if not self._is_open:
-                headers = {"Retry-After": str(_RETRY_AFTER_S)}
-                refused = JSONResponse(error_body(_CLOSED), _CLOSED.status, headers)
-                await refused(scope, receive, send)
-                return
-            self._inside += 1
-            try:
-                await app(scope, receive, send)
-            finally:
-                self._inside -= 1
 
-        return gated
+class DrainMiddleware:
+    """Counts the requests inside the gate, and refuses new ones once it is closed."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
+            await self._app(scope, receive, send)
+        elif self._gate.is_open:
+            with self._gate.passed():
+                await self._app(scope, receive, send)
+        else:
+            headers = {"Retry-After": str(_RETRY_AFTER_S)}
+            refused = JSONResponse(error_body(_CLOSED), _CLOSED.status, headers)
+            await refused(scope, receive, send)
 
 
 @dataclass(slots=True)
-class Entry:
+class RequestLog:
     """The facts about a request so far; times are seconds since its arrival."""
 
     request_id: str | None  # the client's, or its proxy's
@@ -104,20 +152,16 @@ class Entry:
     first_token_s: float | None = None
     total_s: float = 0.0
     prompt: Any = None
-    _choices: int = 1  # to each prompt
-    _unfinished: int = 1  # answers in all
-    _seen: dict[int, Used] = field(default_factory=dict)  # of each answer
     _is_settled: bool = False
     _started: float = field(default_factory=time.monotonic)
 
-    def called(self, call: GenerationRequest, model: str, *, with_prompt: bool) -> None:
+    def sent(self, request: GenerationRequest, *, with_prompt: bool) -> None:
         """Notes that the request was valid and goes to a replica."""
-        self.mode, self.model = call.mode.type, model
-        self.ending, self._choices, self._unfinished = "abort", call.n, call.choices
+        self.mode, self.model, self.ending = request.mode.type, request.reply.model, "abort"
         if with_prompt:
-            self.prompt = [_readable(prompt) for prompt in call.prompts]
+            self.prompt = [_readable(prompt) for prompt in request.prompts]
 
-    def told(self, message: OutputDelta | ErrorInfo) -> None:
+    def on_message(self, message: Message) -> None:
         """Notes a message of the replica."""
         if isinstance(message, ErrorInfo):
             self.ending = message.code
@@ -126,50 +170,30 @@ class Entry:
             return
         if self.first_token_s is None:
             self.first_token_s = self._elapsed_s
-        self.replica = message.replica or self.replica
-        if finish := message.finish:
-            self._unfinished -= 1
-            # While an answer is unfinished, the client may still leave.
-            if self._unfinished == 0:
-                self.ending, self._is_settled = finish.reason, True
-            self.mode = finish.mode or self.mode
-        self._seen[message.choice] = self._used(message)
-        self._count(sum(self._seen.values(), start=Used()))
+        self.mode = message.mode or self.mode
+        self._count(message.used)
+        # While an answer is unfinished, the client may still leave.
+        if message.ending is not None:
+            self.ending, self._is_settled = message.ending, True
 
     @property
     def is_settled(self) -> bool:
-        """Whether the counts are the replica's own, and final."""
+        """Whether the counts are final."""
         return self._is_settled
 
     def settle(self, used: Used) -> None:
-        """Takes the replica's counts of the whole call."""
+        """Takes the replica's counts of the whole request."""
         self._is_settled = True
-        self.replica = used.replica or self.replica
         self._count(used)
-
-    def _used(self, message: OutputDelta) -> Used:
-        """What an answer has used: by its finish, or as far as it has come."""
-        is_first = message.choice % self._choices == 0  # of its prompt
-        finish, seen = message.finish, self._seen.get(message.choice, Used())
-        if finish is None:
-            prompt_tokens = message.prompt_tokens if is_first else 0
-            tokens = seen.completion_tokens + message.tokens
-            return Used(prompt_tokens, 0, tokens, message.forward)
-        return Used(
-            finish.prompt_tokens if is_first else 0,
-            finish.cached_tokens if is_first else 0,
-            finish.completion_tokens,
-            finish.forwards,
-            finish.disagreed,
-        )
 
     def _count(self, used: Used) -> None:
         self.prompt_tokens, self.cached_tokens = used.prompt_tokens, used.cached_tokens
         self.completion_tokens = used.completion_tokens
         self.forwards, self.disagreed = used.forwards, used.disagreed
+        self.replica = used.replica or self.replica
 
     def line(self) -> str:
-        """The entry as JSON, without empty fields."""
+        """All this as JSON, without empty fields."""
         self.total_s = self._elapsed_s
         values = asdict(self).items()
         shown = {name: v for name, v in values if v is not None and not name.startswith("_")}
@@ -180,55 +204,62 @@ class Entry:
         return round(time.monotonic() - self._started, 4)
 
 
-def logged(app: ASGIApp, observe: Callable[[Entry], None] | None = None) -> ASGIApp:
-    """The app, with a line in the log for every request, of which `observe` is told, too."""
+class LogMiddleware:
+    """Writes a line into the log for every request, of which `observe` is told, too; and answers
+    for what has failed unexpectedly."""
 
-    async def with_log(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp, observe: Callable[[RequestLog], None] | None = None) -> None:
+        self._app = app
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
         if scope["type"] != "http":
-            await app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id")
-        entry = Entry(_clean(given) if given else None, scope["method"], scope["path"])
-        scope.setdefault("state", {})["entry"] = entry
+        log = RequestLog(_clean(given) if given else None, scope["method"], scope["path"])
+        scope.setdefault("state", {})["log"] = log
 
-        async def look(message: Message) -> None:
+        async def look(message: AsgiMessage) -> None:
             if message["type"] == "http.response.start":
-                entry.status = message["status"]
+                log.status = message["status"]
             await send(message)
 
         try:
-            await app(scope, receive, look)
+            await self._app(scope, receive, look)
+        except Exception:
+            if log.status is not None or log.id is None:
+                raise
+            logger.exception("request %s failed", log.id)
+            error = internal_error(log.id)
+            log.ending = error.code
+            await JSONResponse(error_body(error), error.status)(scope, receive, look)
         finally:
-            if _is_logged(entry):
-                logger.info(entry.line())
-            if observe:
-                observe(entry)
-
-    return with_log
+            if _is_logged(log):
+                request_logger.info(log.line())
+            if self._observe:
+                self._observe(log)
 
 
-def _is_logged(entry: Entry) -> bool:
-    if entry.path.startswith(_LOGGED_IF_REFUSED):
-        return entry.status is not None and entry.status >= 400
-    return entry.path not in _NOT_LOGGED
+def _is_logged(log: RequestLog) -> bool:
+    if log.path.startswith(_LOGGED_IF_REFUSED):
+        return log.status is not None and log.status >= 400
+    return log.path not in _NOT_LOGGED
 
 
-def entry_of(request: Request) -> Entry:
-    """The entry of a request that came through `logged`."""
-    return request.state.entry
+def log_of(request: Request) -> RequestLog:
+    """The facts about a request that came through `LogMiddleware`."""
+    return request.state.log
 
 
 def write_to(path: str | None) -> None:
     """Make this process write its lines to the path, or to standard output."""
-    handler = WatchedFileHandler(path, encoding="utf-8") if path else _to_stdout()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
-def _to_stdout() -> logging.Handler:
-    return logging.StreamHandler(sys.stdout)
+    file = WatchedFileHandler(path, encoding="utf-8") if path else logging.StreamHandler(sys.stdout)
+    file.setFormatter(logging.Formatter("%(message)s"))
+    request_logger.addHandler(file)
+    request_logger.setLevel(logging.INFO)
+    request_logger.propagate = False
 
 
 def _clean(request_id: str) -> str:
@@ -243,3 +274,23 @@ def _readable(prompt: Any) -> Any:
         {"role": part.role, "content": part.content} if isinstance(part, Turn) else part
         for part in prompt
     ]
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body. Raises ApiError."""
+    message = f"the body has more than {limits.body_bytes} bytes, this server's limit"
+    too_large = ApiError(ErrorInfo(413, message, code="body_too_large"))
+    # The HTTP parser has checked that it is a number.
+    if int(request.headers.get("content-length", "0")) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.body_s:g} s"
+        raise ApiError(ErrorInfo(408, message, code="body_too_slow")) from None
+    return bytes(body)

@@ -5,7 +5,7 @@ The routes read their bodies themselves, so FastAPI cannot generate it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -14,7 +14,6 @@ from mars_ray.serve.openai.request_models import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    MemoryBody,
     TokenizeBody,
 )
 from mars_ray.serve.openai.response_models import (
@@ -32,9 +31,9 @@ from mars_ray.serve.openai.response_models import (
     TokenizeReply,
     VersionReply,
 )
-from mars_ray.serve.openai.responses_request import ResponsesBody
+from mars_ray.serve.openai.responses import ResponsesBody
 from mars_ray.serve.openai.sse import DONE_DATA
-from mars_ray.serve.status import MarsStatusReply, MemoryReply
+from mars_ray.serve.status import MarsStatusReply
 
 _REFS = "#/components/schemas/"
 _ERRORS = {
@@ -44,14 +43,13 @@ _ERRORS = {
     404: "There is no such model.",
     408: "The body did not arrive in time, or the answer took more than it may.",
     413: "The body is too large.",
-    429: "Too much is being answered; try again after `Retry-After`.",
+    429: "Too many requests in flight; retry after `Retry-After`.",
     500: "A fault of the server; its log has the request's id, which the message names.",
     503: "No replica can answer now; try again after `Retry-After`, if there is one.",
 }
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}}
 _TOKEN_ERRORS = (400, 401, 404, 408, 413, 500, 503)
 _ANSWER_ERRORS = (*_TOKEN_ERRORS, 429)
-_MEMORY_ERRORS = (400, 401, 403, 404, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,7 @@ class _Route:
     is_open: bool = False  # needs no key
     text: str = ""  # the media type of a reply that is not JSON
     method: str = ""  # otherwise POST with a body and GET without
-    # Whether `?model=` names one, or the path does.
-    asks_model: Literal["query", "path"] | None = None
+    asks_model: bool = False  # the path names one
     choices: tuple[str, ...] = ()  # for the parameter `names`
 
 
@@ -92,32 +89,9 @@ _ROUTES = (
         "One of them.",
         ModelEntry,
         errors=(401, 404, 503),
-        asks_model="path",
+        asks_model=True,
     ),
     _Route("/v1/mars/status", "What they are doing.", MarsStatusReply, errors=(401, 503)),
-    _Route(
-        "/v1/mars/autoscaling",
-        "What the autoscaling policy has learnt.",
-        MemoryReply,
-        errors=_MEMORY_ERRORS,
-        asks_model="query",
-    ),
-    _Route(
-        "/v1/mars/autoscaling",
-        "Have the policy forget what it has learnt.",
-        MemoryReply,
-        errors=_MEMORY_ERRORS,
-        method="delete",
-        asks_model="query",
-    ),
-    _Route(
-        "/v1/mars/autoscaling",
-        "Have the policy go on from what another one has learnt.",
-        MemoryReply,
-        MemoryBody,
-        errors=(*_MEMORY_ERRORS, 408, 413, 500),
-        method="put",
-    ),
     _Route(
         "/v1/chat/completions",
         "The next turn of a conversation.",
@@ -194,7 +168,7 @@ def _operation(route: _Route, with_keys: bool) -> dict[str, Any]:
     elif not route.is_open:
         described["security"] = [{"key": []}]
     if route.asks_model:
-        place = {"name": "model", "in": route.asks_model, "required": route.asks_model == "path"}
+        place = {"name": "model", "in": "path", "required": True}
         described["parameters"] = [place | {"schema": {"type": "string"}}]
     if route.choices:
         schema = {"type": "string", "enum": list(route.choices), "default": route.choices[0]}

@@ -1,13 +1,15 @@
 """Request bodies, checked field by field.
 
 Nothing that is accepted is ignored: a field this server does not act on is refused by name, unless
-its value changes nothing (`no_op_fields.py`). Null is a field not given, whatever its name.
+its value changes nothing (the `NoOps` below). Null is a field not given, whatever its name.
 """
 
 import json
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -20,10 +22,86 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from mars_ray.config.modes import Threshold
-from mars_ray.serve.openai import no_op_fields
-from mars_ray.serve.openai.no_op_fields import Nothing, Off
-from mars_ray.serve.openai.wire import Wire
 from mars_ray.serve.protocol import ErrorInfo, Switches, ToolCall, Turn
+
+
+class Wire(BaseModel):
+    """Part of a request's body: no unknown fields, and no text where a number belongs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _is_off(value: bool) -> bool:
+    if value:
+        raise ValueError("should be false")
+    return value
+
+
+def _is_on(value: bool) -> bool:
+    if not value:
+        raise ValueError("should be true")
+    return value
+
+
+# A literal would take 0 for false, and the schema says that it is none.
+Off = Annotated[bool, AfterValidator(_is_off), Field(json_schema_extra={"const": False})]
+On = Annotated[bool, AfterValidator(_is_on), Field(json_schema_extra={"const": True})]
+Zero = Annotated[int, Field(ge=0, le=0)]
+Nothing = tuple[()]
+
+
+# Fields of other servers that clients send out of habit, with the values that change nothing here.
+# Any other value asks for something that this server does not do, and is refused by name. Fields of
+# which only null is harmless need no entry.
+class AnswerNoOps(Wire):
+    """No-ops of chats and completions."""
+
+    service_tier: Literal["auto", "default"] | None = None
+    store: Off | None = None
+    # A hint: beginnings of prompts are shared whatever it says.
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    use_beam_search: Off | None = None
+    early_stopping: Off | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    skip_special_tokens: On | None = None
+    # It is about special tokens in the text, and there are none.
+    spaces_between_special_tokens: bool | None = None
+    detokenize: On | None = None
+    bad_words: Nothing | None = None
+    watermarking: Off | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=-1)] | None = None
+    return_token_ids: Off | None = None
+    return_tokens_as_token_ids: Off | None = None
+    return_token_offsets: Off | None = None
+    return_prompt_text: Off | None = None
+    # About images and experts, of which there are none either.
+    routed_experts_prompt_start: Zero | None = None
+    mm_payload: Literal["tensors", "none"] | None = None
+
+
+class ChatNoOps(Wire):
+    """No-ops of chats only."""
+
+    function_call: Literal["none"] | None = None
+    modalities: tuple[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    echo: Off | None = None
+    add_generation_prompt: On | None = None
+    continue_final_message: Off | None = None
+    add_special_tokens: Off | None = None
+
+
+class CompletionNoOps(Wire):
+    """No-ops of completions only."""
+
+    suffix: Literal[""] | None = None
+
+
+def no_ops_of(kind: type[Wire]) -> set[str]:
+    """Names of the fields that do nothing in a body of this kind."""
+    bases = (base for base in (AnswerNoOps, ChatNoOps, CompletionNoOps) if issubclass(kind, base))
+    return {name for base in bases for name in base.model_fields}
+
 
 # OpenAI's own limit; every step's text is searched for each stop string.
 _MAX_STOPS = 4
@@ -276,7 +354,7 @@ def _stop_kind(value: Any) -> str:
 
 
 class StreamOptions(Wire):
-    """What a stream contains besides text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Off | None = None
@@ -321,7 +399,7 @@ class Body(Wire):
 
 
 class AnyAnswerBody(Body):
-    """What all requests for answers have in common."""
+    """The fields of all requests for answers."""
 
     model: str
     # OpenAI's default: a client that names no temperature wants sampling at 1.
@@ -348,8 +426,8 @@ class AnyAnswerBody(Body):
     timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
-class AnswerBody(AnyAnswerBody, no_op_fields.AnswerNoOps):
-    """What chats and completions have in common."""
+class AnswerBody(AnyAnswerBody, AnswerNoOps):
+    """The fields of chats and completions."""
 
     max_tokens: TokenCount | None = None
     logit_bias: Biases | None = None
@@ -386,7 +464,7 @@ class AnswerBody(AnyAnswerBody, no_op_fields.AnswerNoOps):
 
 
 class TemplateFields(Wire):
-    """What the chat template is given besides messages."""
+    """The chat template's inputs besides messages."""
 
     tools: Annotated[tuple[ToolBody, ...], _FIRST, Field(max_length=MAX_TOOLS)] | None = None
     reasoning_effort: Effort | None = None
@@ -400,7 +478,7 @@ class TemplateFields(Wire):
         return tuple((name, value) for name, value in told.items() if value is not None)
 
 
-class ChatBody(AnswerBody, TemplateFields, no_op_fields.ChatNoOps):
+class ChatBody(AnswerBody, TemplateFields, ChatNoOps):
     """Body of a chat completion request."""
 
     messages: Messages
@@ -413,7 +491,7 @@ class ChatBody(AnswerBody, TemplateFields, no_op_fields.ChatNoOps):
     include_reasoning: bool | None = None
 
 
-class CompletionBody(AnswerBody, no_op_fields.CompletionNoOps):
+class CompletionBody(AnswerBody, CompletionNoOps):
     """Body of a completion request: the text is continued as it is, without a chat template."""
 
     prompt: Prompts
@@ -434,13 +512,6 @@ class TokenizeBody(Body, TemplateFields):
     return_token_strs: bool | None = None
 
 
-class MemoryBody(Body):
-    """What a policy is to go on from: the reply of `GET /v1/mars/autoscaling`."""
-
-    model: str | None = None
-    memory: dict[str, Any]
-
-
 class DetokenizeBody(Body):
     """Tokens to read."""
 
@@ -458,7 +529,7 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     except ValidationError as error:
         faults = [fault for fault in error.errors(include_url=False) if not _is_null(fault)]
         if faults:
-            raise ApiError(_refusal(faults[0], no_op_fields.no_ops_of(kind))) from error
+            raise ApiError(_refusal(faults[0], no_ops_of(kind))) from error
         parsed = kind.model_validate_json(body, extra="ignore")
     # Only after the check, which bounds the depth of the body.
     json.loads(body, object_pairs_hook=_once)

@@ -1,4 +1,4 @@
-"""The shapes of replies that `serve/openai/replies.py` writes and the OpenAPI schema describes.
+"""The shapes of replies that `serve/openai/sse.py` writes and the OpenAPI schema describes.
 
 They are plain dicts at run time. They allow no further fields, and tests check replies against
 them.
@@ -23,7 +23,7 @@ class Part(TypedDict):
 
 
 class Fault(Part):
-    """What was wrong; `param` is the request's field at fault."""
+    """An error; `param` is the request's field at fault."""
 
     message: str
     type: str
@@ -38,7 +38,7 @@ class ErrorReply(Part):
 
 
 class AdapterUsage(Part):
-    """What a reply got while one draft adapter, or none, was in force."""
+    """A reply's counts while one draft adapter, or none, was in force."""
 
     adapter: str | None
     completion_tokens: int
@@ -46,7 +46,7 @@ class AdapterUsage(Part):
 
 
 class MarsUsage(Part):
-    """What multi-token decoding did for the answers of a reply."""
+    """The effect of multi-token decoding on a reply."""
 
     forwards: int
     tokens_per_forward: float
@@ -144,7 +144,7 @@ class SaidToolCall(Part):
 
 
 class Thoughts(Part, total=False):
-    """What stands before an answer, as vLLM's clients read it, and as those of DeepSeek's API."""
+    """The thoughts before an answer, as vLLM's clients read it, and as those of DeepSeek's API."""
 
     reasoning: str
     reasoning_content: str
@@ -160,7 +160,7 @@ class ChatAnswer(Thoughts):
 
 
 class ChatContent(Part):
-    """What an answer of a chat says."""
+    """The content of a chat's answer."""
 
     message: ChatAnswer
     logprobs: ChatLogprobs | None
@@ -175,7 +175,7 @@ class ChatChoice(ChatContent):
 
 
 class TextContent(Part):
-    """What a continuation says, whole or in a chunk."""
+    """The content of a continuation, whole or in a chunk."""
 
     text: str
     logprobs: TextLogprobs | None
@@ -190,7 +190,7 @@ class TextChoice(TextContent):
 
 
 class Headed(Part):
-    """What replies and chunks have in common."""
+    """The head of replies and chunks."""
 
     id: str
     created: int
@@ -221,7 +221,7 @@ class ChunkFunction(Part):
 
 
 class ChunkToolCall(Part):
-    """What a chunk adds to a call, and the call's place among those of the answer."""
+    """A chunk's addition to a call, and the call's place among those of the answer."""
 
     index: int
     id: NotRequired[str]
@@ -230,7 +230,7 @@ class ChunkToolCall(Part):
 
 
 class ChatDelta(Thoughts, total=False):
-    """What a chunk adds to the assistant's turn."""
+    """A chunk's addition to the assistant's turn."""
 
     role: Literal["assistant"]
     content: str
@@ -238,7 +238,7 @@ class ChatDelta(Thoughts, total=False):
 
 
 class ChatAddition(Part):
-    """What a chunk says of an answer of a chat."""
+    """A chunk's part of a chat's answer."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -302,7 +302,7 @@ class ThoughtPart(Part):
 
 
 class ReasoningOutput(Part):
-    """What the model thought before its answer."""
+    """The thoughts before the answer."""
 
     id: str
     type: Literal["reasoning"]

@@ -1,201 +1,328 @@
-"""Answers as server-sent events: one or two of OpenAI's chunks per piece."""
+"""Replies in OpenAI's shapes, for chats and completions: whole ones as JSON, others as server-sent
+events (`serve/openai/response_models.py`; `responses.py` has those of `/v1/responses`).
+
+A replica writes them from what its engine's steps add to the answers.
+"""
 
 import json
-import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from typing import Any
 
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
-from mars_ray.serve.openai.replies import Shape, error_body, tool_call_delta, usage
-from mars_ray.serve.openai.response_models import Tokens
-from mars_ray.serve.protocol import ErrorInfo, Finish, GenerationRequest, Message, OutputDelta
-
-logger = logging.getLogger(__name__)
+from mars_ray.core.thresholds import Budget
+from mars_ray.serve.openai.response_models import (
+    AdapterUsage,
+    ChatLogprobs,
+    ChosenLogprob,
+    ErrorReply,
+    MarsUsage,
+    TextLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    Finish,
+    GenerationRequest,
+    OutputDelta,
+    TokenText,
+    ToolCall,
+    ToolCallDelta,
+)
 
 DONE_DATA = "[DONE]"
 DONE = f"data: {DONE_DATA}\n\n"
 
 
-def event(data: Mapping[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+# JSON as all replies are written.
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
-class Chunks:
-    """Writes the chunks of one call's answers."""
+class Answer:
+    """One choice in the making, from its deltas."""
 
-    call: GenerationRequest
-    shape: Shape
-    model: str
-    created: int
-    include_usage: bool
-    forwards: bool = False  # each chunk states the forward of its tokens
-    usage_so_far: bool = False  # each chunk has the usage up to it
-    _finishes: dict[int, Finish] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
-    _said: set[int] = field(default_factory=set)  # choices that have had text or calls
-    _prompts: dict[int, int] = field(default_factory=dict)  # tokens of each choice's prompt
-    _tokens: Counter[int] = field(default_factory=Counter)  # of each choice, so far
-    _shown: Counter[int] = field(default_factory=Counter)  # characters of each choice's tokens
+    text: str = ""
+    reasoning: str = ""
+    logprobs: list[TokenText] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)  # the forward of each token
+    calls: list[ToolCall] = field(default_factory=list)
+    finish: Finish | None = None
+    # What the events of a stream depend on besides its next delta.
+    is_begun: bool = False
+    has_content: bool = False  # text, thoughts or calls
+    prompt_tokens: int = 0
+    tokens: int = 0
+    characters: int = 0  # of its tokens
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every choice has finished."""
-        return len(self._finishes) == self.call.choices
+    def add(self, delta: OutputDelta) -> None:
+        """Adds the next delta."""
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.logprobs += delta.logprobs
+        self.forwards += [delta.forward] * delta.tokens
+        for more in delta.calls:
+            if more.id is not None and more.name is not None:
+                self.calls.append(ToolCall(more.id, more.name, ""))
+            call = self.calls[more.index]
+            self.calls[more.index] = replace(call, arguments=call.arguments + more.arguments)
+        self.finish = delta.finish
 
-    def of(self, piece: OutputDelta) -> Iterator[str]:
-        """Yields a chunk with the addition of the piece, if it has any, and one for its finish."""
-        first = piece.choice not in self._begun
-        self._prompts[piece.choice] = piece.prompt_tokens
-        self._tokens[piece.choice] += piece.tokens
-        if piece.finish:  # which counts the end token, too
-            self._tokens[piece.choice] = piece.finish.completion_tokens
-        if piece.text or piece.calls or piece.reasoning:
-            self._said.add(piece.choice)
-        # A step whose text is held back adds nothing.
-        has_more = piece.text or piece.reasoning or piece.logprobs
-        if first or has_more or (self.forwards and piece.tokens):
-            self._begun.add(piece.choice)
-            yield self._chunk(piece.choice, self._addition(piece, first=first))
-        for call in piece.calls:
-            yield self._chunk(piece.choice, tool_call_delta(call))
-        if piece.finish:
-            self._finishes[piece.choice] = piece.finish
-            # An empty answer without calls still has a text.
-            text = None if piece.choice in self._said else ""
-            ending = self.shape.delta(text, None, first=False)
-            yield self._chunk(piece.choice, ending, piece.finish.reason)
 
-    def _addition(self, piece: OutputDelta, *, first: bool) -> dict[str, Any]:
-        logprobs = None if self.call.logprobs is None else piece.logprobs
-        # The content of an answer of calls, or thoughts, only is null, not empty.
-        may_be_null = self.call.tools or self.call.shows_reasoning is not None
-        text = None if may_be_null and not piece.text else piece.text
-        offset = self._shown[piece.choice]
-        self._shown[piece.choice] += sum(len(token.text) for token in piece.logprobs)
-        choice: dict[str, Any] = {
-            **self.shape.delta(
-                text, logprobs, first=first, offset=offset, reasoning=piece.reasoning
-            )
+class ReplyWriter:
+    """Writes the reply to a chat or a completion."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._form = form = request.reply
+        self._is_chat = form.route == "chat"
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        if self._is_chat and form.is_streamed:
+            kind = "chat.completion.chunk"
+        self._head = {
+            "id": request.id,
+            "object": kind,
+            "created": form.created,
+            "model": form.model,
         }
-        if self.forwards:
-            choice["mars"] = {"forward": piece.forward, "tokens": piece.tokens}
-        return choice
+        self._answers = [Answer() for _ in range(request.choices)]
 
-    def end(self) -> str:
-        """What follows the last chunk: one with the usage, if it is asked for, and the mark."""
-        return (self.usage() if self.include_usage else "") + DONE
+    def write(self, delta: OutputDelta) -> str:
+        """The events of an addition; empty for one that has none, or of a reply that is whole."""
+        request, form, said = self._request, self._form, self._answers[delta.choice]
+        if not form.is_streamed:
+            said.add(delta)
+            return ""
+        finish = said.finish = delta.finish
+        said.prompt_tokens = delta.prompt_tokens
+        # The finish counts the end token, too.
+        said.tokens = finish.completion_tokens if finish else said.tokens + delta.tokens
+        said.has_content |= bool(delta.text or delta.calls or delta.reasoning)
+        choices: list[dict[str, Any]] = []
+        # A step whose text is held back adds nothing.
+        has_more = delta.text or delta.reasoning or delta.logprobs
+        if not said.is_begun or has_more or (form.by_step and delta.tokens):
+            logprobs = None if request.logprobs is None else delta.logprobs
+            if self._is_chat:
+                added: dict[str, Any] = {} if said.is_begun else {"role": "assistant"}
+                if delta.reasoning:
+                    added["reasoning"] = added["reasoning_content"] = delta.reasoning
+                # The content of an answer of calls, or thoughts, only is null, not empty.
+                if delta.text or not (request.tools or request.shows_reasoning is not None):
+                    added["content"] = delta.text
+                choice = {"delta": added, "logprobs": _chat_logprobs(logprobs)}
+            else:
+                shown = _text_logprobs(logprobs, said.characters)
+                choice = {"text": delta.text, "logprobs": shown}
+                said.characters += sum(len(token.text) for token in delta.logprobs)
+            if form.by_step:
+                choice["mars"] = {"forward": delta.forward, "tokens": delta.tokens}
+            said.is_begun = True
+            choices.append(choice)
+        choices += [_call_addition(call) for call in delta.calls]
+        if finish and self._is_chat:
+            # An empty answer without calls still has a text.
+            empty = {} if said.has_content else {"content": ""}
+            choices.append({"delta": empty, "logprobs": None})
+        elif finish:
+            choices.append({"text": "", "logprobs": None})
+        tail: dict[str, Any] = {}
+        if form.has_usage_so_far:
+            tail["usage"] = self._usage_so_far()
+        elif form.has_usage:
+            # Every chunk has the field, as clients of OpenAI's API expect.
+            tail["usage"] = None
+        text = ""
+        for choice in choices:
+            reason = finish.reason if finish and choice is choices[-1] else None
+            own = {"index": delta.choice, **choice, "finish_reason": reason}
+            text += f"data: {to_json({**self._head, 'choices': [own], **tail})}\n\n"
+        return text
 
-    def failed(self, error: ErrorInfo) -> str:
-        """The event of an error, after which nothing comes."""
-        return event(error_body(error))
-
-    def usage(self) -> str:
-        """The last chunk, with the usage."""
-        finishes = [self._finishes[choice] for choice in range(self.call.choices)]
-        return event(self._body([]) | {"usage": usage(self.call, finishes)})
-
-    def _chunk(self, index: int, choice: Mapping[str, Any], reason: str | None = None) -> str:
-        chunk = self._body([{"index": index, **choice, "finish_reason": reason}])
-        if self.usage_so_far:
-            return event(chunk | {"usage": self._so_far()})
-        # If usage is requested, every chunk has the field, as clients of OpenAI's API expect.
-        return event(chunk | {"usage": None} if self.include_usage else chunk)
-
-    def _so_far(self) -> Tokens:
+    def _usage_so_far(self) -> dict[str, int]:
         # One prompt has `n` answers, which stand next to each other.
-        prompts = {choice // self.call.n: count for choice, count in self._prompts.items()}
-        prompt, completion = sum(prompts.values()), self._tokens.total()
+        of_prompts = {
+            number // self._request.n: said.prompt_tokens
+            for number, said in enumerate(self._answers)
+            if said.prompt_tokens
+        }
+        prompt = sum(of_prompts.values())
+        completion = sum(said.tokens for said in self._answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
 
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.call.id,
-            "object": self.shape.chunk_name,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-
-class Events(Protocol):
-    """Writes the events of one request."""
-
-    call: GenerationRequest
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every choice has finished."""
-        ...
-
-    def of(self, piece: OutputDelta) -> Iterator[str]:
-        """Yields the events of a piece."""
-        ...
-
     def end(self) -> str:
-        """What follows the last event."""
-        ...
+        """The text behind the last delta: usage, if a stream is to have it, or the whole reply."""
+        finishes = [answer.finish for answer in self._answers if answer.finish]
+        if not self._form.is_streamed:
+            choices = [self._choice(index, answer) for index, answer in enumerate(self._answers)]
+            made = {"choices": choices, "usage": usage(self._request, finishes)}
+            return to_json({**self._head, **made})
+        if not self._form.has_usage:
+            return ""
+        made = {"choices": [], "usage": usage(self._request, finishes)}
+        return f"data: {to_json({**self._head, **made})}\n\n"
 
-    def failed(self, error: ErrorInfo) -> str:
-        """The event of an error, after which nothing comes."""
-        ...
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """A choice of a whole reply."""
+        assert answer.finish
+        choice: dict[str, Any] = {"index": index}
+        shown = None if self._request.logprobs is None else answer.logprobs
+        if self._is_chat:
+            has_other = bool(answer.calls or answer.reasoning)
+            content = None if has_other and not answer.text else answer.text
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if answer.reasoning:
+                message["reasoning"] = message["reasoning_content"] = answer.reasoning
+            if answer.calls:
+                message["tool_calls"] = [
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in answer.calls
+                ]
+            choice |= {
+                "message": message,
+                "logprobs": _chat_logprobs(shown),
+            }
+        else:
+            choice |= {
+                "text": answer.text,
+                "logprobs": _text_logprobs(shown),
+            }
+        choice["finish_reason"] = answer.finish.reason
+        if self._form.by_step:
+            choice["mars"] = {"forwards": answer.forwards}
+        return choice
 
 
-class EventStream(StreamingResponse):
-    """A response of events; however it ends, the events and the held resources are closed."""
+def usage(request: GenerationRequest, finishes: Sequence[Finish]) -> Usage:
+    """OpenAI's usage, and under `mars` what multi-token decoding did; `finishes` by choice."""
+    prompt = sum(finish.prompt_tokens for finish in finishes[:: request.n])
+    completion = sum(finish.completion_tokens for finish in finishes)
+    forwards = sum(finish.forwards for finish in finishes)
+    mars: MarsUsage = {
+        "forwards": forwards,
+        "tokens_per_forward": completion / forwards,
+        "mode": finishes[-1].mode or request.mode.type,
+        "threshold": _threshold(request, finishes),
+        "disagreement": sum(finish.disagreed for finish in finishes) / completion,
+        "adapter": finishes[-1].served[-1].adapter if finishes[-1].served else None,
+    }
+    if len(by_adapter := _by_adapter(finishes)) > 1:
+        mars["by_adapter"] = by_adapter
+    made: Usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(finish.cached_tokens for finish in finishes[:: request.n])
+        },
+        "mars": mars,
+    }
+    thoughts = [f.reasoning_tokens for f in finishes if f.reasoning_tokens is not None]
+    if thoughts:
+        made["completion_tokens_details"] = {"reasoning_tokens": sum(thoughts)}
+    return made
 
-    def __init__(
-        self, events: AsyncGenerator[str, None], headers: dict[str, str], held: AsyncExitStack
-    ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._events = events
-        self._held = held
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See StreamingResponse."""
-        async with self._held, aclosing(self._events):
-            await super().__call__(scope, receive, send)
+def _by_adapter(finishes: Sequence[Finish]) -> list[AdapterUsage]:
+    """The counts of each draft adapter, in the order of their first tokens."""
+    tokens: Counter[str | None] = Counter()
+    forwards: Counter[str | None] = Counter()
+    for served in chain.from_iterable(finish.served for finish in finishes):
+        tokens[served.adapter] += served.tokens
+        forwards[served.adapter] += served.forwards
+    return [
+        {"adapter": adapter, "completion_tokens": tokens[adapter], "forwards": forwards[adapter]}
+        for adapter in tokens
+    ]
 
 
-async def stream(
-    chunks: Events,
-    first: Message,
-    rest: AsyncIterator[Message],
-    told: Callable[[Message], None] = lambda _: None,
-) -> AsyncGenerator[str, None]:
-    """Yields the events of a call; `told` is called with every message that they are made from.
+def _threshold(request: GenerationRequest, finishes: Sequence[Finish]) -> float | None:
+    """The lowest threshold that was in force; None where a budget has moved it unseen."""
+    told = [finish.threshold for finish in finishes if finish.threshold is not None]
+    unknown = finishes[-1].mode or isinstance(request.quality, Budget)
+    return min(told, default=None if unknown else request.mode.own_threshold)
 
-    Events that arrive together are sent together, because every text is a message through two of
-    Serve's processes. An error after the start is an event of its own and the last one: no [DONE]
-    follows.
-    """
-    try:
-        message = first
-        while True:
-            told(message)
-            if isinstance(message, ErrorInfo):
-                yield chunks.failed(message)
-                return
-            text = "".join(chunks.of(message))
-            if chunks.is_over:
-                break
-            if text:
-                yield text
-            message = await anext(rest)
-        yield text + chunks.end()
-    except Exception:
-        logger.exception("request %s failed while streaming", chunks.call.id)
-        yield chunks.failed(internal_error(chunks.call.id))
+
+def _call_addition(call: ToolCallDelta) -> dict[str, Any]:
+    """The addition of a chat's chunk to a call."""
+    function = {"arguments": call.arguments}
+    added: dict[str, Any] = {"index": call.index, "function": function}
+    if call.id is not None and call.name is not None:
+        function = {"name": call.name, "arguments": call.arguments}
+        added = {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"delta": {"tool_calls": [added]}, "logprobs": None}
+
+
+def _chat_logprobs(logprobs: Sequence[TokenText] | None) -> ChatLogprobs | None:
+    if logprobs is None:
+        return None
+    content: list[ChosenLogprob] = [
+        {**_logprob(token), "top_logprobs": [_logprob(other) for other in token.top]}
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(token: TokenText) -> TokenLogprob:
+    assert token.logprob is not None, "chats echo no prompt"
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def _text_logprobs(logprobs: Sequence[TokenText] | None, offset: int = 0) -> TextLogprobs | None:
+    """`offset` is the number of characters of the tokens before these."""
+    if logprobs is None:
+        return None
+    lengths = [len(token.text) for token in logprobs]
+    return {
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
+        "top_logprobs": [_top_logprobs(token) for token in logprobs],
+        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+    }
+
+
+def _top_logprobs(token: TokenText) -> dict[str, float] | None:
+    """Log-probabilities by text; None for a prompt's first token. Among tokens with the same text,
+    as parts of characters have, the chosen one counts, or else the best."""
+    said: dict[str, float] = {}
+    for other in (token, *token.top):
+        if other.logprob is not None:
+            said.setdefault(other.text, other.logprob)
+    return said or None
+
+
+def error_body(error: ErrorInfo) -> ErrorReply:
+    """Body of an error."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    usual = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kinds.get(error.status, usual),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_event(request: GenerationRequest, error: ErrorInfo, number: int) -> str:
+    """The event of an error, after which nothing comes; `number` events came before it."""
+    if request.reply.route != "response":
+        return f"data: {to_json(error_body(error))}\n\n"
+    said = error_body(error)["error"]
+    data = {name: said[name] for name in ("code", "message", "param")}
+    written = to_json({"type": "error", "sequence_number": number, **data})
+    return f"event: error\ndata: {written}\n\n"
 
 
 def internal_error(request_id: str) -> ErrorInfo:

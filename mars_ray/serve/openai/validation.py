@@ -1,5 +1,6 @@
 """Turns a checked body into a generation request: limits, defaults, contradictory settings."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,14 @@ from mars_ray.serve.openai.request_models import (
     ToolMessage,
     refuse,
 )
-from mars_ray.serve.protocol import GenerationRequest, Prompt, TokenizeRequest, Tools, Turn
+from mars_ray.serve.protocol import (
+    GenerationRequest,
+    Prompt,
+    ReplyForm,
+    TokenizeRequest,
+    Tools,
+    Turn,
+)
 
 _MODES: dict[str, Mode] = {
     mode.type: mode for mode in (ExactMode(), VerifiedMode(), ConfidenceMode(), JacobiMode())
@@ -43,50 +51,82 @@ _SAME_NAME = (
 )
 
 
-def to_generation_request(
-    body: ChatBody | CompletionBody, request_id: str, seed: int, job: ServeJob
+def to_request(
+    body: ChatBody | CompletionBody, request_id: str, seed: int, job: ServeJob, created: int = 0
 ) -> GenerationRequest:
     """The request to a replica; `seed` is used if the body has none.
 
     Raises ApiError for settings that contradict each other or exceed a limit.
     """
+    chat = body if isinstance(body, ChatBody) else None
+    text = body if isinstance(body, CompletionBody) else None
     if (body.wants_usage or body.wants_usage_so_far) and not body.stream:
         refuse("stream_options", "'stream_options' has no effect without 'stream'")
     if body.best_of not in (None, body.n or 1):
         refuse("best_of", "'best_of' must be 'n': all answers that are written are returned")
-    call = GenerationRequest(
+    prompts = (turns_of(chat.messages),) if chat else _prompts(body)
+    mode, quality, quality_class = _decoding(body, job)
+    sampling = _sampling(body, seed)
+    max_new_tokens = _max_new_tokens(body, job.limits)
+    limit = job.limits.new_tokens
+    if text and text.max_tokens is None:
+        limit = min(max(_COMPLETION_TOKENS, text.min_tokens or 0), limit)
+    schema, is_strict = _schema(chat) if chat else (None, False)
+    tools = _tools(chat) if chat else None
+    if body.ignore_eos and (schema is not None or tools is not None):
+        refuse(
+            "ignore_eos",
+            "'ignore_eos' contradicts 'response_format' and 'tools', by which an answer is over",
+        )
+    shows_reasoning = _shows_reasoning(chat, job) if chat else None
+    logprobs = text.logprobs if text else None
+    if chat and chat.top_logprobs and not chat.logprobs:
+        refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
+    if chat and chat.logprobs:
+        logprobs = chat.top_logprobs or 0
+    if body.timeout_s is not None and body.timeout_s > job.limits.request_s:
+        refuse("timeout_s", f"'timeout_s' is more than this server's {job.limits.request_s:g} s")
+    request = GenerationRequest(
         id=request_id,
-        prompts=_prompts(body),
-        mode=_mode(body, job.mode),
-        sampling=_sampling(body, seed),
-        max_new_tokens=_max_new_tokens(body, job.limits),
-        new_tokens_limit=_new_tokens_limit(body, job.limits),
+        prompts=prompts,
+        mode=mode,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        new_tokens_limit=limit,
         stop=body.stops,
         stop_token_ids=body.stop_token_ids or (),
-        ignore_eos=_ignore_eos(body),
+        ignore_eos=bool(body.ignore_eos),
         shows_stop=bool(body.include_stop_str_in_output),
-        is_echoed=isinstance(body, CompletionBody) and bool(body.echo),
-        add_special_tokens=isinstance(body, ChatBody) or body.add_special_tokens is not False,
-        switches=body.switches if isinstance(body, ChatBody) else (),
-        shows_reasoning=_shows_reasoning(body, job),
+        is_echoed=bool(text and text.echo),
+        add_special_tokens=text is None or text.add_special_tokens is not False,
+        switches=chat.switches if chat else (),
+        shows_reasoning=shows_reasoning,
         priority=body.priority or 0,
         n=body.n or 1,
-        logprobs=_logprobs(body),
+        logprobs=logprobs,
         is_mode_open=body.mode is None and body.threshold is None and body.window is None,
-        quality=_quality(body, job),
-        quality_class=_quality_class(body, job),
-        schema=_schema(body),
-        is_strict=_is_strict(body),
-        tools=_tools(body),
-        delivery="steps" if body.return_forwards else "paced" if body.stream else "whole",
-        is_streamed=bool(body.stream),
-        timeout_s=_timeout_s(body, job.limits),
+        quality=quality,
+        quality_class=quality_class,
+        schema=schema,
+        is_strict=is_strict,
+        tools=tools,
+        reply=ReplyForm(
+            route="chat" if chat else "completion",
+            model=job.name,
+            created=created,
+            is_streamed=bool(body.stream),
+            by_step=bool(body.return_forwards),
+            has_usage=body.wants_usage,
+            has_usage_so_far=body.wants_usage_so_far,
+        ),
+        timeout_s=body.timeout_s or job.limits.request_s,
     )
     # More answers than the engine has places would be refused even by an idle engine.
     most = min(job.limits.choices, job.engine.max_batch + job.limits.waiting_requests)
-    if call.choices > most:
-        refuse(call.choices_param, f"{call.choices} answers are more than this server's {most}")
-    return call
+    if request.choices > most:
+        message = f"{request.choices} answers are more than this server's {most}"
+        refuse(request.choices_param, message)
+    return request
 
 
 def to_tokenize_request(body: TokenizeBody) -> TokenizeRequest:
@@ -114,19 +154,8 @@ def to_tokenize_request(body: TokenizeBody) -> TokenizeRequest:
     )
 
 
-def _ignore_eos(body: AnswerBody) -> bool:
-    if body.ignore_eos and (_schema(body) is not None or _tools(body) is not None):
-        refuse(
-            "ignore_eos",
-            "'ignore_eos' contradicts 'response_format' and 'tools', by which an answer is over",
-        )
-    return bool(body.ignore_eos)
-
-
-def _shows_reasoning(body: AnswerBody, job: ServeJob) -> bool | None:
+def _shows_reasoning(body: ChatBody, job: ServeJob) -> bool | None:
     """Whether the reply has the thoughts; None if they are part of the answer."""
-    if not isinstance(body, ChatBody):
-        return None
     is_hidden = body.include_reasoning is False
     if job.reasoning_parser is None:
         if is_hidden:
@@ -141,15 +170,7 @@ def _shows_reasoning(body: AnswerBody, job: ServeJob) -> bool | None:
     return not is_hidden
 
 
-def _timeout_s(body: AnswerBody, limits: Limits) -> float:
-    if body.timeout_s is not None and body.timeout_s > limits.request_s:
-        refuse("timeout_s", f"'timeout_s' is more than this server's {limits.request_s:g} s")
-    return body.timeout_s or limits.request_s
-
-
-def _prompts(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
-    if isinstance(body, ChatBody):
-        return (turns_of(body.messages),)
+def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:
     if isinstance(body.prompt, str):
         return (body.prompt,)
     texts: list[str] = [part for part in body.prompt if isinstance(part, str)]
@@ -166,22 +187,23 @@ def turns_of(messages: Iterable[ChatMessage]) -> tuple[Turn, ...]:
     """
     turns: list[Turn] = []
     order: dict[str, int] = {}  # places of the calls whose results are due, by their ids
-    results: list[tuple[int, Turn]] = []
+    begin = 0  # of these results among the turns
+    due: list[int] = []  # their places, as they come
     for number, message in enumerate(messages):
-        if isinstance(message, ToolMessage):
-            if message.tool_call_id not in order:
-                place = f"messages.{number}.tool_call_id"
-                refuse(place, f"'{place}': no call of the message before it has this id")
-            results.append((order[message.tool_call_id], message.turn()))
+        turn = message.turn()
+        if not isinstance(message, ToolMessage):
+            turns.append(turn)
+            order = {call.id: place for place, call in enumerate(turn.calls)}
+            begin, due = len(turns), []
             continue
-        turns += _in_order(results)
-        turns.append(message.turn())
-        order, results = {call.id: place for place, call in enumerate(turns[-1].calls)}, []
-    return (*turns, *_in_order(results))
-
-
-def _in_order(results: list[tuple[int, Turn]]) -> list[Turn]:
-    return [turn for _, turn in sorted(results, key=lambda result: result[0])]
+        if message.tool_call_id not in order:
+            place = f"messages.{number}.tool_call_id"
+            refuse(place, f"'{place}': no call of the message before it has this id")
+        # Behind those of earlier calls, and of the same call.
+        at = bisect_right(due, order[message.tool_call_id])
+        due.insert(at, order[message.tool_call_id])
+        turns.insert(begin + at, turn)
+    return tuple(turns)
 
 
 def _sampling(body: AnswerBody, seed: int) -> Sampling:
@@ -219,83 +241,50 @@ def _max_new_tokens(body: ChatBody | CompletionBody, limits: Limits) -> int | No
     return None
 
 
-def _new_tokens_limit(body: ChatBody | CompletionBody, limits: Limits) -> int:
-    """Most tokens of an answer whose length the client leaves open, or sets beyond the limit."""
-    if isinstance(body, ChatBody) or body.max_tokens is not None:
-        return limits.new_tokens
-    return min(max(_COMPLETION_TOKENS, body.min_tokens or 0), limits.new_tokens)
-
-
-def _logprobs(body: ChatBody | CompletionBody) -> int | None:
-    if isinstance(body, CompletionBody):
-        return body.logprobs
-    if body.top_logprobs and not body.logprobs:
-        refuse("top_logprobs", "'top_logprobs' has no effect without 'logprobs'")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _mode(body: AnswerBody, default: Mode) -> Mode:
-    """The request's mode; open settings take the server's default, or else the mode's."""
-    base = default
-    if body.mode is not None and body.mode != default.type:
-        base = _MODES[body.mode]
+def _decoding(body: AnswerBody, job: ServeJob) -> tuple[Mode, Quality | None, str | None]:
+    """The request's mode, in which open settings take the server's default, or else the mode's; the
+    quality that replaces its threshold, if any; and the class of quality, which a request that
+    itself states how to decode it does not have."""
+    mode = job.mode
+    if body.mode is not None and body.mode != mode.type:
+        mode = _MODES[body.mode]
     asked = {"threshold": body.threshold, "window": body.window}
     given = {name: value for name, value in asked.items() if value is not None}
     for name in given:
-        if name not in type(base).model_fields:
-            refuse(name, f"'{name}' has no effect in mode '{base.type}'")
-    if body.window is not None and body.window < base.least_window:
-        refuse("window", f"'window' must be at least {base.least_window} in mode '{base.type}'")
-    return base.model_copy(update=given)
-
-
-def _quality(body: AnswerBody, job: ServeJob) -> Quality | None:
-    """The quality that replaces the mode's threshold, if any."""
-    given = {
-        name: value
-        for name in ("threshold", "quality", "quality_budget")
-        if (value := getattr(body, name)) is not None
-    }
-    if len(given) > 1:
-        first, second, *_ = given
+        if name not in type(mode).model_fields:
+            refuse(name, f"'{name}' has no effect in mode '{mode.type}'")
+    if body.window is not None and body.window < mode.least_window:
+        refuse("window", f"'window' must be at least {mode.least_window} in mode '{mode.type}'")
+    qualities = ("threshold", "quality", "quality_budget")
+    several = [name for name in qualities if getattr(body, name) is not None]
+    if len(several) > 1:
+        first, second, *_ = several
         refuse(second, f"'{first}' and '{second}' say the same thing twice; leave one of them out")
-    if body.quality_budget is not None:
-        return Budget(body.quality_budget)
-    if body.quality is not None:
-        if body.quality not in job.qualities:
-            refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
-        return Elastic(job.qualities[body.quality])
-    is_open = _quality_class(body, job) is not None
-    if is_open and job.mode.is_elastic:
-        return Elastic(job.qualities[job.default_quality])
-    return None
-
-
-def _quality_class(body: AnswerBody, job: ServeJob) -> str | None:
-    """The class of quality; None for a request that itself states how to decode it."""
-    if body.quality is not None:
-        return body.quality
+    if body.quality is not None and body.quality not in job.qualities:
+        refuse("quality", f"'quality' must be one of {', '.join(sorted(job.qualities))}")
     pins = (body.mode, body.threshold, body.quality_budget)
-    return job.default_quality if all(pin is None for pin in pins) else None
+    name = body.quality
+    if name is None and all(pin is None for pin in pins):
+        name = job.default_quality
+    quality: Quality | None = None
+    if body.quality_budget is not None:
+        quality = Budget(body.quality_budget)
+    elif body.quality is not None or (name is not None and job.mode.is_elastic):
+        assert name is not None
+        quality = Elastic(job.qualities[name])
+    return mode.model_copy(update=given), quality, name
 
 
-def _schema(body: AnswerBody) -> dict[str, Any] | None:
-    match body:
-        case ChatBody(response_format=SchemaFormat(json_schema=named)):
+def _schema(body: ChatBody) -> tuple[dict[str, Any] | None, bool]:
+    """The schema of the JSON that the answer must be, and whether all of it must be followed."""
+    match body.response_format:
+        case SchemaFormat(json_schema=named):
             _check_options(named.schema_, "response_format.json_schema.schema")
-            return named.schema_
-        case ChatBody(response_format=JsonFormat()):
-            return {"type": "object"}
+            return named.schema_, bool(named.strict)
+        case JsonFormat():
+            return {"type": "object"}, False
         case _:
-            return None
-
-
-def _is_strict(body: AnswerBody) -> bool:
-    match body:
-        case ChatBody(response_format=SchemaFormat(json_schema=named)):
-            return bool(named.strict)
-        case _:
-            return False
+            return None, False
 
 
 def _check_options(schema: dict[str, Any], place: str) -> None:
@@ -307,9 +296,7 @@ def _check_options(schema: dict[str, Any], place: str) -> None:
         refuse(place, f"'{place}' may hold 'whitespace_flexible' and nothing else")
 
 
-def _tools(body: AnswerBody) -> Tools | None:
-    if not isinstance(body, ChatBody):
-        return None
+def _tools(body: ChatBody) -> Tools | None:
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none"):

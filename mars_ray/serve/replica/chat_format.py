@@ -27,16 +27,59 @@ from mars_ray.serve.replica.reasoning_parser import (
     Start,
     start_of,
 )
-from mars_ray.serve.replica.template_switches import template_options
-from mars_ray.serve.replica.tool_formats import (
+from mars_ray.serve.replica.tool_parser import (
     HERMES,
     LLAMA3,
     MARKERS,
     MISTRAL,
     MISTRAL_ARGS,
+    ToolCallReader,
     ToolFormat,
+    short_id,
 )
-from mars_ray.serve.replica.tool_parser import ToolCallReader, short_id
+
+EFFORT = "reasoning_effort"
+_THINKING = ("enable_thinking", "thinking")
+_NO_EFFORT = "none"
+
+
+def template_options(switches: Switches, encoder: ChatEncoder) -> dict[str, bool | str]:
+    """The variables that the template gets: whether, and how hard, the model is to think.
+
+    A template with variables of its own is a program with inputs, so only these are let in. Whether
+    it knows a switch is seen by what it writes with one value and with another.
+
+    Raises RequestError for a switch that the template does not know, unless it says not to think,
+    which is what a model without such a switch does.
+    """
+    options: dict[str, bool | str] = {}
+    for name, value in switches:
+        if name == EFFORT:
+            options |= _effort(str(value), encoder) | options
+        elif encoder.has_switch(name, False, True):
+            options[name] = value
+        elif value:
+            raise RequestError(
+                f"the chat template of this model has no switch {name!r}: leave it out",
+                field=f"chat_template_kwargs.{name}",
+            )
+    return options
+
+
+def _effort(value: str, encoder: ChatEncoder) -> dict[str, bool | str]:
+    options: dict[str, bool | str] = {}
+    if value == _NO_EFFORT:
+        options |= {name: False for name in _THINKING if encoder.has_switch(name, False, True)}
+    if encoder.has_switch(EFFORT, "low", "high"):
+        options[EFFORT] = value
+    elif value != _NO_EFFORT:
+        raise RequestError(
+            f"the chat template of this model knows no efforts: leave {EFFORT!r} out, or set a "
+            "thinking switch in 'chat_template_kwargs'",
+            field=EFFORT,
+        )
+    return options
+
 
 # Each is looked for in what the template writes of a call. The last has no mark of its own.
 _FORMATS = (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3)
@@ -108,35 +151,35 @@ class ChatFormat:
         own = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens[1:] if len(tokens) > len(own) else tokens
 
-    def grammar(self, call: GenerationRequest) -> str | None:
-        """The grammar of a call's answers, if any text will not do. Raises RequestError for tools
-        whose calls could not be read."""
-        start = self._start_of(call)
-        tools = call.tools
+    def grammar(self, request: GenerationRequest) -> str | None:
+        """The grammar of the answers, if any text will not do. Raises RequestError for tools whose
+        calls could not be read."""
+        start = self._start_of(request)
+        tools = request.tools
         if tools:
             if not (tools.is_required or self._tool_parser or self._found):
                 raise RequestError(self._no_parser(), field="tools")
             tools = replace(tools, is_parallel=tools.is_parallel and self._takes_several)
-            call = replace(call, tools=tools)
-        return grammar_of(call, self._format, self._vocabulary, start)
+            request = replace(request, tools=tools)
+        return grammar_of(request, self._format, self._vocabulary, start)
 
-    def tool_reader(self, call: GenerationRequest, answer_id: str) -> ToolCallReader | None:
+    def tool_reader(self, request: GenerationRequest, answer_id: str) -> ToolCallReader | None:
         """The reader of one answer's calls, if it may make any."""
-        if call.tools is None:
+        if request.tools is None:
             return None
-        names = {definition["function"]["name"] for definition in call.tools.definitions}
+        names = {definition["function"]["name"] for definition in request.tools.definitions}
         return ToolCallReader(answer_id, self._format, names)
 
-    def reasoning_reader(self, call: GenerationRequest) -> ReasoningReader | None:
+    def reasoning_reader(self, request: GenerationRequest) -> ReasoningReader | None:
         """The reader of one answer's thoughts, if they are told apart."""
-        start = self._start_of(call)
+        start = self._start_of(request)
         if start is None:
             return None
         return ReasoningReader(start, *self._think_ids)
 
-    def decode(self, call: GenerationRequest, tokens: Sequence[int]) -> str:
+    def decode(self, request: GenerationRequest, tokens: Sequence[int]) -> str:
         """The text of tokens, with the marks of calls and thoughts if they are looked for."""
-        is_read = call.tools is not None or self._start_of(call) is not None
+        is_read = request.tools is not None or self._start_of(request) is not None
         shows = is_read and self._has_special_marks
         text = self._tokenizer.decode(
             [token for token in tokens if token not in self._hidden] if shows else list(tokens),
@@ -158,13 +201,13 @@ class ChatFormat:
         return self._encoder_of(has_tools=True)
 
     @cached_property
-    def _is_told(self) -> bool:
+    def _has_tool_template(self) -> bool:
         return self._tells(self._encoder)
 
     @cached_property
     def _found(self) -> ToolFormat | None:
         """The format in which the template writes calls."""
-        if not self._is_told:
+        if not self._has_tool_template:
             return None
         return next((form for form in _FORMATS if self._reads(form)), None)
 
@@ -194,7 +237,7 @@ class ChatFormat:
     def _takes_several(self) -> bool:
         """Whether the template takes several calls in one answer; Llama 3's does not."""
         several = [_SAMPLE, replace(_SAMPLE, id="b1b2c3d4e")]
-        return not self._is_told or bool(self._encoder.written_calls(several))
+        return not self._has_tool_template or bool(self._encoder.written_calls(several))
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -206,7 +249,7 @@ class ChatFormat:
                 f"tool_parser = {parser!r} needs the token {MISTRAL.begin}, which this model's "
                 "tokenizer does not have: name another one, or leave it out"
             )
-        if not self._is_told or (self._found and self._found.parser == parser):
+        if not self._has_tool_template or (self._found and self._found.parser == parser):
             return
         fitting = f"is {self._found.parser!r}" if self._found else "is none of those known here"
         raise ModelError(
@@ -225,7 +268,7 @@ class ChatFormat:
 
     def _no_parser(self) -> str:
         instead = "; or have a call made with tool_choice 'required' or the name of a tool"
-        if self._is_told:
+        if self._has_tool_template:
             return (
                 "the chat template of this model writes calls in a format that this server does "
                 f"not read, so with tool_choice 'auto' they would be missed{instead}"
@@ -237,12 +280,12 @@ class ChatFormat:
             f"{instead}"
         )
 
-    def _start_of(self, call: GenerationRequest) -> Start | None:
-        prompt = call.prompts[0]
+    def _start_of(self, request: GenerationRequest) -> Start | None:
+        prompt = request.prompts[0]
         is_chat = isinstance(prompt, tuple) and isinstance(prompt[0], Turn)
         if not (is_chat and self._reasoning_parser):
             return None
-        return self._starts(call.switches, call.tools is not None)
+        return self._starts(request.switches, request.tools is not None)
 
     def _start(self, switches: Switches, has_tools: bool) -> Start:
         assert self._reasoning_parser

@@ -7,9 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from mars_ray.config.serve import ServeJob
 from mars_ray.errors import EngineError, ModelError
+from mars_ray.model.places import adapter_name, local_adapter
 from mars_ray.serve.protocol import (
     ErrorInfo,
     GenerationRequest,
@@ -19,27 +21,68 @@ from mars_ray.serve.protocol import (
     TokenizeRequest,
     Used,
 )
-from mars_ray.serve.replica.adapters import Adapters
-from mars_ray.serve.replica.engines import running_engine
+from mars_ray.serve.replica.engine_client import EngineClient, running_engine
 from mars_ray.serve.replica.llm_server import LLMServer
 from mars_ray.serve.replica.metrics import AnswerMetrics, EngineMetrics, replica_name
 from mars_ray.serve.status import ReplicaStatus
-from mars_ray.serve.threshold_actor import SetPoint, Setting, Swap, follow, swapped
+from mars_ray.serve.threshold_actor import News, Setting, Swap, follow, swapped
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-_WATCH_S = 0.5
+
+class Adapters:
+    """Swaps adapters in two operations, `prepare` and `take`, so that all replicas of a service can
+    do the first before any does the second."""
+
+    def __init__(self, engine: EngineClient, cache: str) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._ready: tuple[str, str] | None = None  # place and name of the adapter made ready
+
+    async def prepare(self, place: str | None) -> Prepared:
+        """Makes an adapter ready, or returns the fault. Raises EngineError for a dead engine."""
+        try:
+            return Prepared(await self._loaded(place))
+        except ModelError as error:
+            return Prepared(error=str(error))
+
+    async def take(self, place: str | None) -> None:
+        """Puts the adapter in force from the engine's next step on, or none without a place.
+
+        Raises ModelError, and EngineError if the engine is dead.
+        """
+        ready, self._ready = self._ready, None
+        name = ready[1] if ready and ready[0] == place else await self._loaded(place)
+        self._ready = None
+        await self._engine.use_adapter(name)
+        logger.info("draft adapter: %s", name or "none")
+
+    async def _loaded(self, place: str | None) -> str | None:
+        """Loads the adapter into the engine; returns its name, or None without a place."""
+        if place is None:
+            return None
+        name, directory = await asyncio.to_thread(self._fetched, place)
+        await self._engine.load_adapter(name, directory)
+        self._ready = place, name
+        return name
+
+    def _fetched(self, place: str) -> tuple[str, Path]:
+        directory = local_adapter(place, self._cache)
+        return adapter_name(place, directory), directory
+
+
+_EXPORT_S = 1.0
+_WATCHDOG_S = 0.5
 _STDERR = 2  # what `sys.stderr` is changes, and may be no file
 # Interval at which the fast loop checks this replica's queue.
-_STEER_S = 0.1
+_CONTROL_S = 0.1
 # The engine's thread releases the GIL in every operation of a step. With Python's default of 5 ms,
 # getting it back from the loop's thread could take as long as a step of a small model.
 _SWITCH_S = 0.0005
 
 
 class Replica:
-    """Answers calls with its own copy of the model."""
+    """Answers requests with its own copy of the model."""
 
     # Async because Serve then runs it in the event loop of the requests.
     async def __init__(self, job: ServeJob, setting: Setting) -> None:
@@ -59,16 +102,16 @@ class Replica:
         )
         self._adapters = Adapters(running.client, job.model_cache)
         self._built_s = setting.at_s
-        self._looking = asyncio.create_task(self._look())
-        following = follow(job.name, setting, self._set, lambda: self._swap)
+        self._exporting = asyncio.create_task(self._export_metrics_loop())
+        following = follow(job.name, setting, self._on_news, lambda: self._swap)
         self._following = asyncio.create_task(following)
-        self._steering = asyncio.create_task(self._steer())
-        self._leaving = asyncio.create_task(self._leave())
-        self._watching = asyncio.create_task(self._watch(job.step_timeout_s))
+        self._controlling = asyncio.create_task(self._control_loop())
+        self._exiting = asyncio.create_task(self._exit_with_engine())
+        self._watching = asyncio.create_task(self._watchdog(job.step_timeout_s))
 
-    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """Yields the messages of one call; Serve cancels the iteration when the caller is gone."""
-        return self._engine.generate(call)
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """Yields the reply to a request; Serve cancels the iteration when the caller is gone."""
+        return self._engine.generate(request)
 
     async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         """A prompt's tokens."""
@@ -78,9 +121,9 @@ class Replica:
         """The text of tokens."""
         return await self._engine.detokenize(tokens)
 
-    async def used(self, call_id: str) -> Used | None:
-        """What a call has used whose end its ingress has not heard of."""
-        return await self._engine.used(call_id)
+    async def used(self, request_id: str) -> Used | None:
+        """The usage of a request whose end its ingress has not received."""
+        return await self._engine.used(request_id)
 
     async def is_ready(self) -> bool:
         """Whether a request sent now would be answered."""
@@ -95,15 +138,15 @@ class Replica:
         """Makes a draft adapter ready, so that putting it in force cannot fail."""
         return await self._adapters.prepare(place)
 
-    async def _set(self, point: SetPoint) -> None:
+    async def _on_news(self, news: News) -> None:
         # A dead engine needs no adapter, and the replica after it asks for its own.
         with contextlib.suppress(EngineError):
-            await self._engine.follow(point.threshold, point.shed, point.rungs)
-            swap = point.swap
+            await self._engine.follow(news.set_point)
+            swap = news.swap
             if swap and swap.built_s == self._built_s and swap != self._swap:
-                await self._take(swap)
+                await self._use_adapter(swap)
 
-    async def _take(self, swap: Swap) -> None:
+    async def _use_adapter(self, swap: Swap) -> None:
         try:
             await self._adapters.take(swap.adapter)
         except ModelError:
@@ -112,21 +155,21 @@ class Replica:
             return
         self._swap = swap
 
-    async def _steer(self) -> None:
+    async def _control_loop(self) -> None:
         """Run the fast loop for as long as the engine lives."""
         with contextlib.suppress(EngineError):
             while True:
-                await asyncio.sleep(_STEER_S)
+                await asyncio.sleep(_CONTROL_S)
                 await self._engine.steer()
 
-    async def _look(self) -> None:
+    async def _export_metrics_loop(self) -> None:
         """Export the engine's metrics for as long as it lives."""
         with contextlib.suppress(EngineError):
             while True:
-                self._metrics.engine(await self._engine.seen())
-                await asyncio.sleep(_LOOK_S)
+                self._metrics.engine(await self._engine.snapshot())
+                await asyncio.sleep(_EXPORT_S)
 
-    async def _leave(self) -> None:
+    async def _exit_with_engine(self) -> None:
         """Exit when the engine ends, so that callers go elsewhere and Serve starts another replica.
 
         Serve's own checks take seconds. Meanwhile a replica that refuses everything at once would
@@ -136,7 +179,7 @@ class Replica:
         logger.error("the engine has ended, and its replica with it")
         os._exit(1)
 
-    async def _watch(self, limit_s: float) -> None:
+    async def _watchdog(self, limit_s: float) -> None:
         """Exit when the engine or this process is stuck, with the stacks of all threads in the log.
 
         Serve's own checks would find it out too. But Serve then gives the replica time to finish
@@ -145,7 +188,7 @@ class Replica:
         while True:
             # A thread of C, which ends the process also if no Python runs any more.
             faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
-            await asyncio.sleep(min(_WATCH_S, limit_s / 4))
+            await asyncio.sleep(min(_WATCHDOG_S, limit_s / 4))
             try:
                 self._engine.check_health()
             except EngineError as error:
@@ -154,8 +197,8 @@ class Replica:
                 os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The sums that Serve passes to the autoscaling policy."""
-        return await self._engine.sums()
+        """The numbers that Serve passes to the autoscaling policy."""
+        return await self._engine.report()
 
     def check_health(self) -> None:
         """Raises if the engine is dead or stuck; Serve then replaces the replica."""

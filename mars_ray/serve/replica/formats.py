@@ -14,7 +14,7 @@ from mars_ray.decode.json_schema import SchemaFault, followed
 from mars_ray.errors import RequestError
 from mars_ray.serve.protocol import GenerationRequest, Tools
 from mars_ray.serve.replica.reasoning_parser import THINK, THINK_END, Start
-from mars_ray.serve.replica.tool_formats import MARKERS, ToolFormat
+from mars_ray.serve.replica.tool_parser import MARKERS, ToolFormat
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _MARKERS = re.compile(f"({'|'.join(map(re.escape, (*MARKERS, THINK, THINK_END)))})")

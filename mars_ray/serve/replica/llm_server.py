@@ -1,24 +1,25 @@
-"""A replica's work without Ray: turns calls into engine requests, and events into deltas."""
+"""A replica's work without Ray: makes engine requests of requests, and replies of their events."""
 
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TypeVar
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.autoscale.sample import PINNED
-from mars_ray.autoscale.threshold import LocalLoop, Rung
+from mars_ray.autoscale.sample import ReplicaCounts
+from mars_ray.autoscale.threshold import LocalLoop, SetPoint
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.request import Request, TokenEvent
-from mars_ray.decode.stats import Snapshot
+from mars_ray.decode.stats import THRESHOLDS, Snapshot
 from mars_ray.decode.structured_output import CompiledGrammar, Grammars
 from mars_ray.errors import (
     DataError,
@@ -31,30 +32,29 @@ from mars_ray.errors import (
 )
 from mars_ray.serve.openai.sse import internal_error
 from mars_ray.serve.protocol import (
+    Envelope,
     ErrorInfo,
     GenerationRequest,
     Message,
-    OutputDelta,
     Tokenized,
     TokenizeRequest,
     TokenText,
     Turn,
     Used,
-    joined,
 )
-from mars_ray.serve.replica.admission import Admission
-from mars_ray.serve.replica.call_usage import CallUsage, used_by
 from mars_ray.serve.replica.chat_format import ChatFormat
 from mars_ray.serve.replica.engine_client import EngineClient
-from mars_ray.serve.replica.engine_requests import engine_requests
-from mars_ray.serve.replica.output_processor import OutputProcessor, TokenBytes
+from mars_ray.serve.replica.output_processor import (
+    OutputProcessor,
+    TokenBytes,
+    Writer,
+    reply_writer,
+)
 from mars_ray.serve.replica.stats import (
-    AnswerStats,
     Ending,
-    Live,
     Observer,
-    Tally,
-    to_metrics,
+    ReplicaCounters,
+    count_tokens,
 )
 from mars_ray.serve.status import ReplicaStatus
 
@@ -62,26 +62,68 @@ logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
 _KEPT_GRAMMARS = 64
+# Requests whose counts are kept for an ingress that asks afterwards.
+_KEPT_USED = 1024
 # Longer texts take the tokenizer milliseconds, which would block all streams of the event loop.
 _LONG_CHARS = 8192
+_SEEDS = 1 << 64
+_request_id = attrgetter("request_id")
 Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
-class _Answer:
-    """An unfinished answer."""
+class Admission:
+    """Counts answers. `shed` is the share to refuse of the requests that pin nothing."""
 
-    output: OutputProcessor
-    stats: AnswerStats
-    siblings: list["_Answer"]  # those to the same prompt, itself too
-    begun_s: float = field(default_factory=time.monotonic)
-    last_s: float = field(default_factory=time.monotonic)  # when steps last added to it
-    held: OutputDelta | None = None  # not sent yet
-    is_over: bool = False
+    places: int
+    open: int = 0
+    shed: float = 0.0
+    _owed: float = 0.0  # accumulated fraction of a refusal
+
+    def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
+        """The error for a request that is refused, else None."""
+        if self.open + request.choices > self.places:
+            message = f"{self.open} answers are being written or wait; try again later"
+            return ErrorInfo(429, message, code="too_many_requests", retry_after_s=_RETRY_AFTER_S)
+        if request.quality_class is None:
+            return None
+        # Evenly spread, not random: at a share of 0.3, three of any ten requests.
+        self._owed += self.shed
+        if self._owed < 1:
+            return None
+        self._owed -= 1
+        message = "the service is overloaded and refuses part of the requests; try again later"
+        return ErrorInfo(429, message, code="overloaded", retry_after_s=_RETRY_AFTER_S)
+
+
+class UsageOfEnded:
+    """The usage of the last requests that have ended here, for an ingress that asks afterwards:
+    where a client leaves, its ingress closes the request, which can then say nothing more."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, asyncio.Event] = {}
+        self._over: OrderedDict[str, Used] = OrderedDict()
+
+    def begin(self, request_id: str) -> None:
+        """Note that the request is here."""
+        self._open[request_id] = asyncio.Event()
+
+    def end(self, request_id: str, used: Used) -> None:
+        """Note what the request has used in all."""
+        self._over[request_id] = used
+        if len(self._over) > _KEPT_USED:
+            self._over.popitem(last=False)
+        self._open.pop(request_id).set()
+
+    async def of(self, request_id: str) -> Used | None:
+        """The request's usage, as soon as it has ended; None if it has not been here."""
+        if ended := self._open.get(request_id):
+            await ended.wait()
+        return self._over.pop(request_id, None)
 
 
 class LLMServer:
-    """One engine and its tokenizer, answering calls. `start` it before use."""
+    """One engine and its tokenizer, answering requests. `start` it before use."""
 
     def __init__(
         self,
@@ -92,13 +134,12 @@ class LLMServer:
         warning: str | None = None,
         name: str | None = None,
     ) -> None:
-        """`warning` is part of the status; `name` is the replica's, told with what calls have used.
+        """`warning` is part of the status; `name` is the replica's, and part of what is used.
 
         Raises ModelError if the model does not define how an answer ends, or if a parser of the job
         does not fit it.
         """
         self._warning, self._name = warning, name
-        self._observer = observer
         self._engine = engine
         self._facts = facts = engine.facts
         self._tokenizer = tokenizer
@@ -107,11 +148,9 @@ class LLMServer:
         grammars = Grammars(tokenizer, facts.vocabulary, facts.stop_ids)
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(grammars.compiled)
         self._chat = ChatFormat(tokenizer, grammars, job.tool_parser, job.reasoning_parser)
-        self._live = Live()
-        self._tally = Tally(job.scaling.slo)
-        self._local = LocalLoop(job.scaling, job.set_point)
-        self._usage = CallUsage()
-        self._discarded = 0  # tokens that the engine has written, and no answer has
+        self._counters = ReplicaCounters(job, observer)
+        self._local = LocalLoop(job.scaling, SetPoint(job.set_point))
+        self._usage = UsageOfEnded()
         self._threshold: float | None = None  # last one set on the engine
         self._admission = Admission(facts.max_batch + job.limits.waiting_requests)
 
@@ -139,16 +178,16 @@ class LLMServer:
             return False
         return True
 
-    async def seen(self) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
         """A snapshot of the engine between two steps. Raises EngineError if it is dead."""
         seen = await self._engine.snapshot()
-        return replace(seen, discarded_tokens=seen.discarded_tokens + self._discarded)
+        return replace(seen, discarded_tokens=seen.discarded_tokens + self._counters.discarded)
 
     async def status(self) -> tuple[ReplicaStatus]:
         """The current status of this engine. Raises EngineError if it is dead."""
-        status = self._live.status(
+        status = self._counters.live.status(
             self._job,
-            await self.seen(),
+            await self.snapshot(),
             time.monotonic(),
             in_default_mode=self._engine.can_decode(self._job.mode),
         )
@@ -157,31 +196,50 @@ class LLMServer:
     async def decided(self) -> None:
         """Always None: no policy controls a single engine."""
 
-    async def learnt(self) -> None:
-        """Always None, too."""
+    async def report(self) -> dict[str, float]:
+        """The numbers that Ray Serve carries to the autoscaling policy; thresholds are those of the
+        mode of requests that name none. Raises EngineError if the engine is dead."""
+        seen, tally = await self.snapshot(), self._counters.tally
+        totals, measured = seen.totals, seen.by_mode.get(self._job.mode.type)
+        of_mode: dict[str, Any] = {}
+        if measured and measured.forwards:
+            tokens_at = dict(zip(THRESHOLDS, measured.tokens_at, strict=True))
+            of_mode = {"measured_forwards": measured.forwards, "tokens_at": tokens_at}
+        return ReplicaCounts(
+            running=seen.running,
+            waiting=seen.waiting,
+            threshold=seen.set_point,
+            step_cost=seen.step_cost,
+            arrived=tally.quality_class.total() - tally.refused,
+            refused=tally.refused,
+            finished=tally.finished,
+            output_tokens=tally.output_tokens,
+            quality_class=dict(tally.quality_class),
+            started=dict(tally.started),
+            slow=dict(tally.slow),
+            late=dict(tally.late),
+            prompts=totals.prompts,
+            prompt_tokens=totals.prompt_tokens,
+            steps=totals.steps,
+            step_s=totals.seconds,
+            sequences=totals.sequences,
+            decode_rows=totals.decode_rows,
+            prompt_steps=totals.prompt_steps,
+            prompt_rows=totals.prompt_rows,
+            **of_mode,
+        ).to_metrics()
 
-    async def relearn(self, memory: str | None) -> None:
-        """Does nothing: there is no policy that could go on from it."""
-
-    async def sums(self) -> dict[str, float]:
-        """The sums for the autoscaling policy. Raises EngineError if the engine is dead."""
-        return to_metrics(await self.seen(), self._tally, self._job.mode)
-
-    async def follow(self, threshold: float, shed: float, rungs: tuple[Rung, ...] = ()) -> None:
-        """Sets the threshold of requests that pin nothing, and the share of new ones to refuse.
-
-        With rungs, the engine may go below that threshold when its own queue is too long. Raises
-        EngineError if the engine is dead.
-        """
-        self._local.threshold, self._local.rungs = threshold, rungs
-        self._admission.shed = shed
+    async def follow(self, set_point: SetPoint) -> None:
+        """Puts this set-point in force, below whose threshold the engine may go when its own queue
+        is too long. Raises EngineError if the engine is dead."""
+        self._local.set_point = set_point
+        self._admission.shed = set_point.shed
         await self.steer()
 
     async def steer(self) -> None:
         """Sets the threshold by this engine's own queue. Raises EngineError if it is dead."""
-        arrived = self._tally.quality_class.total()
+        arrived = self._counters.tally.quality_class.total()
         threshold = self._local.tick(self._admission.open, arrived, time.monotonic())
-
         if threshold != self._threshold:
             self._threshold = threshold
             await self._engine.set_threshold(threshold)
@@ -191,44 +249,52 @@ class LLMServer:
         """Number of answers in progress or waiting."""
         return self._admission.open
 
-    async def generate(self, call: GenerationRequest) -> AsyncGenerator[Message, None]:
-        """Yields the additions of engine steps to the answers, or an error as the last message.
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Message, None]:
+        """Yields the reply as engine steps add to it, or an error as the last message.
 
-        Closing the generator frees the call's places in the engine.
+        Closing the generator frees the request's places in the engine.
         """
-        if refusal := self._admission.refusal(call):
-            self._tally.offered(call, refused=True)
+        if refusal := self._admission.refusal(request):
+            self._counters.tally.offered(request, refused=True)
             yield replace(refusal, used=Used(replica=self._name))
             return
-        self._usage.begin(call.id)
-        self._admission.open += call.choices
-        self._tally.offered(call)
-        answers: dict[str, _Answer] = {}
-        unfinished = call.choices
+        self._usage.begin(request.id)
+        self._admission.open += request.choices
+        self._counters.tally.offered(request)
+        is_by_step = request.reply.by_step
+        answers: dict[str, OutputProcessor] = {}
         unread: deque[list[TokenEvent]] = deque()
+        text = ""  # not sent yet
         try:
-            requests = await self._requests(call)
-            siblings: list[list[_Answer]] = [[] for _ in call.prompts]
-            for choice, request in enumerate(requests):
-                of_prompt = siblings[choice // call.n]
-                answers[request.id] = self._begun(call, request, choice, of_prompt)
-            interval_s = 0.0 if call.delivery == "steps" else self._job.stream_interval_s
+            writer = reply_writer(request)
+            requests = await self._requests(request)
+            answers = self._answers(request, requests, writer)
+            interval_s = 0.0 if is_by_step else self._job.stream_interval_s
             async with aclosing(self._engine.stream(*requests, interval_s=interval_s)) as steps:
                 async for events in steps:
-                    unread += _apart(events, by_step=call.delivery == "steps")
+                    if is_by_step:
+                        unread += [[event] for event in events]
+                    else:
+                        ordered = groupby(sorted(events, key=_request_id), _request_id)
+                        unread += [list(some) for _, some in ordered]
+                    finish = None
                     while unread:
                         some = unread.popleft()
                         answer = answers[some[0].request_id]
-                        delta = self._added(call, answer, some)
-                        if delta is None:
-                            continue
-                        yield delta
-                        if delta.finish:
-                            unfinished -= 1
-                            if unfinished and not some[-1].completion:  # a stop string
+                        was_over = answer.is_over
+                        text += answer.process(some)
+                        if answer.finish and not was_over:
+                            finish = answer.finish
+                            if not some[-1].completion:  # a stop string
                                 await self._engine.abort(some[0].request_id)
-                    if not unfinished:
+                    is_over = finish and all(answer.finish for answer in answers.values())
+                    if finish and is_over:
+                        text += writer.end()
+                        yield Envelope(text, self._used(answers), finish.reason, finish.mode)
                         return
+                    if text:
+                        text, ready = "", text
+                        yield Envelope(ready, self._used(answers))
         except Exception as error:  # noqa: BLE001 - the edge of a replica: errors go on as values
             is_engine_lost = isinstance(error, EngineError) and not isinstance(error, PoisonError)
             ending: Ending = "error" if is_engine_lost else "abort"
@@ -237,18 +303,20 @@ class LLMServer:
                 # Behind one that is refused the engine was asked for no other.
                 is_refused = is_refused or answer.stats.ending == "refused"
                 is_unbegun = answer.stats.first_token_s is None
-                self._ended(answer, "refused" if is_refused and is_unbegun else ending)
-            yield replace(_error_info(call, error), used=self._used(answers))
+                answer.end("refused" if is_refused and is_unbegun else ending)
+            if text:
+                yield Envelope(text, self._used(answers))
+            yield replace(_error_info(request, error), used=self._used(answers))
         finally:
-            self._admission.open -= call.choices
-            self._discarded += sum(map(_tokens, unread))
+            self._admission.open -= request.choices
+            self._counters.discarded += sum(map(count_tokens, unread))
             for answer in answers.values():
-                self._ended(answer, "abort")
-            self._usage.end(call.id, self._used(answers))
+                answer.end("abort")
+            self._usage.end(request.id, self._used(answers))
 
-    async def used(self, call_id: str) -> Used | None:
-        """What a call has used whose end nobody has heard of; None if it has not been here."""
-        return await self._usage.of(call_id)
+    async def used(self, request_id: str) -> Used | None:
+        """The usage of a request whose client has left; None if it has not been here."""
+        return await self._usage.of(request_id)
 
     async def tokenize(self, asked: TokenizeRequest) -> Tokenized | ErrorInfo:
         """A prompt's tokens as for a request; text of a message never becomes a special token."""
@@ -280,131 +348,102 @@ class LLMServer:
         assert isinstance(text, str)
         return text
 
-    async def _grammar(self, call: GenerationRequest) -> CompiledGrammar | None:
-        """The grammar, made in a thread to not block the event loop. Raises RequestError."""
-        if call.tools is None and call.schema is None:
-            return None
-        return await asyncio.to_thread(self._compiled_for, call)
+    async def _requests(self, request: GenerationRequest) -> list[Request]:
+        """An engine request for each choice, in a mode that the engine can decode now; those of one
+        prompt differ in their seeds.
 
-    def _compiled_for(self, call: GenerationRequest) -> CompiledGrammar | None:
-        text = self._chat.grammar(call)
+        They must be submitted to the engine before anything else is awaited. Raises RequestError.
+        """
+        grammar = None
+        if request.tools is not None or request.schema is not None:
+            # In a thread, to not block the event loop.
+            grammar = await asyncio.to_thread(self._grammar, request)
+        prompts = await _encoded(partial(self._prompts, request), request.prompts, request.tools)
+        mode, quality = request.mode, request.quality
+        if request.is_mode_open and not self._engine.can_decode(mode):
+            mode, quality = ExactMode(), None
+        deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
+        own_stops = frozenset[int]() if request.ignore_eos else self._facts.stop_ids
+        sampling = request.sampling
+        # At least one, so that the engine refuses a prompt without room, or with too little for the
+        # least length.
+        least = max(1, sampling.min_new_tokens)
+        most = request.max_new_tokens or request.new_tokens_limit
+        # Within the range that a seed may have.
+        seeds = [
+            (sampling.seed + copy + _SEEDS // 2) % _SEEDS - _SEEDS // 2 for copy in range(request.n)
+        ]
+        return [
+            Request(
+                id=f"{request.id}-{number * request.n + copy}",
+                prompt=prompt,
+                mode=mode,
+                sampling=sampling.model_copy(update={"seed": seed}),
+                max_new_tokens=min(max(least, self._facts.max_context - len(prompt)), most),
+                stop_ids=own_stops.union(request.stop_token_ids),
+                priority=request.priority,
+                logprobs=request.logprobs,
+                prompt_logprobs=request.logprobs if request.is_echoed else None,
+                grammar=grammar,
+                quality=quality,
+                deadline=deadline,
+            )
+            for number, prompt in enumerate(prompts)
+            for copy, seed in enumerate(seeds)
+        ]
+
+    def _grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
+        text = self._chat.grammar(request)
         if text is None:
             return None
-        return self._compiled(text, "tools" if call.tools else "response_format")
+        return self._compiled(text, "tools" if request.tools else "response_format")
 
-    async def _requests(self, call: GenerationRequest) -> list[Request]:
-        """A request for each choice, in a mode that the engine can decode now.
-
-        The requests must be submitted to the engine before anything else is awaited.
-        """
-        grammar = await self._grammar(call)
-        made = await _encoded(partial(self._made, call, grammar), call.prompts, call.tools)
-        if not call.is_mode_open or self._engine.can_decode(call.mode):
-            return made
-        return [replace(request, mode=ExactMode(), quality=None) for request in made]
-
-    def _made(self, call: GenerationRequest, grammar: CompiledGrammar | None) -> list[Request]:
-        prompts = [
+    def _prompts(self, request: GenerationRequest) -> list[tuple[int, ...]]:
+        return [
             self._chat.encode(
-                prompt, call.tools, call.switches, add_special_tokens=call.add_special_tokens
+                prompt,
+                request.tools,
+                request.switches,
+                add_special_tokens=request.add_special_tokens,
             )
-            for prompt in call.prompts
+            for prompt in request.prompts
         ]
-        return engine_requests(call, prompts, self._facts, grammar)
 
-    def _used(self, answers: dict[str, _Answer]) -> Used:
-        used = used_by(answer.stats for answer in answers.values())
-        return replace(used, replica=self._name)
+    def _answers(
+        self, request: GenerationRequest, requests: Sequence[Request], writer: Writer
+    ) -> dict[str, OutputProcessor]:
+        """The answers to come, by the ids of their engine requests."""
+        decode = partial(self._chat.decode, request)
+        answers = {
+            own.id: OutputProcessor(
+                request,
+                own,
+                choice,
+                decode,
+                self._token_text,
+                writer,
+                self._counters,
+                self._chat.tool_reader(request, own.id),
+                self._chat.reasoning_reader(request),
+            )
+            for choice, own in enumerate(requests)
+        }
+        every = [answer.stats for answer in answers.values()]
+        for choice, stats in enumerate(every):
+            first = choice - choice % request.n
+            stats.siblings = every[first : first + request.n]
+        return answers
 
-    def _begun(
-        self, call: GenerationRequest, request: Request, choice: int, siblings: list[_Answer]
-    ) -> _Answer:
-        output = OutputProcessor(
-            call,
-            request,
-            choice,
-            partial(self._chat.decode, call),
-            self._token_text,
-            self._chat.tool_reader(call, request.id),
-            self._chat.reasoning_reader(call),
-        )
-        name = call.quality_class or PINNED
-        prompt_tokens = 0 if choice % call.n else len(request.prompt)
-        answer = _Answer(output, AnswerStats(request.mode.type, prompt_tokens, name), siblings)
-        siblings.append(answer)
-        return answer
-
-    def _added(
-        self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
-    ) -> OutputDelta | None:
-        """The addition of steps to an answer, if it is to be sent now. Raises DeadlineError."""
-        if answer.is_over:  # the steps came after a stop string
-            self._discarded += _tokens(events)
-            return None
-        failure = events[-1].failure
-        steps = events[:-1] if failure else events
-        delta = self._processed(call, answer, steps) if steps else None
-        if delta and delta.finish:
-            self._ended(answer, delta.finish.reason)
-        elif failure:
-            self._ended(answer, _ending(failure))
-        if delta is None or (call.delivery == "whole" and not delta.finish):
-            return None
-        answer.held = None
-        return delta
-
-    def _processed(
-        self, call: GenerationRequest, answer: "_Answer", events: list[TokenEvent]
-    ) -> OutputDelta:
-        """The addition of steps to an answer, after what was held back; counts the steps."""
-        stats, before = answer.stats, answer.output.tokens
-        try:
-            delta, event = answer.output.add(events)
-        except Exception as error:
-            self._counted(answer, events, before)
-            self._ended(answer, _ending(error))
-            raise
-        self._counted(answer, events, before)
-        now = time.monotonic()
-        disagreed = event.disagreed - stats.disagreed
-        self._live.add(now, len(event.tokens), event.forward - stats.forwards, disagreed)
-        is_first = stats.first_token_s is None
-        _count(stats, event, now - answer.last_s)
-        if is_first:
-            self._tally.began(stats)
-            delta = replace(delta, replica=self._name)
-        stats.degraded = self._is_degraded(call, event)
-        answer.last_s = now
-        answer.held = joined(answer.held, delta) if answer.held else delta
-        return answer.held
-
-    def _counted(self, answer: "_Answer", events: list[TokenEvent], before: int) -> None:
-        """Counts the steps' tokens: those of the answer, and those behind its end."""
-        new = answer.output.tokens - before
-        answer.stats.completion_tokens += new
-        self._discarded += _tokens(events) - new
-
-    def _ended(self, answer: "_Answer", ending: Ending) -> None:
-        """Reports, once, to the counters of answers that this one is over."""
-        if answer.is_over:
-            return
-        answer.is_over = True
-        answer.stats.ending = ending
-        answer.stats.total_s = time.monotonic() - answer.begun_s
-        if all(sibling.is_over for sibling in answer.siblings):
-            tokens = (sibling.stats.completion_tokens for sibling in answer.siblings)
-            answer.stats.longest_tokens = max(tokens)
-        if ending != "refused":
-            self._tally.ended(answer.stats)
-        if self._observer:
-            self._observer.answer(answer.stats)
-
-    def _is_degraded(self, call: GenerationRequest, event: TokenEvent) -> bool:
-        lowest = event.threshold
-        return (
-            isinstance(call.quality, Elastic)
-            and lowest is not None
-            and lowest < max(call.quality.floor, self._job.set_point)
+    def _used(self, answers: dict[str, OutputProcessor]) -> Used:
+        """The sums over a request's answers, but for those that the engine has refused."""
+        seen = [a.stats for a in answers.values() if a.stats.ending != "refused"]
+        return Used(
+            sum(stats.prompt_tokens for stats in seen),
+            sum(stats.cached_tokens for stats in seen),
+            sum(stats.completion_tokens for stats in seen),
+            sum(stats.forwards for stats in seen),
+            sum(stats.disagreed for stats in seen),
+            self._name,
         )
 
     def _token_text(self, token: int, logprob: float) -> TokenText:
@@ -419,58 +458,27 @@ async def _encoded(encode: Callable[[], Made], *texts: object) -> Made:
     return encode()
 
 
-def _ending(error: Exception) -> Ending:
-    """The ending for an error: a request that the engine refuses is the client's mistake."""
-    if isinstance(error, DeadlineError):
-        return "deadline"
-    return "refused" if isinstance(error, RequestError) else "error"
-
-
-def _count(stats: AnswerStats, event: TokenEvent, gap_s: float) -> None:
-    if stats.first_token_s is None:
-        stats.first_token_s, stats.queue_s = gap_s, event.queue_s
-    elif event.tokens:
-        stats.gaps.append((gap_s, len(event.tokens)))
-    if stats.prompt_tokens:
-        stats.cached_tokens = event.cached_tokens
-    stats.forwards, stats.disagreed = event.forward, event.disagreed
-
-
-def _error_info(call: GenerationRequest, error: Exception) -> ErrorInfo:
+def _error_info(request: GenerationRequest, error: Exception) -> ErrorInfo:
     """The error for the client; internal faults are logged."""
     match error:
         case PromptTooLongError():
-            return ErrorInfo(400, str(error), _prompt_param(call), "context_length_exceeded")
+            return ErrorInfo(400, str(error), _prompt_param(request), "context_length_exceeded")
         case RequestError(field=field):
-            param = _prompt_param(call) if field == "messages" else field
+            param = _prompt_param(request) if field == "messages" else field
             return ErrorInfo(400, str(error), param, "invalid_value")
         case DataError() | ModelError():  # also of a model without a chat template
-            return ErrorInfo(400, str(error), _prompt_param(call), "invalid_value")
+            return ErrorInfo(400, str(error), _prompt_param(request), "invalid_value")
         case DeadlineError():
             return ErrorInfo(408, str(error), "timeout_s", "deadline_exceeded")
         case PoisonError():
-            return internal_error(call.id)
+            return internal_error(request.id)
         case EngineError():
             return ErrorInfo(503, str(error), code="engine_error", retry_after_s=_RETRY_AFTER_S)
-    logger.error("request %s failed", call.id, exc_info=error)
-    return internal_error(call.id)
+    logger.error("request %s failed", request.id, exc_info=error)
+    return internal_error(request.id)
 
 
-def _tokens(events: Iterable[TokenEvent]) -> int:
-    return sum(len(event.tokens) for event in events)
-
-
-def _apart(events: Iterable[TokenEvent], *, by_step: bool) -> list[list[TokenEvent]]:
-    """The events in groups: those of a request together, or each by itself."""
-    if by_step:
-        return [[event] for event in events]
-    of_request: dict[str, list[TokenEvent]] = {}
-    for event in events:
-        of_request.setdefault(event.request_id, []).append(event)
-    return list(of_request.values())
-
-
-def _prompt_param(call: GenerationRequest) -> str:
+def _prompt_param(request: GenerationRequest) -> str:
     """The field of the request that held the prompt."""
-    is_chat = isinstance(call.prompts[0], tuple) and isinstance(call.prompts[0][0], Turn)
+    is_chat = isinstance(request.prompts[0], tuple) and isinstance(request.prompts[0][0], Turn)
     return "messages" if is_chat else "prompt"

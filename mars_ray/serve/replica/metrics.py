@@ -1,7 +1,7 @@
 """Metrics of a replica, on every Ray node's Prometheus endpoint under `ray_mars_...`.
 
 Names end like those of vLLM, under which the service's own page shows them
-(`serve/ingress/exposition.py`); metrics that only this service has use its own terms. Serve adds
+(`serve/ingress/metrics.py`); metrics that only this service has use its own terms. Serve adds
 the tags deployment, replica and application.
 """
 
@@ -102,7 +102,7 @@ class AnswerMetrics:
 
 
 class EngineMetrics:
-    """What an engine tells of itself: call `engine` now and then with a new snapshot."""
+    """An engine's metrics: call `engine` now and then with a new snapshot."""
 
     def __init__(self, model_name: str) -> None:
         self._written = Counter(
@@ -158,8 +158,10 @@ class EngineMetrics:
             "mars_checked_tokens", "Tokens seen again by a row of their own.", _MODE
         )
         _name_model(self, model_name)
-        self._adapter_told: str | None = None
-        self._told: Tally[tuple[Any, ...]] = Tally()  # exported so far, by counter and tag values
+        self._adapter_exported: str | None = None
+        self._exported: Tally[tuple[Any, ...]] = (
+            Tally()
+        )  # exported so far, by counter and tag values
 
     def engine(self, seen: Snapshot) -> None:
         """Sets the gauges, and adds what was counted since the last snapshot."""
@@ -168,7 +170,7 @@ class EngineMetrics:
         self._cache.set(seen.cache_share)
         self._threshold.set(seen.set_point)
         self._window.set(sum(seen.windows) / max(1, len(seen.windows)))
-        self._tell_adapter(seen.adapter)
+        self._export_adapter(seen.adapter)
         self._since(seen.preemptions, self._preemptions)
         self._since(seen.totals.output_tokens, self._written)
         self._since(seen.discarded_tokens, self._discarded)
@@ -188,19 +190,19 @@ class EngineMetrics:
                 tags = {"mode": mode, "position": str(place)}
                 self._since(count, self._accepted, tags)
 
-    def _tell_adapter(self, adapter: str | None) -> None:
-        if adapter == self._adapter_told:
+    def _export_adapter(self, adapter: str | None) -> None:
+        if adapter == self._adapter_exported:
             return
-        for name, value in ((self._adapter_told, 0), (adapter, 1)):
+        for name, value in ((self._adapter_exported, 0), (adapter, 1)):
             if name is not None:
                 self._adapter.set(value, {"adapter": name})
-        self._adapter_told = adapter
+        self._adapter_exported = adapter
 
     def _since(self, count: int, counter: Counter, tags: dict[str, str] | None = None) -> None:
         """Adds the increase since the last snapshot."""
         series = (counter, *(tags or {}).values())
-        _add(counter, count - self._told[series], tags)
-        self._told[series] = count
+        _add(counter, count - self._exported[series], tags)
+        self._exported[series] = count
 
 
 def _name_model(metrics: object, model_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Turns an engine's events for one answer into deltas of its text.
+"""Turns an engine's events for one answer into what its client reads.
 
 A character may need several tokens, so text is held back until its characters are whole and it
 cannot be the beginning of a stop string.
@@ -6,14 +6,17 @@ cannot be the beginning of a stop string.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from mars_ray.autoscale.sample import PINNED
 from mars_ray.decode.request import FinishReason, Request, TokenEvent, TokenLogprobs, as_one
-from mars_ray.errors import DeadlineError
+from mars_ray.errors import DeadlineError, RequestError
+from mars_ray.serve.openai.responses import ResponseWriter
+from mars_ray.serve.openai.sse import ReplyWriter
 from mars_ray.serve.protocol import (
     Finish,
     GenerationRequest,
@@ -21,9 +24,9 @@ from mars_ray.serve.protocol import (
     Served,
     TokenText,
     ToolCallDelta,
-    joined,
 )
 from mars_ray.serve.replica.reasoning_parser import ReasoningReader
+from mars_ray.serve.replica.stats import AnswerStats, Ending, ReplicaCounters, count_tokens
 from mars_ray.serve.replica.tool_parser import ToolCallReader
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
@@ -34,6 +37,12 @@ REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 64
 Decode = Callable[[Sequence[int]], str]
 TokenTextOf = Callable[[int, float], TokenText]
+Writer = ReplyWriter | ResponseWriter
+
+
+def reply_writer(request: GenerationRequest) -> Writer:
+    """Writes the reply to a request."""
+    return ResponseWriter(request) if request.reply.route == "response" else ReplyWriter(request)
 
 
 class TokenBytes:
@@ -160,120 +169,139 @@ class StopFilter:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Text to pass on, the number of given tokens used for it, and whether to stop."""
-
-    text: str
-    tokens: int
-    stopped: bool
-
-
-class Writer:
-    """Writes an answer's text: detokenises it, and cuts it at the first stop string."""
-
-    def __init__(
-        self, decode: Decode, stops: Sequence[str], least: int = 0, *, shows_stop: bool = False
-    ) -> None:
-        """Stop strings are ignored before `least` tokens, and are no text unless `shows_stop`."""
-        self._detokenizer = Detokenizer(decode)
-        self._filter = StopFilter(stops, shows_stop=shows_stop)
-        self._has_stops = bool(stops)
-        self._least = least
-
-    def push(self, tokens: Sequence[int]) -> Written:
-        """Adds tokens; those after a stop string are not used."""
-        if not self._has_stops:
-            return Written(self._detokenizer.push_all(tokens), len(tokens), False)
-        free, self._least = min(self._least, len(tokens)), max(0, self._least - len(tokens))
-        parts = [self._detokenizer.push_all(tokens[:free])] if free else []
-        for used, token in enumerate(tokens[free:], start=free + 1):
-            text, stopped = self._filter.push(self._detokenizer.push(token))
-            parts.append(text)
-            if stopped:
-                return Written("".join(parts), used, True)
-        return Written("".join(parts), len(tokens), False)
-
-    def flush(self) -> Written:
-        """The text held back, once no more tokens come."""
-        text, stopped = self._filter.push(self._detokenizer.flush())
-        return Written(text if stopped else text + self._filter.flush(), 0, stopped)
-
-
 class OutputProcessor:
-    """Turns the events of a request into deltas of its answer; the last has the finish."""
+    """Turns the events of one answer into what its client reads, and counts them.
+
+    This is the one place that makes text of tokens, takes thoughts and calls out of it, counts, and
+    has the reply written.
+    """
 
     def __init__(
         self,
-        call: GenerationRequest,
-        request: Request,
+        request: GenerationRequest,
+        engine_request: Request,
         choice: int,
         decode: Decode,
         token_text: TokenTextOf,
+        writer: Writer,
+        counters: ReplicaCounters,
         calls: ToolCallReader | None = None,
         reasoning: ReasoningReader | None = None,
     ) -> None:
-        """The readers are those of this answer, if it may have calls, or thoughts told apart."""
-        self._call = call
-        self._request = request
+        """The writer is of the whole reply, the readers are of this answer, if it may have calls or
+        thoughts that are told apart."""
+        self._request, self._engine_request = request, engine_request
         self._choice = choice
         self._token_text = token_text
-        self._writer = Writer(
-            decode, call.stop, request.sampling.min_new_tokens, shows_stop=call.shows_stop
-        )
-        self._echo = self._prompt_text(decode) if call.is_echoed else ""
-        self._owes_prompt = request.prompt_logprobs is not None
-        self._calls = calls
-        self._reasoning = reasoning
-        self.tokens = 0  # of the answer so far, its end token included
-        self._forwards = 0
+        self._writer = writer
+        self._counters = counters
+        self._calls, self._reasoning = calls, reasoning
+        self._detokenizer = Detokenizer(decode)
+        self._stop = StopFilter(request.stop, shows_stop=request.shows_stop)
+        self._least = engine_request.sampling.min_new_tokens  # tokens before a stop string counts
+        self._hidden = frozenset[int]() if request.shows_stop else engine_request.stop_ids
+        self._echo = self._prompt_text(decode) if request.is_echoed else ""
+        self._owes_prompt = engine_request.prompt_logprobs is not None
+        self._tokens = self._forwards = 0  # of the answer so far, its end token included
         self._served: list[Served] = []
         # Modes without masks use no adapter, whichever is in force.
-        self._is_drafted = request.mode.has_masks
+        self._is_drafted = engine_request.mode.has_masks
+        prompt_tokens = 0 if choice % request.n else len(engine_request.prompt)
+        quality_class = request.quality_class or PINNED
+        self.stats = AnswerStats(engine_request.mode.type, prompt_tokens, quality_class)
+        self.finish: Finish | None = None
+        self.is_over = False
 
-    def add(self, events: Sequence[TokenEvent]) -> tuple[OutputDelta, TokenEvent]:
-        """The addition of some steps to the text, and the counted steps merged into one event.
+    def process(self, events: Sequence[TokenEvent]) -> str:
+        """Returns the client's text for some steps, the last of which may be a failure.
 
         Raises DeadlineError if the answer's time is over.
         """
-        # Steps are processed separately only if the text may end between two of them, at a stop
-        # string, or if they belong to different adapters, which have separate counts.
-        is_apart = self._call.stop or len({event.adapter for event in events}) > 1
-        units = events if is_apart else [as_one(events)]
-        piece, used = self._added(units[0]), 1
-        while used < len(units) and not piece.finish:
-            piece, used = joined(piece, self._added(units[used])), used + 1
-        return piece, as_one(units[:used])
-
-    def _added(self, event: TokenEvent) -> OutputDelta:
-        # Only the last token can be a stop token, which ends the text.
-        hidden = frozenset[int]() if self._call.shows_stop else self._request.stop_ids
-        shown = [token for token in event.tokens if token not in hidden]
-        written = self._writer.push(shown)
-        text, stopped = written.text, written.stopped
-        self._count(event, written.tokens if stopped else len(event.tokens))
-        reason: FinishReason | None = "stop" if stopped else None
-        if event.completion is not None and not stopped:
-            rest = self._writer.flush()
-            text += rest.text
-            reason = "stop" if rest.stopped else event.completion.finish_reason
-        if self._reasoning:
-            self._reasoning.count(tuple(shown[: written.tokens]))
-        thoughts, text, calls = self._read(text, is_last=reason is not None)
+        failure = events[-1].failure
+        steps = events[:-1] if failure else events
+        ending: Ending = "refused" if isinstance(failure, RequestError) else "error"
+        if self.is_over or not steps:
+            self._counters.discarded += count_tokens(steps)  # that came after a stop string
+            self.end(ending)
+            return ""
+        # Steps are read one by one only if the text may end between two of them, at a stop string,
+        # or if they belong to different adapters, which have separate counts.
+        is_apart = self._request.stop or len({step.adapter for step in steps}) > 1
+        units = steps if is_apart else [as_one(steps)]
+        text, tokens, before = "", 0, self._tokens
+        logprobs: tuple[TokenText, ...] = ()
+        reason: FinishReason | None = None
+        used = 0
+        while reason is None and used < len(units):
+            event, used = units[used], used + 1
+            # Only the last token can be a stop token, which ends the text.
+            shown = [token for token in event.tokens if token not in self._hidden]
+            if self._request.stop:
+                more, count, is_stopped = self._up_to_stop(shown)
+            else:
+                more, count, is_stopped = self._detokenizer.push_all(shown), len(shown), False
+            text, tokens = text + more, tokens + count
+            self._count(event, count if is_stopped else len(event.tokens))
+            if is_stopped:
+                reason = "stop"
+            elif event.completion is not None:
+                rest, is_stopped = self._stop.push(self._detokenizer.flush())
+                text += rest if is_stopped else rest + self._stop.flush()
+                reason = "stop" if is_stopped else event.completion.finish_reason
+            if self._request.logprobs is not None:
+                logprobs += self._logprobs(event, count)
+            if self._reasoning:
+                self._reasoning.count(tuple(shown[:count]))
+        event, new = units[used - 1], self._tokens - before
+        self.stats.completion_tokens += new
+        self._counters.discarded += count_tokens(steps) - new
+        if reason == "deadline":
+            self.end("deadline")
+            limit_s = self._request.timeout_s
+            raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
+        self._counters.step(self._request, self.stats, event, count_tokens(units[:used]))
+        thoughts, calls = "", tuple[ToolCallDelta, ...]()
+        if self._reasoning or self._calls:
+            thoughts, text, calls = self._parsed(text, is_last=reason is not None)
+        if reason:
+            self.finish = self._finish(reason, event)
+            self.end(self.finish.reason)
+        elif failure:
+            self.end(ending)
         echo, self._echo = self._echo, ""
-        piece = OutputDelta(
-            echo + text,
-            choice=self._choice,
-            forward=event.forward,
-            tokens=written.tokens,
-            prompt_tokens=len(self._request.prompt),
-            logprobs=self._logprobs(event, written.tokens),
-            calls=calls,
-            reasoning=thoughts if self._call.shows_reasoning else "",
+        return self._writer.write(
+            OutputDelta(
+                echo + text,
+                self.finish,
+                self._choice,
+                event.forward,
+                tokens,
+                logprobs,
+                calls,
+                len(self._engine_request.prompt),
+                thoughts if self._request.shows_reasoning else "",
+            )
         )
-        return replace(piece, finish=self._finish(reason, event)) if reason else piece
 
-    def _read(self, text: str, *, is_last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+    def end(self, ending: Ending) -> None:
+        """Reports, once, to the counters of answers that this one is over."""
+        if not self.is_over:
+            self.is_over = True
+            self._counters.ended(self.stats, ending)
+
+    def _up_to_stop(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
+        """The text of these tokens up to the first stop string, the number of tokens used for it,
+        and whether there is one. What is behind it is not part of the answer."""
+        free, self._least = min(self._least, len(tokens)), max(0, self._least - len(tokens))
+        text = self._detokenizer.push_all(tokens[:free]) if free else ""
+        for used, token in enumerate(tokens[free:], start=free + 1):
+            more, is_stopped = self._stop.push(self._detokenizer.push(token))
+            text += more
+            if is_stopped:
+                return text, used, True
+        return text, len(tokens), False
+
+    def _parsed(self, text: str, *, is_last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """The additions to thoughts, answer and calls."""
         thoughts, calls = "", tuple[ToolCallDelta, ...]()
         if self._reasoning:
@@ -289,7 +317,7 @@ class OutputProcessor:
     def _count(self, event: TokenEvent, tokens: int) -> None:
         """Counts the tokens and forwards of the answer, under the adapter that was in force."""
         forwards = event.forward - self._forwards
-        self.tokens, self._forwards = self.tokens + tokens, event.forward
+        self._tokens, self._forwards = self._tokens + tokens, event.forward
         adapter = event.adapter if self._is_drafted else None
         if self._served and self._served[-1].adapter == adapter:
             last = self._served.pop()
@@ -297,21 +325,19 @@ class OutputProcessor:
         self._served.append(Served(adapter, tokens, forwards))
 
     def _finish(self, reason: FinishReason, event: TokenEvent) -> Finish:
-        if reason == "deadline":
-            limit_s = self._call.timeout_s
-            raise DeadlineError(f"the answer was not finished within {limit_s:g} s")
+        assert reason != "deadline"
         # A stop string may end the text within a call, which then cannot be made.
-        reader = self._calls
+        reader, request, own = self._calls, self._request, self._engine_request
         has_called = reader is not None and reader.count > 0 and not reader.is_cut
-        calls = reason == "stop" and has_called and not self._call.is_forced
+        calls = reason == "stop" and has_called and not request.is_forced
         return Finish(
             "tool_calls" if calls else reason,
-            len(self._request.prompt),
-            self.tokens,
+            len(own.prompt),
+            self._tokens,
             event.forward,
             event.disagreed,
             event.threshold,
-            None if self._request.mode == self._call.mode else self._request.mode.type,
+            None if own.mode == request.mode else own.mode.type,
             tuple(self._served),
             event.cached_tokens,
             self._reasoning.tokens if self._reasoning else None,
@@ -319,18 +345,18 @@ class OutputProcessor:
 
     def _prompt_text(self, decode: Decode) -> str:
         """The prompt as it was given, or the text of its tokens."""
-        prompt = self._call.prompts[self._choice // self._call.n]
-        return prompt if isinstance(prompt, str) else decode(self._request.prompt)
+        prompt = self._request.prompts[self._choice // self._request.n]
+        return prompt if isinstance(prompt, str) else decode(self._engine_request.prompt)
 
     def _logprobs(self, event: TokenEvent, count: int) -> tuple[TokenText, ...]:
-        """Log-probabilities of an event's first tokens, if the request asks for them, and before
-        the first of all those of the prompt, if they are asked for too."""
+        """Log-probabilities of an event's first tokens, and before the first of all those of the
+        prompt, if they are asked for too."""
         entries = zip(event.tokens[:count], event.logprobs, strict=False)
         own = tuple(self._with_others(token, entry) for token, entry in entries)
         if not self._owes_prompt:
             return own
         self._owes_prompt = False
-        first, *others = self._request.prompt
+        first, *others = self._engine_request.prompt
         prompt = zip(others, event.prompt_logprobs, strict=True)
         shown = (self._with_others(token, entry) for token, entry in prompt)
         return (replace(self._token_text(first, 0.0), logprob=None), *shown, *own)

@@ -78,7 +78,7 @@ class ReasoningReader:
         return thoughts, said
 
     def flush(self) -> tuple[str, str]:
-        """What was held back."""
+        """The text held back, as thoughts and answer."""
         held, self._held = self._held, ""
         if self._part == "thoughts":
             return held.rstrip(), ""

@@ -4,18 +4,22 @@ The engine's own counts come as one `Snapshot` (`decode/stats.py`), which is use
 
 metrics.py        exports it to Prometheus, and the `AnswerStats` of each finished answer
 Live.status       joins it with the last minute's steps for the page and `GET /v1/mars/status`
-to_metrics        joins it with the sums of a `Tally` for the policy (`autoscale/sample.py`)
+LLMServer.report  joins it with the sums of a `Tally` for the policy (`autoscale/sample.py`)
 """
 
+import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from mars_ray.autoscale.sample import PINNED, SLOW, ReplicaCounts
+from mars_ray.autoscale.sample import PINNED, SLOW
 from mars_ray.config.modes import ExactMode, Mode
 from mars_ray.config.scaling import Slo
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.stats import THRESHOLDS, Snapshot
+from mars_ray.core.thresholds import Elastic
+from mars_ray.decode.request import TokenEvent
+from mars_ray.decode.stats import Snapshot
 from mars_ray.serve.protocol import GenerationRequest
 from mars_ray.serve.status import ReplicaStatus
 
@@ -50,6 +54,11 @@ class AnswerStats:
     gaps: list[tuple[float, int]] = field(default_factory=list)
     # The largest of its times so far as a share of the SLO's limit: above 1 it is late.
     strain: float = 0.0
+    # Those of all answers to the same prompt, this one's too.
+    siblings: list["AnswerStats"] = field(default_factory=list, repr=False, compare=False)
+    begun_s: float = field(default_factory=time.monotonic)
+    last_s: float = field(default_factory=time.monotonic)  # when steps last added to it
+    is_over: bool = False
 
     @property
     def time_per_token_s(self) -> float:
@@ -145,13 +154,13 @@ class Tally:
     slow: Counter[str] = field(default_factory=Counter)
     late: Counter[str] = field(default_factory=Counter)
 
-    def offered(self, call: GenerationRequest, *, refused: bool = False) -> None:
-        """Counts an arrived call, whether it is answered or refused."""
-        # Refused calls count in the classes, too: shares of the rest would describe the effect of
+    def offered(self, request: GenerationRequest, *, refused: bool = False) -> None:
+        """Counts an arrived request, whether it is answered or refused."""
+        # Those refused count in the classes, too: shares of the rest would describe the effect of
         # shedding instead of the traffic.
-        self.quality_class[call.quality_class or PINNED] += call.choices
+        self.quality_class[request.quality_class or PINNED] += request.choices
         if refused:
-            self.refused += call.choices
+            self.refused += request.choices
 
     def began(self, seen: AnswerStats) -> None:
         """Counts an answer whose first token has come."""
@@ -176,34 +185,48 @@ class Tally:
         self.late[seen.quality_class] += before <= 1 < seen.strain
 
 
-def to_metrics(seen: Snapshot, tally: Tally, mode: Mode) -> dict[str, float]:
-    """The numbers that Ray Serve carries to the autoscaling policy; thresholds are those of `mode`,
-    in which requests that name none are decoded."""
-    totals, measured = seen.totals, seen.by_mode.get(mode.type)
-    of_mode: dict[str, Any] = {}
-    if measured and measured.forwards:
-        tokens_at = dict(zip(THRESHOLDS, measured.tokens_at, strict=True))
-        of_mode = {"measured_forwards": measured.forwards, "tokens_at": tokens_at}
-    return ReplicaCounts(
-        running=seen.running,
-        waiting=seen.waiting,
-        threshold=seen.set_point,
-        step_cost=seen.step_cost,
-        arrived=tally.quality_class.total() - tally.refused,
-        refused=tally.refused,
-        finished=tally.finished,
-        output_tokens=tally.output_tokens,
-        quality_class=dict(tally.quality_class),
-        started=dict(tally.started),
-        slow=dict(tally.slow),
-        late=dict(tally.late),
-        prompts=totals.prompts,
-        prompt_tokens=totals.prompt_tokens,
-        steps=totals.steps,
-        step_s=totals.seconds,
-        sequences=totals.sequences,
-        decode_rows=totals.decode_rows,
-        prompt_steps=totals.prompt_steps,
-        prompt_rows=totals.prompt_rows,
-        **of_mode,
-    ).to_metrics()
+class ReplicaCounters:
+    """All that a replica counts of its answers since its start."""
+
+    def __init__(self, job: ServeJob, observer: Observer | None = None) -> None:
+        self.live = Live()
+        self.tally = Tally(job.scaling.slo)
+        self.discarded = 0  # tokens that the engine has written, and no answer has
+        self._set_point = job.set_point
+        self._observer = observer
+
+    def step(
+        self, request: GenerationRequest, seen: AnswerStats, event: TokenEvent, tokens: int
+    ) -> None:
+        """Counts steps of an answer with so many tokens, up to this event."""
+        now = time.monotonic()
+        gap_s, seen.last_s = now - seen.last_s, now
+        forwards, disagreed = event.forward - seen.forwards, event.disagreed - seen.disagreed
+        self.live.add(now, tokens, forwards, disagreed)
+        seen.forwards, seen.disagreed = event.forward, event.disagreed
+        if seen.prompt_tokens:
+            seen.cached_tokens = event.cached_tokens
+        if seen.first_token_s is None:
+            seen.first_token_s, seen.queue_s = gap_s, event.queue_s
+            self.tally.began(seen)
+        elif tokens:
+            seen.gaps.append((gap_s, tokens))
+        if isinstance(request.quality, Elastic) and event.threshold is not None:
+            seen.degraded = event.threshold < max(request.quality.floor, self._set_point)
+
+    def ended(self, seen: AnswerStats, ending: Ending) -> None:
+        """Counts an answer that is over."""
+        seen.ending, seen.is_over = ending, True
+        seen.total_s = time.monotonic() - seen.begun_s
+        if all(sibling.is_over for sibling in seen.siblings):
+            tokens = (sibling.completion_tokens for sibling in seen.siblings)
+            seen.longest_tokens = max(tokens, default=None)
+        if ending != "refused":
+            self.tally.ended(seen)
+        if self._observer:
+            self._observer.answer(seen)
+
+
+def count_tokens(events: Iterable[TokenEvent]) -> int:
+    """Number of tokens of events."""
+    return sum(len(event.tokens) for event in events)

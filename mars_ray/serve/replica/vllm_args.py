@@ -1,4 +1,4 @@
-"""What vLLM's engine is given: its arguments, and the parameters of a request.
+"""The arguments of vLLM's engine, and a request's parameters in its terms.
 
 Every field of ours has one of vLLM's, or is refused by name: none is dropped.
 """

@@ -15,32 +15,164 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Awaitable, Callable
-from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from transformers import PreTrainedTokenizerBase
+from vllm.config import VllmConfig as EngineArguments
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.outputs import LogprobsLists
 
 from mars_ray.config.modes import Mode
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
-from mars_ray.decode.request import EngineFacts, EngineInfo, Request, check_request, without_masks
+from mars_ray.decode.request import (
+    Completion,
+    EngineFacts,
+    EngineInfo,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+    check_request,
+    without_masks,
+)
+from mars_ray.decode.request import FinishReason as Reason
 from mars_ray.decode.stats import Snapshot
-from mars_ray.errors import EngineError, ModelError, RequestError
-from mars_ray.model.directory import ModelCard
-from mars_ray.model.draft_adapter import read_draft_adapter
-from mars_ray.serve.replica.vllm_answer import VllmAnswer
-from mars_ray.serve.replica.vllm_args import sampling_params
-from mars_ray.serve.replica.vllm_counts import StepSeen, VllmCounts
-from mars_ray.serve.replica.vllm_warm_up import loads, step_cost
+from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
+from mars_ray.model.directory import ModelCard, read_card
+from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
+from mars_ray.model.load import load_tokenizer
+from mars_ray.model.stop import stop_ids_of
+from mars_ray.serve.replica.vllm_args import adapters_change, engine_args, sampling_params
+from mars_ray.serve.replica.vllm_counts import StepSeen, VllmCounts, loads, step_cost
+
+_REASONS: dict[FinishReason, Reason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class VllmAnswer:
+    """The state of one request from its submission to its end."""
+
+    request: Request
+    deliver: Deliver
+    core_id: str  # its name in vLLM's engine
+    threshold: float | None  # the lowest in force so far, in modes that have one
+    in_force: float | None = field(init=False)  # the threshold of the next step
+    submitted_s: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
+    cached_tokens: int | None = None  # of the prompt; None until it has been computed
+    forwards: int = 0
+    tokens: list[int] = field(default_factory=list)
+    token_forward: list[int] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)  # whose drafts were verified, in order
+    drafted_by: str | None = None  # the adapter that made drafts for the next step
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.in_force = self.threshold
+
+    def follow(self, set_point: float) -> None:
+        """Sets the threshold from the next step on, if the request tolerates a change."""
+        if self.in_force is not None and isinstance(self.request.quality, Elastic):
+            self.in_force = max(self.request.quality.floor, set_point)
+
+    def add(self, output: EngineCoreOutput, adapter: str | None) -> TokenEvent:
+        """The event of a step in which this adapter, or none, has made drafts for the next one."""
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.SCHEDULED and self.queue_s is None:
+                self.queue_s = max(0.0, event.timestamp - self.submitted_s)
+        if output.prefill_stats and self.cached_tokens is None:
+            self.cached_tokens = output.prefill_stats.num_cached_tokens
+        tokens, verified = tuple(output.new_token_ids), None
+        if tokens:
+            verified = self._step(tokens, adapter)
+        completion = failure = None
+        if output.finish_reason is not None:
+            self.is_over = True
+            reason = _REASONS.get(output.finish_reason)
+            if reason:
+                completion = self._completion(reason)
+            else:
+                failure = PoisonError(f"vLLM ended this request with {output.finish_reason}")
+        logprobs = output.new_logprobs if self.request.logprobs is not None else None
+        return self._event(
+            tokens,
+            completion,
+            logprobs=_logprobs(logprobs, self.request.logprobs or 0) if logprobs else (),
+            adapter=verified,
+            failure=failure,
+        )
+
+    def _step(self, tokens: tuple[int, ...], adapter: str | None) -> str | None:
+        """Counts a forward; returns the adapter whose drafts it has verified."""
+        self.forwards += 1
+        self.tokens += tokens
+        self.token_forward += [self.forwards] * len(tokens)
+        if self.threshold is not None and self.in_force is not None:
+            self.threshold = min(self.threshold, self.in_force)
+        # A prompt's forward has no masks.
+        verified, self.drafted_by = self.drafted_by, adapter if self.forwards > 1 else None
+        if verified and verified not in self.adapters[-1:]:
+            self.adapters.append(verified)
+        return verified
+
+    def late(self) -> TokenEvent:
+        """The last event of a request whose deadline has passed, with the tokens that it has."""
+        self.is_over = True
+        return self._event((), self._completion("deadline"))
+
+    def _event(
+        self,
+        tokens: tuple[int, ...],
+        completion: Completion | None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        adapter: str | None = None,
+        failure: Exception | None = None,
+    ) -> TokenEvent:
+        return TokenEvent(
+            self.request.id,
+            tokens,
+            self.forwards,
+            completion,
+            logprobs=logprobs,
+            queue_s=self.queue_s or 0.0,
+            cached_tokens=self.cached_tokens or 0,
+            threshold=self.threshold,
+            adapter=adapter,
+            failure=failure,
+        )
+
+    def _completion(self, reason: Reason) -> Completion:
+        return Completion(
+            self.request.id,
+            tuple(self.tokens),
+            tuple(self.token_forward),
+            self.forwards,
+            reason,
+            tuple(self.adapters),
+        )
+
+
+def _logprobs(lists: LogprobsLists, top: int) -> tuple[TokenLogprobs, ...]:
+    """Of each token; vLLM puts the token itself before the likeliest ones."""
+    return tuple(
+        TokenLogprobs(values[0], tuple(zip(tokens[1 : 1 + top], values[1 : 1 + top], strict=True)))
+        for tokens, values in zip(
+            lists.logprob_token_ids.tolist(), lists.logprobs.tolist(), strict=True
+        )
+    )
+
 
 _log = logging.getLogger(__name__)
 _Command = Callable[[], Awaitable[None]]
@@ -49,7 +181,7 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True, slots=True)
 class Mars:
-    """What an engine was started with to decode MARS."""
+    """The settings with which an engine was started to decode MARS."""
 
     directory: Path  # the model's
     card: ModelCard  # of the model alone
@@ -299,7 +431,7 @@ class VllmClient(EngineThread):
             self._forget(answer)
         answer.deliver(event)
 
-    async def _submit(self, requests: Several[Request], deliver: Deliver) -> None:
+    async def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
         """Submit the requests up to the first that is refused, which ends their stream."""
         for request in requests:
             try:
@@ -373,7 +505,7 @@ class VllmClient(EngineThread):
         with contextlib.suppress(EngineError):
             self._command(lambda: self._llm.engine_core.abort_requests_async([answer.core_id]))
 
-    def _leave(self, requests: Several[Request], deliver: Deliver, close: Close) -> None:
+    def _leave(self, requests: Sequence[Request], deliver: Deliver, close: Close) -> None:
         """Forget the requests of a stream that is over or was closed, and count its rest."""
         self._aborted.difference_update(request.id for request in requests)
 
@@ -418,3 +550,71 @@ async def _end_tasks() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+_ENVIRONMENT = {
+    # A replica has threads, which a forked process would miss.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+async def load_vllm(
+    directory: Path, config: VllmConfig, executor: str | None = None
+) -> tuple[VllmClient, PreTrainedTokenizerBase]:
+    """The client of a started engine, warmed up, and the model's tokenizer.
+
+    `executor` is as in `engine_args`. Raises ConfigError and ModelError.
+    """
+    # In a thread, because vLLM would bind itself to a running loop.
+    client, tokenizer = await asyncio.to_thread(loaded, directory, config, executor)
+    client.start()
+    await client.warm_up()
+    return client, tokenizer
+
+
+def loaded(
+    directory: Path, config: VllmConfig, executor: str | None = None
+) -> tuple[VllmClient, PreTrainedTokenizerBase]:
+    """The same, but neither started nor warmed up. Must not be called in an event loop."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    tokenizer = load_tokenizer(directory)
+    stops = stop_ids_of(directory, tokenizer)
+    card = read_card(directory)
+    adapter = config.draft_adapter
+    depths = read_draft_card(adapter).depths if adapter else card.block_size
+    masks = config.masks or depths
+    if masks:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plug-in extends the other one
+    args = engine_args(directory, config, masks, executor)
+    try:
+        llm = AsyncLLM.from_engine_args(args)
+    except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+        raise ModelError(f"vLLM does not start with {directory}: {error}") from error
+    vocabulary = llm.model_config.get_vocab_size()
+    facts = EngineFacts(config.max_context, config.max_batch, vocabulary, stops)
+    name = Path(adapter).name if adapter else None
+    mars = Mars(directory, card, masks, name, depths, adapters_change(config))
+    return VllmClient(llm, config, facts, _info(llm.vllm_config), mars), tokenizer
+
+
+def _info(config: EngineArguments) -> EngineInfo:
+    model, cache = config.model_config, config.cache_config
+    tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    heads = model.get_num_kv_heads(config.parallel_config)
+    layers = model.get_num_layers(config.parallel_config)
+    assert isinstance(model.dtype, torch.dtype)
+    token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+    device = current_platform.get_device_name() if current_platform.is_cuda() else "cpu"
+    backend = config.attention_config.backend
+    return EngineInfo(
+        engine="vllm",
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device,
+        attention=backend.name.lower() if backend else "auto",
+        instructions=None,
+        threads=torch.get_num_threads(),
+        cache_bytes=tokens * token_bytes,
+        cache_tokens=tokens,
+    )

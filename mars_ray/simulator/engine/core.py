@@ -29,8 +29,8 @@ from mars_ray.simulator.engine.arrays import (
 )
 from mars_ray.simulator.engine.engine import begin, cut, end_segment, first_place, set_event
 
-# As in serve/ingress/router.py and prefixes.py: tokens that the table of sent prompts holds, those
-# that it takes of one prompt, and the requests that a replica may have beyond the least loaded one.
+# As in serve/ingress/router.py: tokens that the table of sent prompts holds, those that it takes of
+# one prompt, and the requests that a replica may have beyond the least loaded one.
 TABLE_TOKENS = 65_536 * 16
 TABLE_PROMPT_TOKENS = 512 * 16
 MAX_IMBALANCE = 4

@@ -9,7 +9,6 @@ They come from a TOML file, in plain text or, better, as their SHA-256 in hexade
     new_tokens = 256     # per answer
     priority = -10       # the most urgent, lowest, that it may ask for; default: 0
     models = ["small"]   # that it may use; default: all
-    admin = true         # it may read and replace what the autoscaling policy has learnt
 
 A file that has changed is in force within seconds, without a restart; one that cannot be used is
 not, and the log says why.
@@ -51,7 +50,6 @@ class ApiKey(Config):
     new_tokens: int | None = Field(default=None, ge=1, description="per answer")
     priority: int = Field(default=0, description="the most urgent, lowest, that it may ask for")
     models: tuple[str, ...] | None = Field(default=None, min_length=1, description="it may use")
-    admin: bool = Field(default=False, description="may read and replace the policy's memory")
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -96,14 +94,6 @@ class ApiKeys:
             message = "give a valid API key in the header 'Authorization: Bearer ...'"
             raise ApiError(ErrorInfo(401, message, code="invalid_api_key"))
         return right[0]
-
-    def admin(self, authorization: str | None) -> ApiKey | None:
-        """The same for what only an admin's key may do. Raises ApiError."""
-        key = self.holder(authorization)
-        if key and not key.admin:
-            message = f"key {key.name!r} is not an admin's: set admin = true in the file of keys"
-            raise ApiError(ErrorInfo(403, message, code="insufficient_permissions"))
-        return key
 
     def check_models(self, names: Collection[str]) -> None:
         """Raises ConfigError if a key is for a model that is not in `names`."""
@@ -150,7 +140,7 @@ class ApiKeys:
 
 
 def _version(path: str | None) -> tuple[int, ...] | None:
-    """What differs when the file has been written or replaced; None if it is not there."""
+    """A value that differs when the file has been written or replaced; None without a file."""
     try:
         found = os.stat(path) if path is not None else None
     except OSError:

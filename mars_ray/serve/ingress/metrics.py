@@ -1,4 +1,8 @@
-"""The text of `GET /metrics`, made of what the cluster's nodes export, by Prometheus's format.
+"""`GET /metrics`: the service's metrics, gathered from the Prometheus endpoints of all nodes.
+
+Each node of a Ray cluster exports the metrics of its own processes. A scraper that knows the nodes
+should read them there; this page is for one that knows only the service. Serve's proxy refuses
+messages above 4 MiB from a replica, so a page of a large cluster is compressed or sent in pieces.
 
     ray    the names of the nodes' endpoints, which this project's dashboard and alerts use
     vllm   vLLM's name where vLLM has the metric, summed over modes; otherwise as above
@@ -8,10 +12,21 @@ that are gone have counted, for as long as the node lives. None of that is on th
 that of the living replicas.
 """
 
+import asyncio
+import gzip
+import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+from urllib.request import Request
+
+import ray
+from fastapi.responses import Response, StreamingResponse
+from ray.serve.metrics import Counter
+
+from mars_ray.cluster.machine import open_direct
+from mars_ray.serve.ingress.middleware import RequestLog
 
 Names = Literal["vllm", "ray"]
 
@@ -95,7 +110,7 @@ def page_of(texts: Iterable[str], names: Names) -> str:
 
 
 def _families(texts: Iterable[str]) -> dict[str, _Family]:
-    """What is of this service: each family once with the samples of all nodes, as the format
+    """The families of this service, each once with the samples of all nodes, as the format
     requires."""
     families: dict[str, _Family] = {}
     for text in texts:
@@ -156,3 +171,81 @@ def _lines(name: str, family: _Family) -> Iterator[str]:
     for (sample, labels), value in family.values.items():
         words = ",".join(f'{label}="{word}"' for label, word in labels)
         yield f"{sample}{{{words}}} {value!r}" if words else f"{sample} {value!r}"
+
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 2.0
+PIECE_BYTES = 1 << 20
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+# A pause for the proxy to take one piece before the next one comes.
+_PAUSE_S = 0.01
+
+
+async def of_all_nodes(names: Names) -> str:
+    """The metrics of all nodes under these names, in Prometheus's text format; a node that does not
+    answer in time is left out and logged."""
+    addresses = [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in await asyncio.to_thread(ray.nodes)
+        if node["Alive"]
+    ]
+    texts = await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses))
+    return await asyncio.to_thread(page_of, texts, names)
+
+
+def _read(address: str) -> str:
+    try:
+        # Never through a proxy: the node's address need not be reachable from there.
+        with open_direct(Request(address), _TIMEOUT_S) as reply:
+            return reply.read().decode()
+    except OSError as error:
+        logger.warning("%s does not answer: %s", address, error)
+        return ""
+
+
+async def metrics_reply(text: str, accepted: str) -> Response:
+    """The text, compressed if the client accepts gzip, and in pieces if it is long."""
+    content, headers = text.encode(), {"vary": "accept-encoding"}
+    if "gzip" in accepted.lower():
+        content = await asyncio.to_thread(gzip.compress, content, 5)
+        headers["content-encoding"] = "gzip"
+    if len(content) <= PIECE_BYTES:
+        return Response(content, media_type=_PROMETHEUS, headers=headers)
+    return StreamingResponse(_pieces(content), media_type=_PROMETHEUS, headers=headers)
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]
+        await asyncio.sleep(_PAUSE_S)
+
+
+# Ray's annotation allows only one tag, its code any number.
+_WHOSE: Any = ("key", "model_name")
+_HOW: Any = ("key", "model_name", "ending")
+# Where no keys are asked for; Prometheus would drop an empty label.
+_NO_KEY = "none"
+
+
+class UsageMetrics:
+    """Counters by key and model, from the log of each finished request."""
+
+    def __init__(self) -> None:
+        self._requests = Counter("mars_key_requests", "Requests by how they ended.", _HOW)
+        self._prompt_tokens = Counter("mars_key_prompt_tokens", "Tokens of prompts.", _WHOSE)
+        self._generation_tokens = Counter("mars_key_generation_tokens", "Tokens written.", _WHOSE)
+
+    def count(self, log: RequestLog) -> None:
+        """Adds a request that went to a replica."""
+        if log.model is None or log.ending is None:
+            return
+        whose = {"key": log.key or _NO_KEY, "model_name": log.model}
+        self._requests.inc(tags=whose | {"ending": log.ending})
+        for counter, tokens in (
+            (self._prompt_tokens, log.prompt_tokens),
+            (self._generation_tokens, log.completion_tokens),
+        ):
+            # Ray refuses an increment of zero.
+            if tokens:
+                counter.inc(tokens, whose)

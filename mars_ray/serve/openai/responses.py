@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`, each of which is a chat in items.
+"""`/v1/responses`: a chat in items, its bodies and its replies, whole and as events.
 
 The service keeps nothing between two requests: what it returned may be handed back as input, and
 `store` is answered as false. What would need a memory, or tools of its own, is refused by name.
@@ -6,13 +6,12 @@ The request is answered as the chat that it is, so all that holds for chats hold
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mars_ray.serve.openai.no_op_fields import Nothing, Off
 from mars_ray.serve.openai.request_models import (
     ITEMS,
     MAX_MESSAGES,
@@ -25,14 +24,24 @@ from mars_ray.serve.openai.request_models import (
     Effort,
     FunctionBody,
     NamedSchema,
+    Nothing,
+    Off,
     ThinkingSwitches,
     TokenCount,
     ToolName,
+    Wire,
     parse,
     refuse,
 )
-from mars_ray.serve.openai.wire import Wire
-from mars_ray.serve.protocol import ErrorInfo
+from mars_ray.serve.openai.sse import Answer, to_json, usage
+from mars_ray.serve.protocol import (
+    ErrorInfo,
+    Finish,
+    GenerationRequest,
+    OutputDelta,
+    TokenText,
+    ToolCall,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 _FIRST = Field(fail_fast=True)
@@ -117,7 +126,7 @@ class CallItem(Item):
 
 
 class ResultItem(Item):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -212,7 +221,7 @@ class SchemaOfName(Item, NamedSchema):
 
 
 class TextOptions(Item):
-    """What the text must be."""
+    """The form of the text."""
 
     format: Annotated[PlainFormat | SchemaOfName, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
@@ -227,7 +236,7 @@ class ReasoningOptions(Item):
 
 
 class ResponsesStreamOptions(Item):
-    """What a stream contains besides events."""
+    """Options of a stream."""
 
     include_obfuscation: Off | None = None
 
@@ -414,3 +423,278 @@ def _add(answer: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             answer.setdefault("tool_calls", []).append(call)
+
+
+Json = dict[str, Any]
+
+
+def begun(body: ResponsesBody, request: GenerationRequest) -> Json:
+    """The response as far as it is known before there is any output."""
+    asked = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {
+        "id": request.id,
+        "object": "response",
+        "created_at": request.reply.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": request.reply.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": request.sampling.temperature,
+        "text": {"format": {"type": "text"}} | asked.get("text", {}),
+        "tool_choice": asked.get("tool_choice", "auto"),
+        "tools": [_tool(tool) for tool in asked.get("tools", ())],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _tool(asked: Json) -> Json:
+    return {"description": None, "parameters": None, "strict": None} | asked
+
+
+def _usage(request: GenerationRequest, finish: Finish) -> Json:
+    made = usage(request, [finish])
+    thoughts = made.get("completion_tokens_details", {"reasoning_tokens": 0})
+    return {
+        "input_tokens": made["prompt_tokens"],
+        "input_tokens_details": {**made["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": made["completion_tokens"],
+        "output_tokens_details": dict(thoughts),
+        "total_tokens": made["total_tokens"],
+        "mars": made["mars"],
+    }
+
+
+def _status(finish: Finish) -> str:
+    return "incomplete" if finish.reason == "length" else "completed"
+
+
+@dataclass(slots=True)
+class _Items:
+    """Makes the items of an output, whose ids are those of the request with a number."""
+
+    request: GenerationRequest
+    _count: int = 0
+
+    def _id(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}_{self.request.id.partition('_')[2]}{self._count:02d}"
+
+    def reasoning(self, text: str, status: str, own_id: str | None = None) -> Json:
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        own = {"id": own_id or self._id("rs"), "type": "reasoning", "summary": []}
+        return {**own, "content": content, "encrypted_content": None, "status": status}
+
+    def message(
+        self, text: str, tokens: Sequence[TokenText], status: str, own_id: str | None = None
+    ) -> Json:
+        own = {"id": own_id or self._id("msg"), "type": "message", "role": "assistant"}
+        is_begun = bool(text) or status != "in_progress"
+        content = [_text_part(text, tokens)] if is_begun else []
+        return {**own, "status": status, "content": content}
+
+    def call(self, call: ToolCall, status: str, own_id: str | None = None) -> Json:
+        return {
+            "id": own_id or self._id("fc"),
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": status,
+        }
+
+
+def _text_part(text: str, tokens: Sequence[TokenText]) -> Json:
+    said = {"type": "output_text", "text": text, "annotations": []}
+    return said | {"logprobs": [_logprob(token) for token in tokens]}
+
+
+def _logprob(token: TokenText) -> Json:
+    own = {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
+    top = [
+        {"token": other.text, "bytes": list(other.bytes), "logprob": other.logprob}
+        for other in token.top
+    ]
+    return own | {"top_logprobs": top}
+
+
+class ResponseWriter:
+    """Writes a response: whole, or as numbered events, in which items are finished one by one."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        assert request.reply.response is not None
+        self._request = request
+        self._begun: Json = request.reply.response
+        self._items = _Items(request)
+        # Of a stream the item that is being written, else all of the answer.
+        self._answer = Answer()
+        self._number = 0
+        self._kind = ""  # of that item; empty if there is none
+        self._item: Json = {}
+        self._output: list[Json] = []
+        self._logprobs: list[TokenText] = []  # not yet in an event
+
+    def write(self, delta: OutputDelta) -> str:
+        """The events of an addition; none of a reply that is whole."""
+        if self._request.reply.is_streamed:
+            return "".join(self._events(delta))
+        self._answer.add(delta)
+        return ""
+
+    def end(self) -> str:
+        """The whole response; a stream's last event says that it is the last."""
+        if self._request.reply.is_streamed:
+            return ""
+        answer, items = self._answer, self._items
+        assert answer.finish
+        status = _status(answer.finish)
+        output: list[Json] = []
+        if answer.reasoning:
+            output.append(items.reasoning(answer.reasoning, status))
+        if answer.text or not (answer.calls or answer.reasoning):
+            logprobs = () if self._request.logprobs is None else answer.logprobs
+            output.append(items.message(answer.text, logprobs, status))
+        output += [items.call(call, status) for call in answer.calls]
+        return to_json(self._done(output, answer.finish))
+
+    def _done(self, output: list[Json], finish: Finish) -> Json:
+        is_cut = finish.reason == "length"
+        return self._begun | {
+            "completed_at": self._begun["created_at"],
+            "status": _status(finish),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": output,
+            "usage": _usage(self._request, finish),
+        }
+
+    def _events(self, delta: OutputDelta) -> Iterator[str]:
+        if not self._number:
+            yield self._event("response.created", {"response": self._begun})
+            yield self._event("response.in_progress", {"response": self._begun})
+        if self._request.logprobs is not None:
+            self._logprobs += delta.logprobs
+        if delta.reasoning:
+            yield from self._open("reasoning")
+            self._answer.reasoning += delta.reasoning
+            yield self._delta("response.reasoning_text.delta", delta.reasoning, content_index=0)
+        if delta.text:
+            yield from self._text(delta.text)
+        for more in delta.calls:
+            if more.id is not None and more.name is not None:
+                yield from self._close("completed")
+                self._answer.calls = [ToolCall(more.id, more.name, "")]
+                yield from self._open("call")
+            if more.arguments:
+                (call,) = self._answer.calls
+                arguments = call.arguments + more.arguments
+                self._answer.calls = [ToolCall(call.id, call.name, arguments)]
+                name = "response.function_call_arguments.delta"
+                yield self._delta(name, more.arguments)
+        if delta.finish:
+            yield from self._end(delta.finish)
+
+    def _text(self, text: str) -> Iterator[str]:
+        yield from self._open("message")
+        tokens, self._logprobs = self._logprobs, []
+        self._answer.text += text
+        self._answer.logprobs += tokens
+        said = [_logprob(token) for token in tokens]
+        yield self._delta("response.output_text.delta", text, content_index=0, logprobs=said)
+
+    def _end(self, finish: Finish) -> Iterator[str]:
+        if not (self._output or self._kind):
+            yield from self._open("message")
+        yield from self._close(_status(finish))
+        done = self._done(self._output, finish)
+        yield self._event(f"response.{done['status']}", {"response": done})
+
+    def _open(self, kind: str) -> Iterator[str]:
+        """Begins an item of this kind, unless it is being written already."""
+        if self._kind == kind:
+            return
+        if kind != "call":
+            yield from self._close("completed")
+        self._kind = kind
+        self._item = self._made("in_progress")
+        place = {"output_index": len(self._output)}
+        yield self._event("response.output_item.added", place | {"item": self._item})
+        if kind != "call":
+            yield self._part("response.content_part.added", "")
+
+    def _close(self, status: str) -> Iterator[str]:
+        """Finishes the item that is being written, if there is one."""
+        if not self._kind:
+            return
+        answer = self._answer
+        if self._kind == "message":
+            # What was held back behind the last text.
+            answer.logprobs += self._logprobs
+            self._logprobs = []
+        match self._kind:
+            case "reasoning":
+                done: Json = {"text": answer.reasoning}
+                yield self._place("response.reasoning_text.done", done | {"content_index": 0})
+            case "message":
+                said = [_logprob(token) for token in answer.logprobs]
+                done = {"text": answer.text, "logprobs": said, "content_index": 0}
+                yield self._place("response.output_text.done", done)
+            case _:
+                (call,) = answer.calls
+                done = {"arguments": call.arguments, "name": call.name}
+                yield self._place("response.function_call_arguments.done", done)
+        if self._kind != "call":
+            text = answer.reasoning if self._kind == "reasoning" else answer.text
+            yield self._part("response.content_part.done", text)
+        item = self._made(status)
+        place = {"output_index": len(self._output)}
+        yield self._event("response.output_item.done", place | {"item": item})
+        self._output.append(item)
+        self._kind, self._item, self._answer = "", {}, Answer()
+
+    def _made(self, status: str) -> Json:
+        """The item that is being written, as it stands."""
+        answer, own_id = self._answer, self._item.get("id")
+        match self._kind:
+            case "reasoning":
+                return self._items.reasoning(answer.reasoning, status, own_id)
+            case "message":
+                return self._items.message(answer.text, answer.logprobs, status, own_id)
+            case _:
+                return self._items.call(answer.calls[0], status, own_id)
+
+    def _part(self, name: str, text: str) -> str:
+        if self._kind == "reasoning":
+            part: Json = {"type": "reasoning_text", "text": text}
+        else:
+            part = _text_part(text, self._answer.logprobs if text else ())
+        return self._place(name, {"content_index": 0, "part": part})
+
+    def _delta(self, name: str, delta: str, **more: Any) -> str:
+        return self._place(name, {"delta": delta, **more})
+
+    def _place(self, name: str, data: Json) -> str:
+        """An event about the item that is being written."""
+        place = {"item_id": self._item["id"], "output_index": len(self._output)}
+        return self._event(name, place | data)
+
+    def _event(self, name: str, data: Mapping[str, Any]) -> str:
+        made = {"type": name, "sequence_number": self._number, **data}
+        self._number += 1
+        return f"event: {name}\ndata: {to_json(made)}\n\n"
