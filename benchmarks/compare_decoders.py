@@ -64,6 +64,8 @@ _ENVIRONMENTS = {
     "llamacpp": ("llama_cpp", "tools/llamacpp_env.sh"),
     "pace": ("pace", "tools/pace_env.sh"),
 }
+# Least context by default; where steps are timed, sequences are so long.
+_CONTEXT = 512
 # Masks per step of an untrained model.
 _RANDOM_DEPTH = 4
 
@@ -114,11 +116,14 @@ def run_bench_decode(
         checkpoint = stack.enter_context(_checkpoint(job))
         card = drafting_card(checkpoint, EngineConfig(draft_adapter=job.draft_adapter))
         _check_modes(job, card)
-        tasks = _tasks(job, checkpoint)
+        tasks, needed = _tasks(job, checkpoint)
+        if job.max_context is None:
+            job = job.model_copy(update={"max_context": max(_CONTEXT, needed)})
         peers = {
             peer: stack.enter_context(_running(peer, job, checkpoint, card.block_size))
             for peer in dict.fromkeys(contender.peer for contender in contenders)
         }
+        bars.say(peers["mars"].hello["info"])
         parts = output and output.with_name(f".{output.name}.parts")
         kept = ResultCache(parts, _work(job))
         measured = _measure(job, _cells(job, contenders), tasks, peers, kept, bars)
@@ -351,8 +356,9 @@ def _contenders(job: BenchDecodeJob) -> list[_Contender]:
     return ours + oracles + lockstep + peers
 
 
-def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
-    """The tasks by batch size: the same prompts for every peer, and shared between batch sizes.
+def _tasks(job: BenchDecodeJob, checkpoint: str) -> tuple[dict[int, dict[str, Any]], int]:
+    """The tasks by batch size: the same prompts for every peer, and shared between batch sizes; and
+    the tokens of the longest prompt and its answer.
 
     Raises ConfigError if a prompt has no room.
     """
@@ -369,8 +375,9 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         model = load_model(checkpoint, dtype=None)
         stop_at_turn_end(model, tokenizer)
         stops = sorted(stop_ids(model))
-    check_room(prompts, job.max_new_tokens, job.max_context, "max_context")
-    return {
+    needed = max(map(len, prompts)) + job.max_new_tokens
+    check_room(needed, job.max_context or needed, "max_context")
+    tasks = {
         batch: {
             "batches": in_batches(prompts, batch, job.prompts),
             "max_new_tokens": job.max_new_tokens,
@@ -378,6 +385,7 @@ def _tasks(job: BenchDecodeJob, checkpoint: str) -> dict[int, dict[str, Any]]:
         }
         for batch in job.batch_sizes
     }
+    return tasks, needed
 
 
 def _case(

@@ -389,7 +389,7 @@ def main() -> None:
         config = EngineConfig(**job.engine.model_dump() | changes)
         engine, tokenizer = load_engine(job.checkpoint, config)
         engine.warm_up(clock=time.process_time)
-        work = workload(job, tokenizer, config.max_context - NEW_TOKENS)
+        work = workload(job, tokenizer, engine.config.context - NEW_TOKENS)
         levels = verified_levels(engine.card.block_size) if mode.has_masks else EXACT
         result["modes"][name] = held(engine, mode, work, levels)
         result["requests"] = len(work.prompts)

@@ -5,10 +5,12 @@ changed_keys          tells whether existing output is of the same job
 claim                 keeps a directory for one job
 replaced, write_whole write a file so that it exists whole or not at all
 replaced_directory    does the same for a directory
+remedy                says what to do about an error of writing
 read_journal, append  JSON lines that a long run adds to and resumes from
 ResultCache                  keeps a long run's results by name in such a journal
 """
 
+import errno
 import json
 import logging
 import os
@@ -24,6 +26,14 @@ from filelock import FileLock, Timeout
 from mars_ray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+RIGHTS = errno.EACCES, errno.EPERM, errno.EROFS
+_REMEDIES = {
+    SPACE: "Free space",
+    RIGHTS: "Let this user write there",
+    (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG): "Name another place",
+}
 
 
 @contextmanager
@@ -66,6 +76,14 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(work)
+
+
+def remedy(error: Exception) -> str:
+    """What to do where a file could not be written, by the system's words in the error."""
+    for numbers, what in _REMEDIES.items():
+        if any(os.strerror(number) in str(error) for number in numbers):
+            return what
+    return "Free space or mend the storage"
 
 
 def check_writable(path: Path, setting: str) -> None:

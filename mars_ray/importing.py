@@ -29,11 +29,17 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import ModelError
-from mars_ray.files import replaced_directory
+from mars_ray.files import remedy, replaced_directory
 from mars_ray.model.create import check_rows
 from mars_ray.model.directory import PLAIN, ModelCard, check_complete, fingerprint, read_card
 from mars_ray.model.gguf import SUFFIX, load_gguf
-from mars_ray.model.load import ARCHITECTURES, load_model, load_tokenizer, read_config
+from mars_ray.model.load import (
+    ARCHITECTURES,
+    load_model,
+    load_tokenizer,
+    not_finite,
+    read_config,
+)
 from mars_ray.model.places import local_copy, pinned
 from mars_ray.model.save import write_model
 from mars_ray.model.shape import shape_of_config
@@ -85,6 +91,11 @@ def import_model(
     with _loaded(source, revision) as (model, tokenizer, card):
         stop_at_turn_end(model, tokenizer)
         check_rows(model, tokenizer)
+        if name := not_finite(model.state_dict().items()):
+            raise ModelError(
+                f"{source} cannot be used: its weight {name} holds NaN or infinite numbers. Fetch "
+                "it again, or import another copy of the model"
+            )
         try:
             with replaced_directory(target) as fresh:
                 write_model(fresh, model, tokenizer, card)
@@ -93,7 +104,7 @@ def import_model(
                 _check(fresh, model, tokenizer)
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"cannot write {target}: {error}. Free space, and run again"
+                f"cannot write {target}: {error}. {remedy(error)}, and run again"
             ) from error
     return target
 
@@ -137,14 +148,19 @@ def _is_there(target: Path, origin: _Origin) -> bool:
         return False
     try:
         known = json.loads((target / IMPORT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelError(
             f"{target} is there already and was not made by `mars-ray import`: name another "
             "directory"
         ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{target / IMPORT_FILE}, which says what {target} is, cannot be read: {error}. Delete "
+            "the directory, or name another"
+        ) from error
     if known != asdict(origin):
         raise ModelError(
-            f"{target} is the import of another model, {known.get('source')}: name another "
+            f"{target} is the import of another model, {_source(known)}: name another "
             "directory, or delete it"
         )
     try:
@@ -153,6 +169,10 @@ def _is_there(target: Path, origin: _Origin) -> bool:
         logger.warning("%s; it is made anew", error)
         return False
     return True
+
+
+def _source(known: Any) -> Any:
+    return known.get("source") if isinstance(known, dict) else known
 
 
 @contextmanager
@@ -200,6 +220,11 @@ def _check(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
             torch.nn.Module.to(each, torch.bfloat16)
     prompt = encode_prompt([Message("user", " ".join(_TEXTS))], again)
     expected_V, got_V = _probabilities(model, prompt), _probabilities(written, prompt)
+    if not expected_V.isfinite().all():
+        raise ModelError(
+            f"the model computes NaN by transformers already, in {written.dtype}: its weights are "
+            "finite, and too large for what comes of them"
+        )
     likeliest = expected_V.topk(min(_LIKELIEST, len(expected_V))).indices.tolist()
     loaded_again = {token: float(got_V[token]) for token in likeliest}
     for who, got in (

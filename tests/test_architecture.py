@@ -39,6 +39,7 @@ LEVELS = {
 }
 ONLY_IN = {
     "ray": {
+        "cluster/gpus.py",
         "adapt/run.py",
         "train/on_ray.py",
         "generate/on_ray.py",

@@ -78,7 +78,9 @@ class BenchDecodeJob(Config):
         default=True, description="false forces all masks, for T/F alone: no speeds are told"
     )
     max_new_tokens: int = Field(default=128, ge=1)
-    max_context: int = Field(default=512, ge=8, description="tokens")
+    max_context: int | None = Field(
+        default=None, ge=8, description="tokens; default: 512, or what prompts and answers need"
+    )
     repeats: int = Field(default=5, ge=1)
     dtype: Precision = "float32"
     threads: int = Field(default=2, ge=1)

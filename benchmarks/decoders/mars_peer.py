@@ -38,6 +38,7 @@ def main() -> None:
         "version": __version__,
         "weight_bytes": weights,
         "draft_adapter": engine.adapter_name,
+        "info": str(engine.info),
     }
     print(json.dumps(hello), flush=True)
     for line in sys.stdin:

@@ -193,11 +193,13 @@ def service_table(job: AdaptJob, base: Path, places: Places) -> dict[str, Any]:
     """The serve job as a table for its file, without defaults."""
     service = job.service
     engine = service.engine.model_dump(exclude_defaults=True)
+    gpus = service.gpus_per_replica
     return {
         "kind": "serve",
         "checkpoint": str(base),
         "model_name": service.model_name or job.name,
         "port": service.port,
         "cpus_per_replica": service.cpus_per_replica,
+        **({} if gpus is None else {"gpus_per_replica": gpus}),
         "engine": engine | {"draft_adapter": str(places.adapter)},
     }

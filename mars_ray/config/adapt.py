@@ -102,7 +102,10 @@ class ServiceConfig(Config):
     model_name: str | None = None
     port: int = Field(default=8000, ge=0, le=65535)
     cpus_per_replica: float = Field(default=1, ge=0)
-    engine: EngineConfig = EngineConfig(max_batch=16, max_context=2048)
+    gpus_per_replica: float | None = Field(
+        default=None, ge=0, description="default: one, where the cluster that serves has any"
+    )
+    engine: EngineConfig = EngineConfig(max_batch=16)
 
 
 class AdaptJob(Config):

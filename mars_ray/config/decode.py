@@ -51,7 +51,12 @@ class EngineConfig(Config):
 
     type: Literal["mars"] = "mars"
     max_batch: int = Field(default=16, ge=1, description="sequences decoded together")
-    max_context: int = Field(default=1024, ge=8, description="prompt and answer, tokens")
+    max_context: int | None = Field(
+        default=None,
+        ge=8,
+        description="prompt and answer, tokens; default: as many as the model was made for, as far "
+        "as a part of the free memory holds them",
+    )
     max_step_tokens: int | None = Field(
         default=None,
         ge=8,
@@ -60,7 +65,10 @@ class EngineConfig(Config):
     )
     page_size: int = Field(default=16, ge=1, description="tokens of a page of the KV cache")
     cache_bytes: int | None = Field(
-        default=None, ge=1, description="KV cache; default: max_batch sequences of max_context"
+        default=None,
+        ge=1,
+        description="KV cache; default: max_batch sequences of max_context, as far as there is "
+        "memory",
     )
     cache_memory_share: float | None = Field(
         default=None,
@@ -106,6 +114,13 @@ class EngineConfig(Config):
         return self.max_step_tokens or _STEP_TOKENS
 
     @property
+    def context(self) -> int:
+        """Tokens of a prompt and its answer, of a configuration that has been `sized` for a model
+        (`decode/kv_cache.py`)."""
+        assert self.max_context is not None, "the context depends on the model"
+        return self.max_context
+
+    @property
     def workers(self) -> int:
         """Processes of one engine, with a GPU each if there are any."""
         return 1
@@ -128,7 +143,7 @@ class EngineConfig(Config):
 
 def check_generation(modes: Iterable[Mode], max_new_tokens: int, engine: EngineConfig) -> None:
     """Raises ValueError if an engine of this size could not decode a single request."""
-    if max_new_tokens >= engine.max_context:
+    if engine.max_context is not None and max_new_tokens >= engine.max_context:
         raise ValueError(
             f"max_new_tokens {max_new_tokens} leaves no room for a prompt in engine.max_context "
             f"{engine.max_context}: lower the one or raise the other"

@@ -59,7 +59,12 @@ class ServedModel(Config):
     )
     max_replicas_per_node: int | None = Field(default=None, ge=1, le=100)
     cpus_per_replica: float = Field(default=1, ge=0)
-    gpus_per_replica: float = Field(default=0, ge=0)
+    gpus_per_replica: float | None = Field(
+        default=None,
+        ge=0,
+        description="default: one, or as many as the engine has workers, where the cluster has any "
+        "and engine.device may; 0: on CPUs",
+    )
     resources_per_replica: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={}, description="Ray's custom resources, such as an accelerator type"
     )
@@ -141,7 +146,7 @@ class ServedModel(Config):
         workers = self.engine.workers
         if workers == 1:
             return self
-        if self.gpus_per_replica not in (0, workers):
+        if self.gpus_per_replica not in (None, 0, workers):
             raise ValueError(
                 f"gpus_per_replica {self.gpus_per_replica:g}: the engine's {workers} workers need "
                 f"a GPU each, so write {workers}, or 0 to run on CPUs"
@@ -151,6 +156,15 @@ class ServedModel(Config):
                 "max_replicas_per_node has no effect on replicas of several GPUs, which Ray places "
                 "as a group: leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _device_has_gpus(self) -> Self:
+        device = self.engine.device if isinstance(self.engine, EngineConfig) else "auto"
+        if device == "cpu" and self.gpus_per_replica:
+            raise ValueError("gpus_per_replica has no effect with engine.device 'cpu'")
+        if device == "cuda" and self.gpus_per_replica == 0:
+            raise ValueError("gpus_per_replica 0 leaves no GPU for engine.device 'cuda'")
         return self
 
     @property

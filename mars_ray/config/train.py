@@ -340,7 +340,9 @@ class ClusterConfig(Config):
         default="pack", description="on few nodes, on many, on one, on as many as workers"
     )
     cpus_per_worker: float = Field(default=1, gt=0)
-    gpus_per_worker: float = Field(default=0, ge=0)
+    gpus_per_worker: float | None = Field(
+        default=None, ge=0, description="default: one, where the cluster has any"
+    )
     threads_per_worker: int | None = Field(
         default=None, ge=1, description="default: cpus_per_worker"
     )

@@ -55,7 +55,11 @@ class VllmConfig(Config):
 
     type: Literal["vllm"] = "vllm"
     max_batch: int = Field(default=64, ge=1, description="vLLM's max_num_seqs")
-    max_context: int = Field(default=1024, ge=8, description="vLLM's max_model_len")
+    max_context: int | None = Field(
+        default=None,
+        ge=8,
+        description="vLLM's max_model_len; default: the model's own, as far as memory holds it",
+    )
     max_step_tokens: int = Field(
         default=2048, ge=8, description="rows of one forward: vLLM's max_num_batched_tokens"
     )

@@ -67,6 +67,11 @@ class Message:
     reasoning: str | None = None  # the thoughts before an answer
     name: str | None = None  # of who speaks; few templates show it
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a conversation of texts is told apart by."""
+        return (self.role, self.content, *filter(None, (self.name, self.reasoning)))
+
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         plain: dict[str, Any] = {"role": self.role, "content": self.content}
@@ -184,6 +189,13 @@ class ChatEncoder:
         """
         chat, _, sentinel = self._neutralise(messages)
         text = self._render(chat, prompt=False)
+        for turn, message in enumerate(messages):
+            if message.reasoning and self._leaves_out_thoughts(chat, turn, text):
+                raise DataError(
+                    f"the chat template leaves out the thoughts of message {turn + 1}, which would "
+                    "be lost: use a template that writes them, let a row end with the answer that "
+                    "was thought about, or leave the thoughts out"
+                )
         pieces: list[tuple[int | str, bool]] = []
         done = 0
         for start, end in self._responses(chat, text):
@@ -220,6 +232,10 @@ class ChatEncoder:
         for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
             pieces += self._cut(text[start:end], sentinel, response=False)
         return Plan(tuple(pieces))
+
+    def _leaves_out_thoughts(self, chat: list[dict[str, Any]], turn: int, text: str) -> bool:
+        plain = {key: value for key, value in chat[turn].items() if not key.startswith("reasoning")}
+        return self._render([*chat[:turn], plain, *chat[turn + 1 :]], prompt=False) == text
 
     def user_turn(self, system: str | None = None) -> UserTurn:
         """The conversation up to where the user's first message begins.

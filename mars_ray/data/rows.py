@@ -31,6 +31,7 @@ from mars_ray.data import files
 from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
 from mars_ray.data.sources import BadRows, Record, read, token_plan
 from mars_ray.errors import DataError
+from mars_ray.files import remedy
 from mars_ray.progress import Bars
 
 log = logging.getLogger(__name__)
@@ -150,8 +151,8 @@ def _built(
         return Conversations(directory)
     except OSError as error:
         raise DataError(
-            f"cannot keep tokenised data in {cache_dir}: {error}. Free space there or name another "
-            "data.cache_dir, and run again"
+            f"cannot keep tokenised data in {cache_dir}: {error}. {remedy(error)}, or name "
+            "another data.cache_dir, and run again"
         ) from error
 
 

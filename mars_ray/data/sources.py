@@ -21,17 +21,27 @@ from mars_ray.errors import DataError
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
-# The forms of a row; the first whose fields are all present is taken.
+# The forms of a row; the first whose fields are all there is taken. Null is as good as absent, in a
+# row and within it: Parquet has every field in every row.
 IDS = ("prompt_ids", "answer_ids")
 FORMS = (IDS, ("messages",), ("prompt", "response"), ("instruction", "output"))
 PROMPT_FORMS = (("messages",), ("prompt",), ("instruction",), ("question",), ("body",))
 # Fields of a prompt's row that say what the answer should be; the first that is present counts.
 REFERENCES = ("reference", "answer", "response", "output")
-_FIELDS = {field for form in FORMS for field in form} | {"input", REFERENCES[0]}
-# Fields of an OpenAI batch line's body that change what the prompt asks for.
+# Fields beside a form: what the conversation begins with, and an answer's thoughts.
+_SYSTEM = ("system", "system_prompt")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the last two in messages only
+_FIELDS = {field for form in FORMS for field in form}
+_FIELDS |= {"input", REFERENCES[0], _SYSTEM[0], "history", _THOUGHTS[0]}
+# Fields of a row, or of an OpenAI batch line's body, that change what the prompt asks for.
 _CHANGING = ("tools", "functions", "response_format")
+# And what a conversation of texts would lose.
+_MORE = (*_CHANGING[:2], "images", "videos", "audios", "chat_template_kwargs")
 # Fields of a message that change what the assistant did; a turn without them would be wrong.
-_CALLS = ("tool_calls", "function_calls", "functions")
+_CALLS = ("tool_calls", "function_calls", "function_call", "functions")
+_PARTS = ("refusal", "audio", "images")
+# Where a turn says that it is not to be learned, beside its weight, in the rows of other trainers.
+_LEARNED = ("loss", "train")
 # The first bad rows are logged one by one, up to this many; the rest are only counted.
 _TOLD = 5
 
@@ -111,6 +121,8 @@ class BadRow(Exception):
 
 # Takes a row's content, the renamings of its fields, and its origin. Raises BadRow.
 _Parse = Callable[[object, Mapping[str, str], str], Record]
+# Some data sets write lists and objects as JSON, and these are empty.
+_EMPTY = ("[]", "{}")
 # Marks an absent field; a row may hold None.
 _ABSENT = object()
 # A row with its fields under our names.
@@ -212,14 +224,20 @@ def _form(
     if not isinstance(content, Mapping):
         raise BadRow(f"not an object but {type(content).__name__}")
     renamed = {ours: _at(content, name) for ours, name in columns.items()}
-    row = {**content, **{ours: value for ours, value in renamed.items() if value is not _ABSENT}}
+    row = {**content, **{ours: value for ours, value in renamed.items() if _is_given(value)}}
     # Forms whose fields the user renamed come first: they were requested explicitly.
     by_name = sorted(forms, key=lambda form: columns.keys().isdisjoint(form))
+    row = {name: value for name, value in row.items() if value is not None}
     form = next((form for form in by_name if all(field in row for field in form)), None)
     if form is None:
         known = " or ".join(" + ".join(form) for form in forms)
-        raise BadRow(f"has {', '.join(map(str, content)) or 'no fields'}; expected {known}")
+        there = ", ".join(f"{name} (null)" if content[name] is None else name for name in content)
+        raise BadRow(f"has {there or 'no fields'}; expected {known}")
     return form, row
+
+
+def _is_given(value: Any) -> bool:
+    return value is not _ABSENT and value is not None
 
 
 def _at(content: Mapping[str, Any], name: str) -> Any:
@@ -241,11 +259,69 @@ def _conversation(content: object, columns: Mapping[str, str], origin: str) -> R
     form, row = _form(content, columns, FORMS)
     if form == IDS:
         return _tokens(row, origin)
+    _check_whole(row)
+    _check_weight(row, "the row")
+    thoughts = _thoughts(row, _THOUGHTS[:1], "the row")
     if form == ("messages",):
-        return Record(_from_messages(row["messages"]), origin)
+        if thoughts:
+            raise BadRow("has thoughts beside its messages: put them into the answer's message")
+        return Record(_with_before(row, _from_messages(row["messages"])), origin)
     if form == ("prompt", "response"):
-        return Record(_turns(_text(row, "prompt"), _text(row, "response")), origin)
-    return Record(_turns(_instruction(row), _text(row, "output")), origin)
+        question, answer = _text(row, "prompt"), _text(row, "response")
+    else:
+        question, answer = _instruction(row), _text(row, "output")
+    return Record(_with_before(row, _turns(question, answer, thoughts)), origin)
+
+
+def _says(value: Any) -> bool:
+    return bool(value) and value not in _EMPTY
+
+
+def _check_whole(row: _Row) -> None:
+    """Raises BadRow for a row that holds more than a conversation of texts."""
+    if found := [field for field in _MORE if _says(row.get(field))]:
+        raise BadRow(f"has {', '.join(found)}, which is not supported")
+
+
+def _check_weight(item: Mapping[str, Any], called: str) -> None:
+    """Raises BadRow for what is not to be learned like the rest."""
+    if (weight := item.get("weight")) not in (None, 0, 1):
+        raise BadRow(f"{called} is to be learned with weight {weight}, which is not supported")
+    if weight == 0:
+        raise BadRow(f"{called} is not to be learned (weight 0), which is not supported")
+
+
+def _with_before(row: _Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The turns behind the system message and the earlier turns of the row's other fields."""
+    system = next((row[name] for name in _SYSTEM if row.get(name)), None)
+    history = row.get("history")
+    if history:
+        if not isinstance(history, list) or not all(_is_pair(pair) for pair in history):
+            raise BadRow("history is not a list of pairs of a question and its answer")
+        if len(turns) > 2 or any(turn.role == "system" for turn in turns):
+            raise BadRow("has history beside messages: put it into the messages")
+        pairs = [_turns(question, answer) for question, answer in history]
+        turns = tuple(turn for pair in (*pairs, turns) for turn in pair)
+    if system:
+        if not isinstance(system, str):
+            raise BadRow(f"system is not text but {type(system).__name__}")
+        if turns[0].role != "system":
+            return Message("system", system), *turns
+        if turns[0].content != system:
+            raise BadRow("has another system message in system than in messages")
+    return turns
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
+
+
+def _thoughts(item: Mapping[str, Any], names: Sequence[str], called: str) -> str | None:
+    """The thoughts before an answer, under one of these names."""
+    found = next((item[name] for name in names if _says(item.get(name))), None)
+    if found is not None and not isinstance(found, str):
+        raise BadRow(f"{called} has thoughts that are not text but {type(found).__name__}")
+    return found
 
 
 def _tokens(row: _Row, origin: str) -> Record:
@@ -263,6 +339,10 @@ def _prompt(content: object, columns: Mapping[str, str], origin: str) -> Record:
     reference = next((row[name] for name in REFERENCES if row.get(name) not in (None, "")), None)
     if form == ("body",):
         form, row = _batch_line(row["body"])
+        before: _Row = {}
+    else:
+        _check_whole(row)
+        before = row
     match form:
         case ("messages",):
             turns = _messages(row["messages"])
@@ -279,6 +359,7 @@ def _prompt(content: object, columns: Mapping[str, str], origin: str) -> Record:
             raise AssertionError(form)
     if not turns[-1].content.strip():
         raise BadRow("the prompt is empty")
+    turns = _with_before(before, turns)
     return Record(turns, origin, reference=reference)
 
 
@@ -290,7 +371,7 @@ def _batch_line(body: object) -> tuple[tuple[str, ...], _Row]:
     if asked := [field for field in _CHANGING if body.get(field)]:
         raise BadRow(f"body has {', '.join(asked)}, which is not supported")
     for form in (("messages",), ("prompt",)):
-        if form[0] in body:
+        if body.get(form[0]) is not None:
             return form, body
     raise BadRow("body has neither messages nor prompt")
 
@@ -300,10 +381,10 @@ def _instruction(row: _Row) -> str:
     return question + "\n\n" + _text(row, "input") if row.get("input") else question
 
 
-def _turns(question: str, answer: str) -> tuple[Message, ...]:
+def _turns(question: str, answer: str, thoughts: str | None = None) -> tuple[Message, ...]:
     if not answer.strip():
         raise BadRow("the answer is empty")
-    return Message("user", question), Message("assistant", answer)
+    return Message("user", question), Message("assistant", answer, reasoning=thoughts)
 
 
 def _text(row: _Row, field: str) -> str:
@@ -328,17 +409,28 @@ def _from_messages(messages: object) -> tuple[Message, ...]:
 
 
 def _message(number: int, item: Mapping[str, Any]) -> Message:
-    if "role" not in item or "content" not in item:
+    role, content = item.get("role"), item.get("content")
+    if role is None or content is None:
         raise BadRow(f"message {number} has no role or no content")
-    role, content = item["role"], item["content"]
     if role not in ROLES:
         raise BadRow(f"message {number} has role {role!r}; expected {', '.join(ROLES)}")
-    if any(item.get(field) for field in _CALLS):
+    if any(_says(item.get(field)) for field in _CALLS):
         raise BadRow(f"message {number} declares or calls functions, which is not supported")
+    if found := [field for field in _PARTS if _says(item.get(field))]:
+        raise BadRow(f"message {number} has {', '.join(found)}, which is not supported")
     if not isinstance(content, str):
         raise BadRow(f"message {number} has content that is not text")
-    if role == "assistant" and item.get("weight") == 0:
-        raise BadRow(f"message {number} is not to be learned (weight 0), which is not supported")
-    if role == "assistant" and not content.strip():
+    name, thoughts = item.get("name"), _thoughts(item, _THOUGHTS, f"message {number}")
+    if name is not None and not isinstance(name, str):
+        raise BadRow(f"message {number} has a name that is not text")
+    if role != "assistant":
+        if thoughts:
+            raise BadRow(f"message {number} has thoughts, and is not by the assistant")
+        return Message(role, content, name=name)
+    _check_weight(item, f"message {number}")
+    if found := [field for field in _LEARNED if item.get(field) is False]:
+        how = f"not to be learned ({found[0]} false)"
+        raise BadRow(f"message {number} is {how}, which is not supported")
+    if not content.strip():
         raise BadRow(f"message {number} is an empty answer")
-    return Message(role, content)
+    return Message(role, content, reasoning=thoughts, name=name)

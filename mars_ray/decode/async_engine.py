@@ -76,7 +76,7 @@ class AsyncEngine(EngineThread):
         """Facts that hold for every request. Raises ModelError if answers would never end."""
         model, config = self._engine.model, self._engine.config
         return EngineFacts(
-            config.max_context, config.max_batch, model.config.vocab_size, stop_ids(model)
+            config.context, config.max_batch, model.config.vocab_size, stop_ids(model)
         )
 
     def _leave(self, requests: abc.Sequence[Request], deliver: Deliver, close: Close) -> None:

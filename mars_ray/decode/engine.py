@@ -18,7 +18,7 @@ from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
 from mars_ray.decode.drafts import DraftControl
-from mars_ray.decode.kv_cache import Moves, PagedCache, PagePool, page_count
+from mars_ray.decode.kv_cache import Moves, PagedCache, PagePool, page_count, sized
 from mars_ray.decode.model_runner import forward, no_overlap
 from mars_ray.decode.request import (
     Completion,
@@ -74,14 +74,14 @@ class Engine:
         `adapter` is as in `set_adapter`. Raises ConfigError if the cache cannot hold a single
         sequence or attention slides within the context, and ModelError.
         """
-        check_sees_all(config.max_context, model.config)
         self.model = model
         self.card = self._own_card = card  # self.card: with an adapter's depth, if any
-        self.config = config
         depth = max(card.block_size, adapter.card.depths if adapter else 0, _ADAPTERS_DEPTH)
         # Rows of an answer's last step may lie beyond the limit.
         self._spare = min(config.step_tokens, widest_rows(depth))
-        positions = config.max_context + self._spare
+        self.config = config = sized(model, self._spare, config)
+        check_sees_all(config.context, model.config)
+        positions = config.context + self._spare
         runner = runner_of(model, config, positions, release)
         pages = page_count(model, positions, config)  # from the memory that the runner has left
         self.pool = PagePool(pages)
@@ -236,7 +236,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError or PromptTooLongError if this engine cannot decode the request."""
-        check_request(request, self.model.config.vocab_size, self.card, self.config.max_context)
+        check_request(request, self.model.config.vocab_size, self.card, self.config.context)
         rows = request.mode.most_rows(window_of(request.mode, self.card))
         if rows > self.config.step_tokens:
             raise RequestError(

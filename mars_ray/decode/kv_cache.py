@@ -12,8 +12,10 @@ Shape suffixes: X rows, P places of the pool, C places of a table, H key-value h
 """
 
 import hashlib
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,51 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.errors import ConfigError
+from mars_ray.model.shape import most_positions, sliding_window
 from mars_ray.provenance import free_on_node
+
+logger = logging.getLogger(__name__)
+
+# The part of the free memory for the cache of an engine whose job says nothing of its size. A node
+# without GPUs may have several engines, which start at the same time.
+_GPU_SHARE, _CPU_SHARE = 0.6, 0.125
+# The most of it that a given context and batch may take.
+_MOST_SHARE = 0.9
+# A model's context is not made shorter than this for want of memory.
+_LEAST_CONTEXT = 1024
+
+
+def model_context(config: Any) -> int:
+    """Most tokens of a prompt and its answer that a model takes in an engine without a sliding
+    window."""
+    return min(most_positions(config), sliding_window(config) or most_positions(config))
+
+
+def sized(model: PreTrainedModel, spare: int, config: EngineConfig) -> EngineConfig:
+    """The configuration with a context, and so with a cache: that of the model if none is given, as
+    far as memory holds a sequence of it and `spare` rows more."""
+    if config.max_context is not None:
+        return config
+    each = page_bytes(model.config, config.page_size, model.dtype)
+    given = _given_bytes(model, config)
+    share = _CPU_SHARE if model.device.type == "cpu" else _GPU_SHARE
+    room = int(share * _free_bytes(model.device) if given is None else given) // each
+    own = model_context(model.config)
+    least = min(own, _LEAST_CONTEXT) if given is None else 8
+    context = max(least, min(own, room * config.page_size - spare))
+    if context < own:
+        logger.warning(
+            "contexts of %d tokens, not the model's %d: %d MB of keys and values hold no more; "
+            "say otherwise with engine.max_context, cache_bytes or cache_memory_share",
+            context,
+            own,
+            room * each // 1_000_000,
+        )
+    changes: dict[str, Any] = {"max_context": context}
+    if given is None:
+        longest = -(-(context + spare) // config.page_size)
+        changes["cache_bytes"] = each * max(longest, min(longest * config.max_batch, room))
+    return config.model_copy(update=changes)
 
 
 def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -34,18 +80,24 @@ def page_bytes(config: PretrainedConfig, page_size: int, dtype: torch.dtype) -> 
 def page_count(model: PreTrainedModel, positions: int, config: EngineConfig) -> int:
     """Pages of the cache. Raises ConfigError if they cannot hold a single sequence."""
     longest = -(-positions // config.page_size)
-    cache_bytes = config.cache_bytes
-    if config.cache_memory_share is not None:
-        cache_bytes = int(config.cache_memory_share * _free_bytes(model.device))
-    if cache_bytes is None:
-        return longest * config.max_batch
     each = page_bytes(model.config, config.page_size, model.dtype)
+    cache_bytes = _given_bytes(model, config)
+    if cache_bytes is None:
+        most = int(_MOST_SHARE * _free_bytes(model.device)) // each
+        return max(longest, min(longest * config.max_batch, most))
     if cache_bytes < longest * each:
         raise ConfigError(
             f"cache_bytes={cache_bytes} is too small: one sequence of "
             f"max_context={config.max_context} needs {longest * each}"
         )
     return cache_bytes // each
+
+
+def _given_bytes(model: PreTrainedModel, config: EngineConfig) -> int | None:
+    """The size of the cache that the configuration says, if it does."""
+    if config.cache_memory_share is not None:
+        return int(config.cache_memory_share * _free_bytes(model.device))
+    return config.cache_bytes
 
 
 def _free_bytes(device: torch.device) -> float:

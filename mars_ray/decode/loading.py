@@ -12,21 +12,26 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode
 from mars_ray.decode.cpu.library import is_available
 from mars_ray.decode.engine import Engine
+from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context, window_of
-from mars_ray.errors import ModelError
+from mars_ray.errors import EngineError, ModelError
 from mars_ray.model.directory import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
 from mars_ray.model.load import (
     load_model,
     load_tokenizer,
     multiplies_bfloat16,
+    not_finite,
     read_config,
     stored_dtype,
+    stored_weights,
 )
 from mars_ray.model.stop import stop_at_turn_end
 
 logger = logging.getLogger(__name__)
 
+# The least that a configuration takes.
+_LEAST_CONTEXT = 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,9 +39,22 @@ def load_engine(
     directory: str | Path, config: EngineConfig
 ) -> tuple[Engine, PreTrainedTokenizerBase]:
     """An engine for a model directory, warmed up, and its tokenizer. Raises MarsError."""
-    engine = _load(directory, config)
-    check_context(config.max_context, engine.model.config)
-    engine.warm_up()
+    card, model = read_card(directory), engine_model(directory, config)
+    check_context(config.max_context, model.config)
+    adapter = name = None
+    if config.draft_adapter:
+        adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)
+        name = Path(config.draft_adapter).name
+    engine = Engine(model, card, config, adapter, name, release=True)
+    try:
+        engine.warm_up()
+    except EngineError as error:
+        if name := not_finite(stored_weights(directory)):
+            raise ModelError(
+                f"{directory} cannot be run: its weight {name} holds NaN or infinite numbers. "
+                "Fetch or train the model again"
+            ) from error
+        raise
     tokenizer = load_tokenizer(directory)
     _stop_at_turn_end(engine.model, tokenizer)
     return engine, tokenizer
@@ -63,14 +81,13 @@ def engine_model(directory: str | Path, config: EngineConfig) -> PreTrainedModel
     return load_model(directory, dtype=_dtype(directory, config, device), device=device)
 
 
-def _load(directory: str | Path, config: EngineConfig) -> Engine:
-    card = read_card(directory)
-    model = engine_model(directory, config)
-    adapter = name = None
-    if config.draft_adapter:
-        adapter = read_draft_adapter(config.draft_adapter, directory, model.dtype)
-        name = Path(config.draft_adapter).name
-    return Engine(model, card, config, adapter, name, release=True)
+def with_room(config: EngineConfig, directory: str | Path, tokens: int) -> EngineConfig:
+    """The configuration of an engine for prompts and answers of so many tokens. Where it names no
+    context, it gets no more than that, and no more than the model's. Raises ModelError."""
+    if config.max_context is not None:
+        return config
+    context = min(tokens, model_context(read_config(directory)))
+    return config.model_copy(update={"max_context": max(_LEAST_CONTEXT, context)})
 
 
 def drafting_card(directory: str | Path, config: EngineConfig) -> ModelCard:

@@ -200,8 +200,11 @@ def window_of(mode: Mode, card: ModelCard) -> int:
     return mode.widest(depth)
 
 
-def check_context(max_context: int, model_config: Any) -> None:
-    """Raises ConfigError if a model has fewer positions, or does not see them all."""
+def check_context(max_context: int | None, model_config: Any) -> None:
+    """Raises ConfigError if a model has fewer positions than a given context, or does not see them
+    all."""
+    if max_context is None:
+        return
     if max_context > (most := most_positions(model_config)):
         raise ConfigError(f"max_context={max_context}: this model knows {most} positions")
     check_sees_all(max_context, model_config)

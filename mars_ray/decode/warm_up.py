@@ -76,7 +76,7 @@ class StepTimer:
     def prompt(self, rows: int, context: int = 0) -> list[Work]:
         """A step of a prompt's `rows`, of which so many tokens are in the cache; of several prompts
         if one cannot be so long."""
-        pieces = _spread(rows, -(-rows // (self.config.max_context - context)))
+        pieces = _spread(rows, -(-rows // (self.config.context - context)))
         return self._work([(context, width, None) for width in pieces])
 
     def _work(self, items: list[tuple[int, int, Plan | None]]) -> list[Work]:
@@ -105,7 +105,7 @@ def measure_steps(timer: StepTimer) -> StepCost:
     widest = 1 + 2 * depth
     most = max(config.max_batch * widest, 1 + depth + (depth + 1) * depth, 1 + MOST_NGRAM_DRAFTS)
     most = min(config.step_tokens, most)
-    context, long = (min(n, config.max_context // 2) for n in (CONTEXT, _LONG_CONTEXT))
+    context, long = (min(n, config.context // 2) for n in (CONTEXT, _LONG_CONTEXT))
 
     def seconds(rows: int, sequences: int, context: int = context) -> float:
         return timer.least(lambda: timer.decoding(rows, sequences, context))
@@ -129,7 +129,7 @@ def measure_steps(timer: StepTimer) -> StepCost:
         own_s = sequences * (sequence_s + cache_token_s * context)
         seconds_at[rows] = max(_LEAST_SHARE * total_s, total_s - own_s)
     first_mask_s, mask_s = _mask_seconds(timer, most, context) if timer.card.block_size else (0, 0)
-    rows = min(config.step_tokens, _MOST_PROMPT, config.max_batch * config.max_context)
+    rows = min(config.step_tokens, _MOST_PROMPT, config.max_batch * config.context)
     if rows >= 2 * most:
         # Linear between the two; a few rows less or more would measure how prompts' rows differ.
         work = timer.prompt(rows)

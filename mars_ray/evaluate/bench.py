@@ -22,12 +22,13 @@ from mars_ray.core.frontier import mode_label
 from mars_ray.core.statistics import ratio_fault
 from mars_ray.data.chat import Message
 from mars_ray.data.corpus import problems
-from mars_ray.decode.loading import drafting_card, load_engine
+from mars_ray.decode.loading import drafting_card, load_engine, with_room
 from mars_ray.decode.request import window_of
 from mars_ray.errors import ConfigError
 from mars_ray.evaluate.peers import load_transformers, mars_answer, transformers_answer
 from mars_ray.evaluate.run import prompts_of
 from mars_ray.evaluate.tasks import Problem, kinds_in_turn, problems_of
+from mars_ray.model.load import load_tokenizer
 from mars_ray.model.stop import stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
@@ -54,10 +55,12 @@ def run_bench(job: BenchJob, console: Console) -> dict[str, Any]:
         window_of(mode, card)
     changes = {"max_batch": max(job.batch_sizes), "prefix_cache": False}
     with Bars(console) as bars:
-        engine, tokenizer = load_engine(job.checkpoint, job.engine.model_copy(update=changes))
         asked = asked_problems(job.task, max(job.prompts, *job.batch_sizes))
-        prompts = [list(ids) for ids in prompts_of(asked, tokenizer)]
-        check_room(prompts, job.max_new_tokens, job.engine.max_context, "engine.max_context")
+        prompts = [list(ids) for ids in prompts_of(asked, load_tokenizer(job.checkpoint))]
+        needed = max(map(len, prompts)) + job.max_new_tokens
+        config = with_room(job.engine.model_copy(update=changes), job.checkpoint, needed)
+        check_room(needed, config.context, "engine.max_context")
+        engine, _ = load_engine(job.checkpoint, config)
         decoders: dict[str, _Answer] = {}
         for mode in job.modes:
             own = {"mode": mode.model_dump()}
@@ -115,11 +118,8 @@ def asked_problems(task: PromptsTask | None, count: int) -> list[Problem]:
     return asked[:count]
 
 
-def check_room(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, max_context: int, key: str
-) -> None:
-    """Raises ConfigError if a prompt and its answer have no room."""
-    needed = max(map(len, prompts)) + max_new_tokens
+def check_room(needed: int, max_context: int, key: str) -> None:
+    """Raises ConfigError if the longest prompt and its answer need more than the context."""
     if needed > max_context:
         raise ConfigError(
             f"{key} {max_context} is too small: the longest prompt and its answer take {needed} "

@@ -90,7 +90,7 @@ def begun(job: EvaluateJob, problems: Sequence[Problem], directory: Path) -> Res
 def _digest(problems: Sequence[Problem]) -> str:
     digest = hashlib.sha256()
     for problem in problems:
-        turns = [(turn.role, turn.content) for turn in problem.turns]
+        turns = [turn.key for turn in problem.turns]
         digest.update(json.dumps([turns, problem.answer]).encode() + b"\n")
     return digest.hexdigest()
 
@@ -104,17 +104,17 @@ def _weights(job: EvaluateJob) -> list[Any]:
 
 
 def check_room(
-    job: EvaluateJob, problems: Sequence[Problem], prompts: Sequence[Sequence[int]]
+    job: EvaluateJob, context: int, problems: Sequence[Problem], prompts: Sequence[Sequence[int]]
 ) -> None:
     """Raises DataError, naming lines, if prompts leave no room for an answer."""
-    most = job.engine.max_context - job.max_new_tokens
+    most = context - job.max_new_tokens
     pairs = zip(problems, prompts, strict=True)
     long = [(problem.origin, len(prompt)) for problem, prompt in pairs if len(prompt) > most]
     if long:
         longest = max(tokens for _, tokens in long)
         raise DataError(
             f"{len(long)} of {len(problems)} prompts leave no room for {job.max_new_tokens} new "
-            f"tokens in engine.max_context {job.engine.max_context}: set "
+            f"tokens in engine.max_context {context}: set "
             f"engine.max_context={longest + job.max_new_tokens}, lower max_new_tokens, or take "
             "them out. The first:\n  "
             + "\n  ".join(f"{origin}: {tokens} tokens" for origin, tokens in long[:_TOLD])

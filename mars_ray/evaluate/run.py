@@ -30,7 +30,7 @@ from mars_ray.core.frontier import (
 from mars_ray.core.statistics import paired_difference, wilson_interval
 from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
-from mars_ray.decode.loading import load_engine
+from mars_ray.decode.loading import load_engine, with_room
 from mars_ray.decode.request import Request
 from mars_ray.errors import CheckpointError, DataError
 from mars_ray.evaluate.answers import (
@@ -151,10 +151,12 @@ def _measured(work: _Work, console: Console) -> Frontier:
     with Bars(console) as bars:
         tokenizer = load_tokenizer(job.checkpoint)
         prompts = prompts_of(problems, tokenizer)
+        config = with_room(config, job.checkpoint, max(map(len, prompts)) + job.max_new_tokens)
         if isinstance(job.task, FilesTask):
-            check_room(job, problems, prompts)
+            check_room(job, config.context, problems, prompts)
         reference_nll = _reference_nll(work, prompts, tokenizer, bars)
         engine, _ = load_engine(job.checkpoint, config)
+        bars.say(str(engine.info))
         logprobs = 0 if isinstance(job.task, PromptsTask | FilesTask) else None
         stops = stop_ids(engine.model)
         asked = [

@@ -151,7 +151,7 @@ class SkippedPrompts:
 
 def has_room(prompt: Prompt, job: GenerateJob) -> bool:
     """Whether the context holds the prompt and the longest answer."""
-    return len(prompt.ids) + job.max_new_tokens <= job.engine.max_context
+    return len(prompt.ids) + job.max_new_tokens <= job.engine.context
 
 
 def why_left_out(prompt: Prompt, answer: Answer | None, text: str, job: GenerateJob) -> str:
@@ -159,7 +159,7 @@ def why_left_out(prompt: Prompt, answer: Answer | None, text: str, job: Generate
     if answer is None and not has_room(prompt, job):
         return (
             f"too long: no room for {job.max_new_tokens} new tokens in engine.max_context "
-            f"{job.engine.max_context}"
+            f"{job.engine.context}"
         )
     if answer is None:
         return "minutes were over"
@@ -239,13 +239,20 @@ def _lines(
             continue
         turns = [*prompt.messages, Message("assistant", text)]
         yield {
-            "messages": [{"role": turn.role, "content": turn.content} for turn in turns],
+            "messages": [_as_row(turn) for turn in turns],
             "prompt_ids": prompt.ids.tolist(),
             "answer_ids": answer.tokens.tolist(),
             "finish_reason": answer.finish_reason,
             "forwards": answer.forwards,
             "origin": prompt.origin,
         }
+
+
+def _as_row(turn: Message) -> dict[str, str]:
+    """A turn as data sets have it; answers' thoughts stand in their text."""
+    row = {"role": turn.role, "content": turn.content}
+    row |= {"name": turn.name} if turn.name else {}
+    return row | ({"reasoning_content": turn.reasoning} if turn.reasoning else {})
 
 
 def summary(

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from mars_ray.cluster.gpus import cluster_gpus, gpus_each
 from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, MarsError
@@ -91,7 +92,8 @@ class RayEngines:
 
     def _add(self, requests: int) -> None:
         job, nodes = self._job, [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self._gpus = _gpus(job, nodes)
+        may = cluster_gpus() if job.engine.device != "cpu" else 0
+        self._gpus = gpus_each(job.gpus_per_worker, may)
         needed = {"CPU": job.cpus_per_worker, "GPU": self._gpus}
         most = room(nodes, needed)
         if not self._gpus:
@@ -201,13 +203,6 @@ def room(nodes: Iterable[dict[str, float]], needed: dict[str, float]) -> int:
         min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted.items())
         for node in nodes
     )
-
-
-def _gpus(job: GenerateJob, nodes: Iterable[dict[str, float]]) -> float:
-    if job.gpus_per_worker is not None:
-        return job.gpus_per_worker
-    has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
-    return 1 if has_gpus and job.engine.device != "cpu" else 0
 
 
 def _memory_bytes(job: GenerateJob) -> float:

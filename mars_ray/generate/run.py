@@ -29,7 +29,7 @@ from mars_ray.core.frontier import FRONTIER_FILE
 from mars_ray.data.chat import ChatEncoder, UserTurn, encoder_of
 from mars_ray.data.sources import BadRows
 from mars_ray.data.texts import beginning_key
-from mars_ray.decode.loading import check_engine
+from mars_ray.decode.loading import check_engine, with_room
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import ConfigError, DataError
 from mars_ray.files import sole_writer, write_whole
@@ -91,6 +91,8 @@ def run_generation(
         return generation.run(output, console, connect)
 
 
+# More than a template writes behind a prompt.
+_TEMPLATE_TOKENS = 64
 # Shares of a job's minutes that are over when the first answers end, to prompts that are there, and
 # when the model has written prompts itself. A model that is slow here has answers then.
 _FIRST_SHARE, _OWN_SHARE = 0.25, 0.5
@@ -130,7 +132,6 @@ class _Generation:
     """A job with its inputs; everything that can be refused without a model is refused at once."""
 
     def __init__(self, job: GenerateJob, encoder: ChatEncoder, start: Start) -> None:
-        self._job = job
         self._encoder = encoder
         self._start = start
         self._turns: dict[int, UserTurn] = {
@@ -141,6 +142,17 @@ class _Generation:
         self._excluded = excluded_keys(job.exclude)
         self._asked = read_sources(job, encoder, self._excluded)
         self._made_from = _made_from(job, self._asked, self._excluded)
+        engine = with_room(job.engine, job.checkpoint, self._needed(job))
+        self._job = job.model_copy(update={"engine": engine})
+
+    def _needed(self, job: GenerateJob) -> int:
+        """Tokens of the longest prompt and its answer, of own prompts at most."""
+        prompts = [len(prompt.ids) for prompt in self._asked.prompts]
+        for place, turn in self._turns.items():
+            source = job.prompts[place]
+            assert isinstance(source, OwnPrompts)
+            prompts.append(len(turn.before) + source.max_new_tokens + _TEMPLATE_TOKENS)
+        return max(prompts, default=0) + job.max_new_tokens
 
     def run(self, output: Path, console: Console, connect: Connect) -> Generated:
         """Does the remaining work."""
@@ -174,7 +186,7 @@ class _Generation:
             part_file.unlink()
             raise DataError(
                 f"no prompt has room for {self._job.max_new_tokens} tokens of an answer in "
-                f"engine.max_context {self._job.engine.max_context}: lower max_new_tokens, or "
+                f"engine.max_context {self._job.engine.context}: lower max_new_tokens, or "
                 "raise it"
             )
         left_out = SkippedPrompts(self._asked)
@@ -350,7 +362,7 @@ def _made_from(job: GenerateJob, asked: SourcePrompts, excluded: frozenset[bytes
     """The job, and digests of the inputs that it names, which may change under the same name."""
     prompts = hashlib.sha256()
     for prompt in asked.prompts:
-        turns = [(turn.role, turn.content) for turn in prompt.messages]
+        turns = [turn.key for turn in prompt.messages]
         prompts.update(json.dumps(turns).encode() + b"\n")
     content = {
         "prompts": prompts.hexdigest(),

@@ -28,6 +28,7 @@ from transformers import (
 
 from mars_ray.config.model import ModelConfig, PresetModel, PresetName
 from mars_ray.errors import ModelError
+from mars_ray.files import remedy
 from mars_ray.model.directory import CARD_FILE, ModelCard, read_card
 from mars_ray.model.load import load_model, load_tokenizer
 from mars_ray.model.save import save_model
@@ -177,7 +178,9 @@ def create_model(
     try:
         save_model(directory, model, tokenizer, card)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot write {directory}: {error}. Free space, and run again") from error
+        raise ModelError(
+            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
+        ) from error
 
 
 def _check_preset(config: PresetModel) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.errors import ModelError
-from mars_ray.files import replaced_directory
+from mars_ray.files import remedy, replaced_directory
 from mars_ray.model.directory import DRAFT_CARD_FILE, fingerprint, no_adapter
 
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -86,7 +86,9 @@ def write_draft_adapter(directory: str | Path, adapter: DraftAdapter) -> None:
         with replaced_directory(Path(directory)) as fresh:
             _write(fresh, adapter)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot write {directory}: {error}. Free space, and run again") from error
+        raise ModelError(
+            f"cannot write {directory}: {error}. {remedy(error)}, and run again"
+        ) from error
 
 
 def _write(directory: Path, adapter: DraftAdapter) -> None:
@@ -143,7 +145,9 @@ def read_draft_card(directory: str | Path, called: str | None = None) -> DraftCa
         card = DraftCard(**content | {"targets": tuple(content["targets"])})
     except (FileNotFoundError, NotADirectoryError):
         raise no_adapter(name) from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except OSError as error:
+        raise ModelError(f"{DRAFT_CARD_FILE} of {name} cannot be read: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         said = f"{DRAFT_CARD_FILE} of {name} is not the card of a draft adapter: {error}"
         raise ModelError(said) from error
     if version != _FORMAT:
@@ -183,8 +187,12 @@ def read_draft_adapter(
 def _load(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
         weights = {name: value.to(dtype) for name, value in load_file(path).items()}
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"{path} is missing or damaged: {error}") from error
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing: copy the whole directory of the adapter") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise ModelError(f"{path} is damaged or was cut short: {error}") from error
     broken = [name for name, value in weights.items() if not value.isfinite().all()]
     if broken:
         raise ModelError(f"{path} contains NaN or Inf, in {broken[0]}")

@@ -1,8 +1,10 @@
 """Converts GGUF, llama.cpp's files, into a Hugging Face model and tokenizer.
 
-A file is refused if the conversion would lose any of it.
+A file is refused if the conversion would lose any of it; an optional key that is missing, or whose
+value changes nothing, is no loss.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,25 @@ _SIZES = {
 # Three names of one number, if heads are as in our architectures.
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _OTHERS = ("vocab_size", "rope.freq_base")
+# Values besides 0, "" and "none" with which an optional key changes nothing.
+_NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+    "logit_scale": 1,
+    "residual_scale": 1,
+    "embedding_scale": 1,
+    "tensor_data_layout": "Meta AI original pth",  # the only one that llama.cpp has for these
+}
+# Read for other architectures than ours, or by nobody.
+_UNUSED = ("attention.layer_norm_epsilon", "rope.scaling.finetuned")
+# How far angles reach; without a factor none of them changes an angle.
+_STRETCHED = ("rope.scaling.", "rope.scale_linear")
+# Of a vocabulary, what llama.cpp knows by itself and no tokenizer of ours would.
+_VOCABULARY = {
+    "gpt2": ("token_type", "merges"),
+    "llama": ("token_type", "scores", "bos_token_id"),
+}
 _LOST = "has what would be lost on the way from GGUF,"
 _INSTEAD = "import the model that it was made from"
 _HOLDS = "a whole model and its tokenizer"
@@ -61,6 +82,10 @@ _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.score
 _TEMPLATE = "tokenizer.chat_template."
 # Errors of the reader on a truncated file, or one that is not GGUF.
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
+
+
+# And on one that is whole and newer than it.
+_NEWER = ("which we cannot handle", "is not a valid GGMLQuantizationType")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +101,15 @@ class _Header:
         return str(self.fields.get("general.architecture"))
 
     def own(self, key: str) -> Any:
-        """The value of an architecture-specific key."""
-        return self.fields.get(f"{self.architecture}.{key}")
+        """The value of an architecture-specific key; one for all layers if these agree."""
+        value = self.fields.get(f"{self.architecture}.{key}")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            return value[0]
+        return value
+
+    def has(self, suffix: str) -> bool:
+        """Whether any layer has a tensor with this end of its name."""
+        return any(name.startswith("blk.") and name.endswith(suffix) for name in self.tensors)
 
     def token(self, name: str) -> int | None:
         return self.fields.get(f"tokenizer.ggml.{name}_token_id")
@@ -89,6 +121,7 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises ModelError if the file is damaged or the conversion would lose any of it.
     """
     header = _read(path)
+    _check_whole(header)
     config = _config(header)
     names = _names(header, config)
     pre = header.fields.get("tokenizer.ggml.pre")
@@ -98,6 +131,7 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         kind=str(header.fields.get("tokenizer.ggml.model")),
         pre=None if pre is None else str(pre),
         adds_bos=header.fields.get("tokenizer.ggml.add_bos_token"),
+        adds_eos=bool(header.fields.get("tokenizer.ggml.add_eos_token")),
     )
     tokenizer.chat_template = _templates(header, tokenizer.chat_template)
     return _model(header, config, names), tokenizer
@@ -122,9 +156,27 @@ def _read(path: Path) -> _Header:
         }
         return _Header(path, fields, {tensor.name: tensor for tensor in reader.tensors})
     except _DAMAGED as error:
+        if isinstance(error, OSError) and error.errno:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        if any(word in str(error) for word in _NEWER):
+            raise ModelError(
+                f"{path} is of a newer form of GGUF than can be read here: {error}. {_INSTEAD}"
+            ) from error
         raise ModelError(
             f"{path} is no GGUF file, or is damaged or was cut short: {error}. Fetch it again"
         ) from error
+
+
+def _check_whole(header: _Header) -> None:
+    """Raises ModelError for a part of a model, or what belongs to one."""
+    kind, parts = header.fields.get("general.type", "model"), header.fields.get("split.count", 1)
+    if kind != "model":
+        raise ModelError(f"{header.path} is no model: its general.type is {kind!r}")
+    if parts > 1:
+        raise ModelError(
+            f"{header.path} is one of {parts} files (split.count): make one of them with "
+            f"`llama-gguf-split --merge`, or {_INSTEAD}"
+        )
 
 
 def _config(header: _Header) -> Any:
@@ -134,14 +186,18 @@ def _config(header: _Header) -> Any:
             f"{header.path} is a model of type {header.architecture!r}; "
             f"supported are {', '.join(ARCHITECTURES.values())}"
         )
-    _check_keys(header)
     given = {name: header.own(key) for key, name in _SIZES.items()}
+    if given["num_key_value_heads"] is None:
+        given["num_key_value_heads"] = given["num_attention_heads"]
     # A list means that layers differ.
     wrong = [key for key, name in _SIZES.items() if not isinstance(given[name], int | float)]
     if wrong or not header.fields.get("tokenizer.ggml.tokens"):
         raise ModelError(
-            f"{header.path} does not describe a model as it should: see {', '.join(wrong)}"
+            f"{header.path} does not describe a model as it should: see "
+            f"{', '.join(wrong) or 'tokenizer.ggml.tokens'}"
         )
+    _check_keys(header)
+    _check_vocabulary(header)
     heads = header.own("attention.key_length") or header.own("rope.dimension_count")
     make: Any = _KINDS[header.architecture][0]
     config = make(
@@ -157,7 +213,10 @@ def _config(header: _Header) -> Any:
         dtype=torch.bfloat16,
     )
     if header.architecture != "qwen2":
-        config.attention_bias = "blk.0.attn_q.bias" in header.tensors
+        # llama.cpp does without those that are not there.
+        config.attention_bias = any(
+            header.has(f"attn_{name}.bias") for name in ("q", "k", "v", "output")
+        )
     for name in ("bos", "eos"):
         setattr(config, f"{name}_token_id", header.token(name))
     config.pad_token_id = header.token("padding")
@@ -168,19 +227,53 @@ def _check_keys(header: _Header) -> None:
     """Raises ModelError for an unknown key that affects computation: without its stretched rotary
     embedding, its sliding window or its experts it would be another model."""
     prefix = f"{header.architecture}."
-    known = {*_SIZES, *_HEAD_SIZES, *_OTHERS}
+    known = {*_SIZES, *_HEAD_SIZES, *_OTHERS, *_UNUSED}
+    own = {key.removeprefix(prefix) for key in header.fields if key.startswith(prefix)}
     strange = [
-        f"{name}={value}"
-        for name, value in header.fields.items()
-        if name.startswith(prefix)
-        and name.removeprefix(prefix) not in known
-        and value not in (0, "none")
+        f"{prefix}{key}={header.own(key)}"
+        for key in sorted(own - known)
+        if not _is_neutral(header, key)
     ]
     sizes = {size for key in _HEAD_SIZES if (size := header.own(key)) is not None}
     if len(sizes) > 1:
         strange.append("heads of several sizes")
     if strange:
         raise ModelError(f"{header.path} {_LOST} {', '.join(strange)}: {_INSTEAD}")
+
+
+def _is_neutral(header: _Header, key: str) -> bool:
+    """Whether the model computes the same without this key."""
+    value = header.own(key)
+    if key in _NEUTRAL:
+        return value == _NEUTRAL[key] or (value in (0, "") and value is not False)
+    if key.startswith(_STRETCHED):
+        factor = header.own("rope.scaling.factor") or header.own("rope.scale_linear") or 1
+        kind = header.own("rope.scaling.type") or "linear"
+        return kind == "none" or (factor == 1 and kind in ("linear", "yarn"))
+    if key == "attention.sliding_window" and value:
+        return value >= (header.own("context_length") or math.inf)
+    if key == "attention.scale" and value:
+        heads = header.own("attention.key_length") or header.own("rope.dimension_count")
+        heads = heads or header.own("embedding_length") // header.own("attention.head_count")
+        return math.isclose(value, heads**-0.5, rel_tol=1e-5)
+    if key == "embedding_length_out":
+        return value == header.own("embedding_length")
+    return value in (0, "", "none")
+
+
+def _check_vocabulary(header: _Header) -> None:
+    """Raises ModelError for a vocabulary of which a part is missing or would be lost."""
+    kind, prefix = str(header.fields.get("tokenizer.ggml.model")), "tokenizer.ggml."
+    lacks = [key for key in _VOCABULARY.get(kind, ()) if prefix + key not in header.fields]
+    if kind == "llama" and prefix + "merges" in header.fields:
+        lacks = [key for key in lacks if key != "scores"]
+    if header.fields.get(prefix + "add_bos_token") is False:
+        lacks = [key for key in lacks if key != "bos_token_id"]
+    if lacks:
+        names = ", ".join(prefix + key for key in lacks)
+        raise ModelError(f"{header.path} does not say which tokens text becomes: it lacks {names}")
+    if kind == "llama" and header.fields.get(prefix + "add_space_prefix") is False:
+        raise ModelError(f"{header.path} {_LOST} {prefix}add_space_prefix=False: {_INSTEAD}")
 
 
 def _names(header: _Header, config: Any) -> dict[str, str]:
@@ -197,10 +290,16 @@ def _names(header: _Header, config: Any) -> dict[str, str]:
             wanted[names[name]] = tuple(weight.shape)
     # GGUF lists the fastest-moving dimension first.
     there = {name: tuple(map(int, t.shape[::-1])) for name, t in header.tensors.items()}
+    lacks, more = wanted.keys() - there.keys(), there.keys() - wanted.keys()
+    if header.architecture != "qwen2":  # whose biases are no option
+        lacks = {name for name in lacks if not name.endswith(".bias")}
     for what, tensors in (
-        ("lacks", wanted.keys() - there.keys()),
-        (_LOST, there.keys() - wanted.keys()),
-        ("has other sizes than it says, of", {n for n in wanted if there.get(n) != wanted[n]}),
+        ("lacks", lacks),
+        (_LOST, {name for name in more if not _changes_nothing(header.tensors[name])}),
+        (
+            "has other sizes than it says, of",
+            {name for name in wanted if there.get(name, wanted[name]) != wanted[name]},
+        ),
     ):
         if tensors:
             shown = ", ".join(sorted(tensors)[:3])
@@ -208,9 +307,23 @@ def _names(header: _Header, config: Any) -> dict[str, str]:
     return names
 
 
+def _changes_nothing(tensor: ReaderTensor) -> bool:
+    """A bias of zeros, or factors of the rotary embedding that are all 1."""
+    if tensor.name.endswith(".bias"):
+        return not dequantize(tensor.data, tensor.tensor_type).any()
+    is_rotary = tensor.name.startswith(("rope_freqs.", "rope_factors_"))
+    return is_rotary and bool((dequantize(tensor.data, tensor.tensor_type) == 1).all())
+
+
 def _model(header: _Header, config: Any, names: dict[str, str]) -> PreTrainedModel:
-    weights = {name: _weight(header, config, own) for name, own in names.items()}
     kind = _KINDS[header.architecture][1]
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in kind(config).state_dict().items()}
+    weights = {
+        # Only biases may be missing.
+        name: _weight(header, config, own) if own in header.tensors else torch.zeros(shapes[name])
+        for name, own in names.items()
+    }
     loaded: Any = opened(
         header.path,
         lambda: kind.from_pretrained(
@@ -287,7 +400,7 @@ _NONE = (None, "default")
 
 
 def load_gguf_tokenizer(
-    path: Path, *, kind: str, pre: str | None, adds_bos: bool | None
+    path: Path, *, kind: str, pre: str | None, adds_bos: bool | None, adds_eos: bool = False
 ) -> PreTrainedTokenizerBase:
     """A file's tokenizer. `kind` is the field `model` of `tokenizer.ggml`; the others have the
     fields' names.
@@ -304,11 +417,11 @@ def load_gguf_tokenizer(
     tokenizer = opened(
         path, lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), holds=_HOLDS
     )
-    return tokenizer if is_plain else _restored(tokenizer, _CUTS[str(pre)], adds_bos)
+    return tokenizer if is_plain else _restored(tokenizer, _CUTS[str(pre)], adds_bos, adds_eos)
 
 
 def _restored(
-    tokenizer: PreTrainedTokenizerBase, step: _Cut, adds_bos: bool | None
+    tokenizer: PreTrainedTokenizerBase, step: _Cut, adds_bos: bool | None, adds_eos: bool
 ) -> PreTrainedTokenizerBase:
     """transformers' tokenizer, changed to cut text as its file says."""
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -328,6 +441,7 @@ def _restored(
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         add_bos_token=step.adds_bos if adds_bos is None else adds_bos,
+        add_eos_token=adds_eos,
         chat_template=tokenizer.chat_template,
         clean_up_tokenization_spaces=False,
         **tokenizer.special_tokens_map,

@@ -1,7 +1,7 @@
 """Loading models and tokenizers: safetensors only, and no code from the checkpoint."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,9 @@ _COMPLAINTS = (
     AttributeError,
     ArithmeticError,
 )
+
+# torch's message when the CPU's memory is full; for CUDA's it has an exception.
+_CPU_SHORT = "can't allocate memory"
 
 T = TypeVar("T")
 
@@ -158,6 +161,19 @@ def stored_dtype(directory: str | Path) -> torch.dtype:
         raise ModelError(f"the weights in {path} cannot be read: {error}") from error
 
 
+def not_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The first of these weights that has NaN or infinite numbers."""
+    return next((name for name, value in weights if not value.isfinite().all()), None)
+
+
+def stored_weights(directory: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a model's files, one by one."""
+    for name in weight_files(Path(directory)):
+        with safe_open(Path(directory) / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                yield key, file.get_tensor(key)
+
+
 def opened(
     place: str | Path,
     load: Callable[[], T],
@@ -168,9 +184,13 @@ def opened(
     quiet_unless_watched()
     try:
         return load()
+    except MemoryError as error:
+        raise ModelError(f"there is too little memory to load {place}") from error
     except _COMPLAINTS as error:
         if isinstance(error, OSError) and not Path(place).exists():
             raise missing(place, revision, error) from error
+        if isinstance(error, torch.OutOfMemoryError) or _CPU_SHORT in str(error):
+            raise ModelError(f"there is too little memory to load {place}: {error}") from error
         raise ModelError(
             f"cannot load {str(place)!r}, which must hold {holds}: {type(error).__name__}: {error}"
         ) from error

@@ -11,6 +11,7 @@ process is restarted:
 
 import logging
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -26,6 +27,7 @@ from ray.serve.exceptions import RayServeException
 from ray.util import list_named_actors
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model, sized
+from mars_ray.cluster.gpus import sentence, served
 from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
@@ -81,12 +83,16 @@ def build_app(job: ServeJob) -> serve.Application:
         logger.warning(
             "the service listens on %s and asks nobody for a key: set keys_file=", job.host
         )
-    return _built(_checked(job))
+    return _built(served(_checked(job)))
 
 
 def _built(job: ServeJob) -> serve.Application:
     """The application of a checked job."""
     models = job.each()
+    for name, model in models.items():
+        count = f"up to {model.most_replicas}" if model.replicas == "auto" else f"{model.replicas}"
+        said = sentence(f"{count} replicas", model.gpus_per_replica or 0)
+        print(f"{name}: {said}", file=sys.stderr, flush=True)
     built_s = time.time()
     ingress = serve.deployment(
         num_replicas=job.ingress_replicas,
@@ -183,13 +189,13 @@ def _placement(job: ServeJob) -> dict[str, Any]:
 
 
 def _is_group(job: ServeJob) -> bool:
-    return job.engine.workers > 1 and job.gpus_per_replica > 0
+    return job.engine.workers > 1 and bool(job.gpus_per_replica)
 
 
 def _actor_options(job: ServeJob) -> dict[str, Any]:
     return {
         "num_cpus": job.cpus_per_replica,
-        "num_gpus": 0 if _is_group(job) else job.gpus_per_replica,
+        "num_gpus": 0 if _is_group(job) else job.gpus_per_replica or 0,
         "resources": job.resources_per_replica,
         "runtime_env": _runtime_env(job),
     }
@@ -262,7 +268,7 @@ def update(job: ServeJob) -> None:
     this way, and EngineError if the new replicas do not start; the old ones then continue. Raises
     ModelError if a replica cannot load an adapter; all continue with the old one then.
     """
-    job = _checked(job)
+    job = served(_checked(job))
     app = _built(job)
     if APP_NAME not in serve.status().applications:
         raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mars_ray.errors import DataError, ModelError
+from mars_ray.files import RIGHTS, SPACE, remedy
 from mars_ray.storage.place import Place
 
 _PATH = "a training job leaves its models in OUTPUT_DIR/models/STAGE"
@@ -29,6 +30,17 @@ def snapshot(place: Place, patterns: Sequence[str]) -> Path:
     except (OSError, ValueError) as error:
         raise missing(place.name, place.revision, error) from error
     return Path(directory)
+
+
+def _of_the_disk(errors: Sequence[BaseException]) -> OSError | None:
+    """The error of this machine's storage among the hub's errors."""
+    for error in errors:
+        # Those of connections are OSErrors too.
+        if isinstance(error, OSError) and (
+            error.errno in SPACE or (error.filename and error.errno in RIGHTS)
+        ):
+            return error
+    return None
 
 
 def check_data_set(name: str, revision: str | None) -> None:
@@ -59,7 +71,15 @@ def missing(
 ) -> ModelError:
     """The error for a name that is no local directory; `error` is the hub's, if it was asked."""
     here = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
-    why = error and _why(list(_chain(error)))
+    errors = list(_chain(error))
+    if found := _of_the_disk(errors):
+        from huggingface_hub import constants
+
+        return ModelError(
+            f"what the Hugging Face hub gives of {name} cannot be kept in "
+            f"{constants.HF_HUB_CACHE}: {found}. {remedy(found)}, or set HF_HOME"
+        )
+    why = error and _why(errors)
     if not why:
         return ModelError(f"there is no directory {here}: correct the path ({_PATH})")
     wanted = f"{name} at {revision}" if revision else name

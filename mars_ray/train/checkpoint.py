@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
-from mars_ray.files import write_whole
+from mars_ray.files import remedy, write_whole
 from mars_ray.train.ranks import Ranks
 
 MANIFEST = "manifest.json"
@@ -122,7 +122,7 @@ def write(
         raise CheckpointError(
             f"the checkpoint {directory} could not be written: {error}. "
             + (f"The last one, {last.name}, is untouched. " if last else "There is none before. ")
-            + "Free space or mend the storage, then run the same command again to resume"
+            + f"{remedy(error)}, then run the same command again to resume"
         ) from error
 
 

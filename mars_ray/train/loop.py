@@ -19,6 +19,7 @@ from mars_ray.core.layout import TokenBatch
 from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import NonFiniteLossError
+from mars_ray.model.load import not_finite, stored_weights
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import TrainState
 from mars_ray.train.engine import Engine, learning_rate
@@ -277,14 +278,21 @@ class TrainLoop:
         """Raise the error; every rank gets here in the same step, since all see the same norm."""
         documents = torch.cat([batch.document_BL.flatten() for batch in batches]).unique()
         mine = [index for index in documents.tolist() if index >= 0]
-        everyone = self._parts.ranks.gather((math.isfinite(local[0]), mine))
+        ranks, start = self._parts.ranks, self._parts.plan.start_model
+        # No step leaves weights that are not finite, so these began so.
+        broken = not_finite(stored_weights(start)) if ranks.is_main else None
+        everyone = ranks.gather((math.isfinite(local[0]), mine, broken))
         # If all losses are finite and only a gradient is not, no single rank can be blamed.
-        bad = [found for finite, found in everyone if not finite] or [all_ for _, all_ in everyone]
+        bad = [found for finite, found, _ in everyone if not finite]
+        bad = bad or [found for _, found, _ in everyone]
         indices = ", ".join(str(index) for found in bad for index in found)
+        advice = "Lower the learning rate, or look at these conversations"
+        if broken := next((name for *_, name in everyone if name), None):
+            advice = f"The weight {broken} of {start} is not either: start from another copy of it"
         raise NonFiniteLossError(
             f"stage {self._parts.plan.stage!r}, step {self._step + 1}: the loss or its gradient is "
-            f"not finite; its batch held conversations {indices}. Lower the learning rate, or look "
-            "at these conversations; the last checkpoint is untouched"
+            f"not finite; its batch held conversations {indices}. {advice}; the last checkpoint is "
+            "untouched"
         )
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2.api.config import LoggingConfig
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
+from mars_ray.cluster.gpus import sentence, trained
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
 from mars_ray.train import checkpoint
@@ -68,12 +70,16 @@ def fit_stage(plan: StagePlan) -> StageOutcome:
     Ctrl-C (or SIGTERM) asks the workers to write a checkpoint and end; a second one aborts. Raises
     TrainingError if the stage was stopped or failed for good.
     """
+    cluster = trained(plan.job.cluster)
+    plan = replace(plan, job=plan.job.model_copy(update={"cluster": cluster}))
     _prepare(plan)
     reader = MetricsReader(plan.metrics_file)
     reader.new()  # skip lines that an earlier attempt logged and showed
     _free_left_over(plan)
     with StageProgress(plan.stage, reader) as progress, _stop_on_signal(plan, progress):
-        _say_if_too_small(plan.job.cluster, progress)
+        workers = f"{cluster.workers} worker{'s' * (cluster.workers > 1)}"
+        progress.say(sentence(workers, cluster.gpus_per_worker or 0))
+        _say_if_too_small(cluster, progress)
         fit = _Fit(plan)
         fit.start()
         while fit.is_alive():
@@ -139,7 +145,7 @@ def _trainer(plan: StagePlan) -> TorchTrainer:
         train_loop_config={"plan": pickle.dumps(plan)},
         scaling_config=ScalingConfig(
             num_workers=cluster.workers if fewest is None else (fewest, cluster.workers),
-            use_gpu=cluster.gpus_per_worker > 0,
+            use_gpu=bool(cluster.gpus_per_worker),
             resources_per_worker=_resources(cluster),
             placement_strategy=cluster.placement.upper(),
             elastic_resize_monitor_interval_s=cluster.resize_check_s or _RESIZE_CHECK_S,

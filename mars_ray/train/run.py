@@ -23,7 +23,7 @@ from mars_ray.cluster.connection import Connect, already
 from mars_ray.config.model import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
-from mars_ray.files import changed_keys, sole_writer, write_whole
+from mars_ray.files import changed_keys, remedy, sole_writer, write_whole
 from mars_ray.provenance import provenance
 from mars_ray.train.checkpoint import MANIFEST, MODEL, read_state
 from mars_ray.train.loop import StageOutcome
@@ -119,6 +119,11 @@ def _changes(path: Path, job: TrainJob) -> list[str]:
 def _recorded(path: Path) -> TrainJob:
     try:
         return TrainJob.model_validate(json.loads(path.read_text())["job"])
+    except json.JSONDecodeError as error:
+        raise TrainingError(
+            f"{path}, which says what the run is of, is damaged: {error}. Choose another "
+            "output_dir, or delete this one"
+        ) from error
     except (ValueError, KeyError) as error:
         raise TrainingError(
             f"{path} is not a job of this version of mars-ray, so its run cannot be resumed: "
@@ -157,6 +162,6 @@ def _explained(place: Path) -> Iterator[None]:
     except OSError as error:
         # copytree's own message has a line for each file.
         raise TrainingError(
-            f"{place} could not be written: {str(error)[:200]}. Free space or mend the storage, "
-            "then run the same command again"
+            f"{place} could not be written: {str(error)[:200]}. {remedy(error)}, then run "
+            "the same command again"
         ) from error

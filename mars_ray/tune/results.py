@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.table import Table
 
+from mars_ray.cluster.gpus import cluster_gpus, gpus_each
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
@@ -27,6 +28,7 @@ from mars_ray.core.frontier import (
     read_frontier,
     undominated,
 )
+from mars_ray.decode.kv_cache import model_context
 from mars_ray.decode.request import check_context
 from mars_ray.errors import ConfigError, MarsError, TrainingError
 from mars_ray.evaluate.run import is_whole, prompts_of, run_evaluation
@@ -55,14 +57,16 @@ def check_room(job: TuneJob, problems: list[Problem], start_model: Path) -> None
     """Raises ConfigError if a problem has no room for its answer, before trials are trained that
     could not be measured."""
     objectives = job.objectives
-    check_context(objectives.engine.max_context, read_config(start_model))
+    config = read_config(start_model)
+    check_context(objectives.engine.max_context, config)
+    context = objectives.engine.max_context or model_context(config)
     prompts = prompts_of(problems, load_tokenizer(start_model))
     needed = max(map(len, prompts)) + objectives.max_new_tokens
-    if needed > objectives.engine.max_context:
+    if needed > context:
         raise ConfigError(
-            f"objectives.engine.max_context {objectives.engine.max_context} is too small: the "
-            f"longest prompt and its answer take {needed} tokens; set it to that at least, or "
-            "lower objectives.max_new_tokens"
+            f"objectives.engine.max_context {context} is too small: the longest prompt and its "
+            f"answer take {needed} tokens; set it to that at least, or lower "
+            "objectives.max_new_tokens"
         )
 
 
@@ -105,7 +109,7 @@ def _raise_failure(done: list[ray.ObjectRef]) -> None:
 def _gpus(job: TuneJob) -> float:
     """GPUs of a task that generates; 0 if the trials have none either."""
     on_cpu = job.objectives.engine.device == "cpu"
-    return 0 if on_cpu else min(1, job.train.cluster.gpus_per_worker)
+    return 0 if on_cpu else min(1, gpus_each(job.train.cluster.gpus_per_worker, cluster_gpus()))
 
 
 def fastest(frontier: Frontier, objectives: Objectives) -> FrontierPoint:

@@ -28,6 +28,7 @@ from ray.tune.experiment import Trial
 from rich.console import Console
 
 from mars_ray.cluster.connection import Connect, already
+from mars_ray.cluster.gpus import gpus_each
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
@@ -188,8 +189,8 @@ def trials_at_once(job: TuneJob, cluster: Mapping[str, float]) -> int:
         return min(job.max_concurrent, job.trials)
     asked = job.train.cluster
     room = int(cluster.get("CPU", 0) / (asked.workers * asked.cpus_per_worker) + 1e-9)
-    if asked.gpus_per_worker:
-        gpus = asked.workers * asked.gpus_per_worker
+    if each := gpus_each(asked.gpus_per_worker, cluster.get("GPU", 0)):
+        gpus = asked.workers * each
         room = min(room, int(cluster.get("GPU", 0) / gpus + 1e-9))
     return max(1, min(room, job.trials))
 

@@ -75,7 +75,7 @@ def test_each_worker_has_a_gpu_or_none_has():
     """Guards replicas that Ray places with fewer GPUs than vLLM's workers look for."""
     split = {"type": "vllm", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     assert job(split, gpus_per_replica=4).engine.workers == 4
-    assert job(split).gpus_per_replica == 0
+    assert job(split).gpus_per_replica is None
     with pytest.raises(ConfigError, match="write 4"):
         job(split, gpus_per_replica=1)
     with pytest.raises(ConfigError, match="max_replicas_per_node"):

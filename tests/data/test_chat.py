@@ -183,6 +183,40 @@ def test_a_template_may_write_past_turns_differently(tokenizer):
     ]
 
 
+# As Qwen3's has them: in the last turn only.
+THOUGHTS = THINKING.replace(
+    "<think>\\n\\n</think>", "<think>\\n' + (m.reasoning_content or '') + '\\n</think>"
+)
+
+
+def test_thoughts_are_learned_or_the_row_is_bad(tokenizer):
+    """Guards answers without their thoughts, which nothing would show."""
+    thinking = with_template(tokenizer, THOUGHTS)
+    assert thinking.chat_template != THINKING
+    asked, last = LONG[3], Message("assistant", "No.", reasoning="It has <|im_end|> two.")
+    encoded = encode([asked, last], thinking)
+    assert responses(thinking, encoded) == [
+        "<think>\nIt has <|im_end|> two.\n</think>\n\nNo.<|im_end|>"
+    ]
+    first = Message("assistant", "Two:", reasoning="1 + 1")
+    with pytest.raises(DataError, match="leaves out the thoughts of message 2, which would be"):
+        encode([asked, first, asked, last], thinking)
+    # In a template that knows of none, also where their text stands elsewhere.
+    with pytest.raises(DataError, match="leaves out the thoughts of message 2"):
+        encode([asked, Message("assistant", "No.", reasoning="user")], tokenizer)
+
+
+def test_a_name_is_learned_where_the_template_shows_it(tokenizer):
+    """And says nothing elsewhere, in training as in serving."""
+    named = [Message("user", "Hi.", name="bob"), Message("assistant", "Hi, Bob.")]
+    plain = [Message("user", "Hi."), named[1]]
+    shown = tokenizer.chat_template.replace("message['role']", "(message.name or message['role'])")
+    assert shown != tokenizer.chat_template
+    text = tokenizer.decode(encode(named, with_template(tokenizer, shown)).input_ids)
+    assert "bob" in text
+    assert np.array_equal(encode(named, tokenizer).input_ids, encode(plain, tokenizer).input_ids)
+
+
 def test_two_answers_in_a_row_are_bad_data_where_the_last_is_written_differently(tokenizer):
     """As Qwen3 does it; guards a run that one such row ended.
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from data.encoding import encode
 
@@ -25,6 +26,45 @@ GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 def files(tmp_path, *lines):
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     return FilesSource(paths=(str(tmp_path / "d.jsonl"),))
+
+
+def test_thoughts_that_would_be_lost_are_told(tokenizer, tmp_path, caplog):
+    """By file and line, with what to do; the other rows are there."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    thought = [turns[0], turns[1] | {"reasoning_content": "think"}]
+    source = files(tmp_path, {"messages": thought}, {"messages": turns})
+    with pytest.raises(DataError, match=r"d\.jsonl:1: .*leaves out the thoughts of message 2"):
+        tokenize(source, tokenizer, CONFIG, tmp_path / "cache")
+    some = CONFIG.model_copy(update={"max_bad_share": 0.5})
+    assert len(tokenize(source, tokenizer, some, tmp_path / "cache")) == 1
+
+
+def test_parquet_rows_of_several_forms(tokenizer, tmp_path):
+    """Every row has every field there, and null where it was not given, also within messages."""
+    ids = encode(next(iter(read(SOURCE, BadRows()))).messages, tokenizer).input_ids.tolist()
+    content = [
+        {"prompt_ids": ids[:5], "answer_ids": ids[5:]},
+        {
+            "messages": [
+                {"role": "user", "content": "hi", "name": "bob"},
+                {"role": "assistant", "content": "yo", "weight": 1},
+            ]
+        },
+        {"prompt": "q", "response": "a"},
+        {"instruction": "q", "output": "a", "system": "s", "history": [["q", "a"]]},
+    ]
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(_filled(content)), path)
+    rows = tokenize(FilesSource(paths=(str(path),)), tokenizer, CONFIG, tmp_path / "cache")
+    assert len(rows) == 4
+    assert rows.summary.bad == 0
+    assert rows[0].input_ids.tolist() == ids
+
+
+def _filled(rows):
+    """With all fields in each, as pyarrow would only take them from the first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
 @pytest.fixture

@@ -34,6 +34,33 @@ def read_rows(monkeypatch, rows, columns=None, reader=read, **settings):
         ({"instruction": "q", "input": "", "output": "a"}, {}, ["q", "a"]),
         ({"instruction": "q", "output": "a"}, {}, ["q", "a"]),
         ({"instruction": "q", "input": "i", "output": "a"}, {}, ["q\n\ni", "a"]),
+        # Parquet has every field in every row, and null where it was not given.
+        ({"prompt_ids": None, "answer_ids": None, "messages": TURNS}, {}, ["q", "a"]),
+        ({"prompt_ids": [1], "answer_ids": None, "messages": TURNS}, {}, ["q", "a"]),
+        ({"messages": None, "prompt": "q", "response": "a"}, {}, ["q", "a"]),
+        ({"prompt": "q", "response": None, "instruction": "i", "output": "a"}, {}, ["i", "a"]),
+        ({"instruction": "q", "input": None, "output": "a", "history": None}, {}, ["q", "a"]),
+        (
+            {"question": None, "messages": TURNS, "response": None},
+            {"prompt": "question"},
+            ["q", "a"],
+        ),
+        ({"prompt": "q", "question": None, "response": "a"}, {"prompt": "question"}, ["q", "a"]),
+        (
+            {
+                "messages": [
+                    turn
+                    | dict.fromkeys(
+                        ("name", "tool_calls", "reasoning_content", "weight", "refusal")
+                    )
+                    for turn in TURNS
+                ],
+                "tools": None,
+                "system": None,
+            },
+            {},
+            ["q", "a"],
+        ),
         # Whoever renames fields of a form means that form.
         (
             {"messages": TURNS, "prompt": "p", "text": "t"},
@@ -52,6 +79,58 @@ def test_forms(monkeypatch, row, columns, expected):
 
 
 @pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        (
+            {"messages": [TURNS[0] | {"name": "bob"}, TURNS[1] | {"reasoning_content": "t"}]},
+            {},
+            [Message("user", "q", name="bob"), Message("assistant", "a", reasoning="t")],
+        ),
+        (
+            {"messages": [TURNS[0], TURNS[1] | {"reasoning": None, "thinking": "t"}]},
+            {},
+            [Message("user", "q"), Message("assistant", "a", reasoning="t")],
+        ),
+        (
+            {"prompt": "q", "response": "a", "cot": "t"},
+            {"reasoning_content": "cot"},
+            [Message("user", "q"), Message("assistant", "a", reasoning="t")],
+        ),
+        (
+            {"instruction": "q", "output": "a", "system": "s", "history": [["p", "b"]]},
+            {},
+            [
+                Message("system", "s"),
+                Message("user", "p"),
+                Message("assistant", "b"),
+                Message("user", "q"),
+                Message("assistant", "a"),
+            ],
+        ),
+        (
+            {"system_prompt": "s", "prompt": "q", "response": "a", "history": []},
+            {},
+            [Message("system", "s"), Message("user", "q"), Message("assistant", "a")],
+        ),
+        (
+            {"messages": TURNS, "system": "s", "tools": "[]", "images": []},
+            {},
+            [Message("system", "s"), Message("user", "q"), Message("assistant", "a")],
+        ),
+        (
+            {"messages": [{"role": "system", "content": "s"}, *TURNS], "system": "s"},
+            {},
+            [Message("system", "s"), Message("user", "q"), Message("assistant", "a")],
+        ),
+    ],
+)
+def test_what_stands_beside_a_conversation_is_part_of_it(monkeypatch, row, columns, expected):
+    """Guards thoughts, system texts and earlier turns that are left out without a word."""
+    (record,), _ = read_rows(monkeypatch, [row], columns)
+    assert list(record.messages) == expected
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
         (ValueError("Expecting value"), "not JSON: Expecting value"),
@@ -62,7 +141,7 @@ def test_forms(monkeypatch, row, columns, expected):
         ),
         ({"prompt": "q", "answer": "a"}, "has prompt, answer; expected"),
         ({"prompt": "q", "response": 3}, "response is not text but int"),
-        ({"prompt": None, "response": "a"}, "prompt is not text"),
+        ({"prompt": None, "response": "a"}, "has prompt (null), response; expected"),
         ({"prompt": "q", "response": " "}, "answer is empty"),
         ({"instruction": "q", "input": 5, "output": "a"}, "input is not text"),
         ({"messages": "hi"}, "messages is not a list"),
@@ -75,7 +154,27 @@ def test_forms(monkeypatch, row, columns, expected):
         ({"messages": [*TURNS, {"role": ["user"], "content": "x"}]}, "message 3 has role"),
         ({"messages": [TURNS[0], {**TURNS[1], "function_calls": "f()"}]}, "calls functions"),
         ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "message 2 is not to be learned"),
-        ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "content that is not text"),
+        ({"messages": [TURNS[0], {**TURNS[1], "content": None}]}, "message 2 has no role or no"),
+        ({"messages": [TURNS[0], {**TURNS[1], "content": [1]}]}, "content that is not text"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, "to be learned with weight 0.5"),
+        ({"messages": TURNS, "weight": 0}, "the row is not to be learned"),
+        ({"messages": [TURNS[0], {**TURNS[1], "loss": False}]}, "not to be learned (loss false)"),
+        ({"messages": [TURNS[0], {**TURNS[1], "train": False}]}, "not to be learned (train false)"),
+        ({"messages": [TURNS[0], {**TURNS[1], "function_call": {"name": "f"}}]}, "calls functions"),
+        ({"messages": [TURNS[0], {**TURNS[1], "refusal": "no"}]}, "message 2 has refusal"),
+        ({"messages": [{**TURNS[0], "name": 3}, TURNS[1]]}, "message 1 has a name that is not"),
+        ({"messages": [{**TURNS[0], "thinking": "t"}, TURNS[1]]}, "message 1 has thoughts, and is"),
+        ({"messages": [TURNS[0], {**TURNS[1], "thinking": ["t"]}]}, "thoughts that are not text"),
+        ({"messages": TURNS, "reasoning_content": "t"}, "thoughts beside its messages"),
+        ({"messages": TURNS, "tools": [{"type": "function"}]}, "has tools, which is not supported"),
+        ({"prompt": "q", "response": "a", "images": ["x.png"]}, "has images, which is not"),
+        ({"prompt": "q", "response": "a", "history": [["q"]]}, "history is not a list of pairs"),
+        ({"messages": [*TURNS, *TURNS], "history": [["q", "a"]]}, "history beside messages"),
+        ({"prompt": "q", "response": "a", "system": 3}, "system is not text but int"),
+        (
+            {"messages": [{"role": "system", "content": "s"}, *TURNS], "system": "t"},
+            "another system message",
+        ),
         ({"messages": [TURNS[0], {**TURNS[1], "content": "\n"}]}, "message 2 is an empty answer"),
     ],
 )
@@ -147,6 +246,13 @@ SYSTEM = {"role": "system", "content": "s"}
             ["q\n\ni"],
         ),
         ({"a.b": "q"}, {"prompt": "a.b"}, ["q"]),
+        ({"messages": None, "prompt": "q"}, {}, ["q"]),
+        ({"body": {"messages": None, "prompt": "q", "tools": None}}, {}, ["q"]),
+        ({"body": None, "question": "q"}, {}, ["q"]),
+        ({"turns": None, "prompt": "q"}, {"prompt": "turns.0"}, ["q"]),
+        ({"prompt": "q", "system": "s", "history": [["p", "b"]]}, {}, ["s", "p", "b", "q"]),
+        # How it is to be learned says nothing of a prompt.
+        ({"prompt": "q", "weight": 0.5}, {}, ["q"]),
     ],
 )
 def test_prompts_need_no_answer(monkeypatch, row, columns, expected):
@@ -161,6 +267,8 @@ def test_prompts_need_no_answer(monkeypatch, row, columns, expected):
     [
         ({"text": "q"}, "has text; expected messages or prompt or instruction"),
         ({"prompt": " "}, "the prompt is empty"),
+        ({"prompt": "q", "tools": [{"type": "function"}]}, "has tools, which is not supported"),
+        ({"messages": None}, r"has messages .null.; expected"),
         ({"messages": []}, "no message is by the user"),
         ({"messages": [SYSTEM]}, "no message is by the user"),
         ({"messages": TURNS[1:]}, "no message is by the user"),

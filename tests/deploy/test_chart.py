@@ -180,6 +180,28 @@ def test_the_job_is_passed_on_as_it_is():
     assert config["http_options"]["request_timeout_s"] == 1260
 
 
+@pytest.mark.parametrize(
+    ("service", "gpus"),
+    [
+        ({}, 1),
+        ({"engine": {"device": "cpu"}}, None),
+        ({"gpus_per_replica": 0}, 0),
+        ({"gpus_per_replica": 0.5}, 0.5),
+        ({"engine": {"type": "vllm"}}, 1),
+        ({"engine": {"type": "vllm", "tensor_parallel_size": 2}}, 2),
+    ],
+)
+def test_gpus_of_workers_are_their_replicas(service, gpus):
+    """Guards a fleet that computes on CPUs beside GPUs, because none of their workers was there yet
+    when the service began."""
+    workers = {"gpus": 2, "min": 4, "max": 4}
+    made = rendered({"service": service | {"replicas": 2}, "workers": workers})
+    config = yaml.safe_load(of_kind(made, "RayService")[0]["spec"]["serveConfigV2"])
+    args = config["applications"][0]["args"]
+    assert args.get("gpus_per_replica") == gpus
+    assert ServeJob.model_validate(args).gpus_per_replica == gpus
+
+
 def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
     """Guards defaults of the chart that contradict it."""
     (made,) = of_kind(rendered({"service": {"replicas": 3}}), "RayService")

@@ -77,7 +77,7 @@ def test_pods_fit_what_the_service_asks_for(release):
     check_groups([head, workers, *spot], **{DRAIN_TIME: environment_of(head)[DRAIN_TIME]})
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert float(limits["cpu"]) >= job.cpus_per_replica
-    assert float(limits.get("nvidia.com/gpu", 0)) >= job.gpus_per_replica
+    assert float(limits.get("nvidia.com/gpu", 0)) >= (job.gpus_per_replica or 0)
     most = sum(group["maxReplicas"] for group in (workers, *spot))
     assert most >= job.scaling.max_replicas
     assert workers["template"]["spec"]["nodeSelector"]

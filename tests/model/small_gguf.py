@@ -40,9 +40,10 @@ def write(
     stored: GGMLQuantizationType = Q8_0,
     changes: dict[str, Any] | None = None,
     left_out: tuple[str, ...] = (),
+    tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """The model's matrices as `stored`, everything else in float32; `changes` are fields that are
-    added or take the place of others, and `left_out` is not written."""
+    added or take the place of others, `tensors` are added, and `left_out` is not written."""
     config = model.config
     own = {
         "context_length": config.max_position_embeddings,
@@ -63,7 +64,7 @@ def write(
     for name, value in (fields | (changes or {})).items():
         if name not in left_out:
             _add(writer, name, value)
-    for name, weight in _tensors(model).items():
+    for name, weight in (_tensors(model) | (tensors or {})).items():
         if name in left_out:
             continue
         kind = stored if weight.ndim == 2 and weight.shape[-1] % 32 == 0 else F32

@@ -111,7 +111,7 @@ def test_a_file_cut_short_is_told(tmp_path):
     write_draft_adapter(tmp_path, adapter("x"))
     path = tmp_path / "draft.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ModelError, match=r"draft\.safetensors is missing or damaged"):
+    with pytest.raises(ModelError, match=r"draft\.safetensors is damaged or was cut short"):
         read_draft_adapter(tmp_path, None)
 
 

@@ -192,6 +192,21 @@ def test_a_sentencepiece_vocabulary_has_no_such_step(tmp_path):
         | {"tokenizer.chat_template": template},
         left_out=("tokenizer.ggml.merges", "tokenizer.ggml.pre"),
     )
+    for key, more, left_out in (
+        ("it lacks tokenizer.ggml.scores", {}, "scores"),
+        ("it lacks tokenizer.ggml.bos_token_id", {}, "bos_token_id"),
+        ("add_space_prefix=False", {"add_space_prefix": False}, ""),
+    ):
+        own = {f"tokenizer.ggml.{name}": value for name, value in (fields | more).items()}
+        other = write(
+            tmp_path / "other.gguf",
+            model,
+            llama_tokenizer(),
+            changes=own,
+            left_out=("tokenizer.ggml.merges", "tokenizer.ggml.pre", f"tokenizer.ggml.{left_out}"),
+        )
+        with pytest.raises(ModelError, match=key):
+            load_gguf(other)
     loaded, tokenizer = load_gguf(path)
     save_model(tmp_path / "saved", loaded, tokenizer, PLAIN)
     again = load_tokenizer(tmp_path / "saved")
@@ -227,7 +242,26 @@ def test_ends_of_answers_are_taken_up(tmp_path):
         ({}, ("tokenizer.ggml.pre",), "tokenizer.ggml.pre=None"),
         ({"tokenizer.ggml.model": "t5"}, (), "tokenizer.ggml.model=t5"),
         ({"general.architecture": "gemma2"}, (), "of type 'gemma2'; supported are Qwen2"),
-        ({"llama.rope.scaling.type": "yarn"}, (), "rope.scaling.type=yarn: import the model that"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+            (),
+            "rope.scaling.factor=4.0, llama.rope.scaling.type=yarn: import the model that",
+        ),
+        ({"llama.rope.scaling.factor": 2.0}, (), "rope.scaling.factor=2.0"),
+        ({"llama.rope.scale_linear": 2.0}, (), "rope.scale_linear=2.0"),
+        ({"llama.rope.scaling.type": "longrope"}, (), "rope.scaling.type=longrope"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, (), "rope.scaling.attn_factor=1.5"),
+        ({"llama.attention.scale": 0.5}, (), "attention.scale=0.5"),
+        ({"llama.attention.causal": False}, (), "attention.causal=False"),
+        ({"llama.logit_scale": 0.5}, (), "logit_scale=0.5"),
+        ({"llama.expert_count": 8}, (), "expert_count=8"),
+        ({"llama.tensor_data_layout": "reference"}, (), "tensor_data_layout=reference"),
+        ({"llama.use_parallel_residual": True}, (), "use_parallel_residual=True"),
+        ({"general.type": "adapter"}, (), "is no model: its general.type is 'adapter'"),
+        ({"split.count": 3}, (), "one of 3 files .split.count.: make one of them with"),
+        ({}, ("tokenizer.ggml.merges",), "it lacks tokenizer.ggml.merges"),
+        ({}, ("tokenizer.ggml.token_type",), "it lacks tokenizer.ggml.token_type"),
+        ({}, ("tokenizer.ggml.tokens",), "see tokenizer.ggml.tokens"),
         ({"llama.attention.sliding_window": 64}, (), "attention.sliding_window=64"),
         ({"llama.rope.dimension_count": 16}, (), "heads of several sizes"),
         ({"llama.attention.head_count_kv": [1, 2]}, (), "attention.head_count_kv"),
@@ -249,6 +283,155 @@ def test_what_would_be_lost_is_refused(changes, left_out, message, tmp_path):
     )
     with pytest.raises(ModelError, match=message):
         load_gguf(path)
+
+
+NEUTRAL = {
+    "no stretch": {"llama.rope.scaling.factor": 1.0},
+    "no stretch, in the old way": {"llama.rope.scale_linear": 1.0},
+    "linear by nothing": {"llama.rope.scaling.type": "linear"},
+    "yarn by nothing": {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 1.0,
+        "llama.rope.scaling.original_context_length": 64,
+        "llama.rope.scaling.yarn_log_multiplier": 0.1,
+    },
+    "type none, which llama.cpp never stretches": {
+        "llama.rope.scaling.type": "none",
+        "llama.rope.scaling.factor": 4.0,
+    },
+    "attention unscaled": {"llama.rope.scaling.attn_factor": 1.0},
+    "only told": {"llama.rope.scaling.finetuned": True},
+    "heads' own size": {
+        "llama.rope.dimension_count": SIZE["hidden_size"] // SIZE["num_attention_heads"]
+    },
+    "the usual scale": {
+        "llama.attention.scale": (SIZE["hidden_size"] // SIZE["num_attention_heads"]) ** -0.5
+    },
+    "scales of one": {
+        "llama.logit_scale": 1.0,
+        "llama.residual_scale": 1.0,
+        "llama.embedding_scale": 1.0,
+    },
+    "no clamps, experts or caps": {
+        "llama.attention.clamp_kqv": 0.0,
+        "llama.expert_count": 0,
+        "llama.final_logit_softcapping": 0.0,
+        "llama.use_parallel_residual": False,
+        "llama.rope.dimension_sections": [0, 0, 0, 0],
+    },
+    "causal": {"llama.attention.causal": True},
+    "a window as wide as the context": {
+        "llama.attention.sliding_window": SIZE["max_position_embeddings"]
+    },
+    "the layout of all": {"llama.tensor_data_layout": "Meta AI original pth"},
+    "another norm's number": {"llama.attention.layer_norm_epsilon": 0.001},
+    "a list of equal layers": {
+        "llama.attention.head_count_kv": [SIZE["num_key_value_heads"]] * 2,
+        "llama.feed_forward_length": [SIZE["intermediate_size"]] * 2,
+    },
+    "about the file": {
+        "general.file_type": 7,
+        "general.quantization_version": 2,
+        "general.type": "model",
+        "general.license": "mit",
+        "general.tags": ["chat", "small"],
+        "split.count": 1,
+        "quantize.imatrix.file": "x.dat",
+    },
+    "for other vocabularies": {
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.remove_extra_whitespaces": False,
+        "tokenizer.ggml.fim_pre_token_id": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("changes", NEUTRAL.values(), ids=NEUTRAL)
+def test_what_changes_nothing_is_no_loss(changes, tmp_path):
+    """Guards a file that is refused for a key that says what is so without it."""
+    model, tokenizer = awake("llama"), llama_tokenizer()
+    plain, texts = load_gguf(write(tmp_path / "plain.gguf", model, tokenizer))
+    got, words = load_gguf(write(tmp_path / "more.gguf", model, tokenizer, changes=changes))
+    assert got.config.to_dict() == plain.config.to_dict()
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(got.state_dict()[name], weight), name
+    assert words.encode("Tom has 12 apples.") == texts.encode("Tom has 12 apples.")
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ("llama.rope.freq_base",),
+        ("llama.vocab_size",),
+        ("llama.attention.key_length", "llama.attention.value_length"),
+        ("general.name",),
+        ("tokenizer.ggml.bos_token_id",),
+    ],
+    ids=lambda keys: keys[0],
+)
+def test_optional_keys_may_be_missing(left_out, tmp_path):
+    """Where llama.cpp has a value of its own, or none is needed."""
+    model, tokenizer = awake("llama"), llama_tokenizer()
+    plain, texts = load_gguf(write(tmp_path / "plain.gguf", model, tokenizer))
+    got, words = load_gguf(write(tmp_path / "less.gguf", model, tokenizer, left_out=left_out))
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(got.state_dict()[name], weight), name
+    assert got.config.rope_parameters == plain.config.rope_parameters
+    assert got.config.head_dim == plain.config.head_dim
+    assert words.encode("Tom has 12 apples.") == texts.encode("Tom has 12 apples.")
+
+
+def test_as_many_keys_as_queries_need_no_number(tmp_path):
+    torch.manual_seed(0)
+    heads = SIZE["num_attention_heads"]
+    model = LlamaForCausalLM(LlamaConfig(**SIZE | {"num_key_value_heads": heads}))
+    left_out = ("llama.attention.head_count_kv",)
+    got, _ = load_gguf(write(tmp_path / "tiny.gguf", model, llama_tokenizer(), left_out=left_out))
+    assert got.config.num_key_value_heads == heads
+
+
+def test_biases_that_are_not_there_are_zeros(tmp_path):
+    """As llama.cpp has it for a Llama whose outputs have none."""
+    model = awake("llama-tied-biased")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias.data.zero_()
+    left_out = tuple(f"blk.{index}.attn_output.bias" for index in range(2))
+    got, _ = load_gguf(write(tmp_path / "tiny.gguf", model, llama_tokenizer(), left_out=left_out))
+    whole, _ = load_gguf(write(tmp_path / "whole.gguf", model, llama_tokenizer()))
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(got.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_lost"),
+    [
+        ("blk.0.ffn_down.bias", 0.0, False),
+        ("blk.0.ffn_down.bias", 0.5, True),
+        ("rope_freqs.weight", 1.0, False),
+        ("rope_freqs.weight", 8.0, True),
+        ("rope_factors_long.weight", 1.0, False),
+        ("blk.0.attn_norm_2.weight", 1.0, True),
+    ],
+)
+def test_tensors_that_change_nothing(name, value, is_lost, tmp_path):
+    model, tokenizer = awake("llama"), llama_tokenizer()
+    more = {name: torch.full((SIZE["hidden_size"],), value)}
+    path = write(tmp_path / "tiny.gguf", model, tokenizer, tensors=more)
+    if is_lost:
+        with pytest.raises(ModelError, match=f"on the way from GGUF, {name}"):
+            load_gguf(path)
+    else:
+        assert load_gguf(path)[0].state_dict().keys() == model.state_dict().keys()
+
+
+def test_texts_end_as_the_file_says(tmp_path):
+    """Guards an end of text that a vocabulary wants and that is dropped."""
+    tokenizer = llama_tokenizer()
+    changes = {"tokenizer.ggml.add_eos_token": True}
+    _, got = load_gguf(write(tmp_path / "tiny.gguf", awake("llama"), tokenizer, changes=changes))
+    expected = tokenizer.encode("Tom", add_special_tokens=False)
+    assert got.encode("Tom") == [*expected, tokenizer.eos_token_id]
+    assert got.encode("Tom", add_special_tokens=False) == expected
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.05, 0.5, 0.99])

@@ -84,7 +84,7 @@ def client(job, served) -> Iterator[TestClient]:
     [
         ("another", "is another model"),
         ("broken", "contains NaN or Inf"),
-        ("cut", "missing or damaged"),
+        ("cut", "damaged or was cut short"),
         ("tiny", "no draft adapter"),
         ("nowhere/at/all", "no draft adapter"),
     ],

@@ -187,14 +187,21 @@ def test_what_tools_allow(checkpoint, tools, right, wrong):
 
 
 def test_tools_and_a_schema_may_stand_together(checkpoint):
-    """Then the answer is either calls or JSON."""
+    """Then the answer is either calls or JSON; calls if they are required, as agents do it that
+    want a call first and JSON in the end."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    text = grammar_of(grammar_call(tools=Tools(TOOLS), schema={"type": "object"}), HERMES, WORDS)
-    assert text is not None
-    grammar = Grammars(tokenizer, len(tokenizer), [2]).compiled(text, "tools")
-    for written, allowed in ((CALLED, True), ('{"a": 1}', True), ("hello", False)):
-        tokens = tokenizer.encode(written)
-        assert (grammar.start().admissible(tokens) == len(tokens)) == allowed
+    for is_required in (False, True):
+        tools = Tools(TOOLS, is_required=is_required)
+        text = grammar_of(grammar_call(tools=tools, schema={"type": "object"}), HERMES, WORDS)
+        assert text is not None
+        grammar = Grammars(tokenizer, len(tokenizer), [2]).compiled(text, "tools")
+        for written, allowed in (
+            (CALLED, True),
+            ('{"a": 1}', not is_required),
+            ("hello", False),
+        ):
+            tokens = tokenizer.encode(written)
+            assert (grammar.start().admissible(tokens) == len(tokens)) == allowed
 
 
 def test_a_required_call_is_made(client):

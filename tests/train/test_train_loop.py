@@ -164,6 +164,9 @@ def test_nan_names_the_step_and_the_conversations(model, tmp_path):
     error = try_alone(make_plan(make_job(broken, tmp_path / "out"), broken))
     assert isinstance(error, NonFiniteLossError)
     assert "step 1:" in str(error)
+    # Guards a learning rate that is blamed for what was NaN before.
+    assert f"The weight model.embed_tokens.weight of {broken} is not either" in str(error)
+    assert "learning rate" not in str(error)
     indices = str(error).split("conversations ")[1].split(".")[0].split(", ")
     assert len({int(index) for index in indices}) == 4
 
@@ -214,6 +217,21 @@ def test_stages_in_another_order_are_another_job(model, tmp_path):
     turned = TrainJob.model_validate(content | {"stages": {"b": stage, "a": stage}})
     with pytest.raises(TrainingError, match="another order of stages"):
         run_training(turned)
+
+
+def test_a_damaged_record_of_a_run_is_no_other_version(model, tmp_path):
+    """Guards "not a job of this version" where the file was cut short."""
+    job = make_job(model, tmp_path / "out")
+    _record(job)
+    record = Path(job.output_dir) / "job.json"
+    record.write_text(record.read_text()[:-9])
+    with pytest.raises(
+        TrainingError, match=r"job\.json, which says what the run is of, is damaged"
+    ):
+        run_training(job)
+    record.write_text('{"job": {"name": "a"}}')
+    with pytest.raises(TrainingError, match="not a job of this version"):
+        run_training(job)
 
 
 def _record(job: TrainJob) -> None:

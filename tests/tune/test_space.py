@@ -209,5 +209,7 @@ def test_a_sweep_may_ask_for_more_than_is_there():
     job = with_space(objective__noisy_share=space).model_copy(update={"trials": 6})
     there = {"CPU": float(job.train.cluster.workers * job.train.cluster.cpus_per_worker)}
     assert trials_at_once(job, {}) == trials_at_once(job, there) == 1
+    many = {"CPU": 64.0, "GPU": 2.0 * job.train.cluster.workers}
+    assert trials_at_once(job, many) == 2, "a GPU for each worker, where there are any"
     assert trials_at_once(job.model_copy(update={"max_concurrent": 4}), there) == 4
     assert trials_at_once(job.model_copy(update={"max_concurrent": 8}), there) == 6

@@ -90,7 +90,8 @@
 {{- $most := add $workers.max ((.Values.spot | default dict).max | default 0) }}
 {{- $allCpus := mulf 0.1 ($service.ingress_replicas | default 1) }}{{ $allGpus := 0.0 }}
 {{- range $model := concat (list $service) ($service.more_models | default list) }}
-  {{- $cpus := $model.cpus_per_replica | default 1 }}{{ $gpus := $model.gpus_per_replica | default 0 }}
+  {{- $cpus := $model.cpus_per_replica | default 1 }}
+  {{- $gpus := include "mars-ray.gpus" (dict "model" $model "workers" $workers) | float64 }}
   {{- $groups := get ($model.engine | default dict) "pipeline_parallel_size" | default 1 }}
   {{- if or (gt (divf $gpus $groups) ($workers.gpus | float64)) (gt ($cpus | float64) ($workers.cpu | float64)) }}
     {{- fail (printf "a replica takes %v CPUs and %v GPUs, a worker has %v and %v: raise workers.cpu and workers.gpus" $cpus $gpus $workers.cpu $workers.gpus) }}

@@ -1,9 +1,22 @@
+{{- /* GPUs of a model's replica. Said here, because a service may start before workers with GPUs do. */}}
+{{- define "mars-ray.gpus" -}}
+{{- $engine := .model.engine | default dict }}
+{{- if not (kindIs "invalid" .model.gpus_per_replica) }}{{ .model.gpus_per_replica }}
+{{- else if or (eq (get $engine "device") "cpu") (not (gt (.workers.gpus | float64) 0.0)) }}0
+{{- else }}{{ mul (get $engine "pipeline_parallel_size" | default 1) (get $engine "tensor_parallel_size" | default 1) }}
+{{- end }}
+{{- end }}
+
 {{- /* Serve's configuration. New replicas start before old ones stop. */}}
 {{- define "mars-ray.serve" -}}
 {{- $job := deepCopy .Values.service }}
 {{- $_ := set $job "host" "0.0.0.0" }}
 {{- $_ := set $job "port" 8000 }}
 {{- $_ := set $job "model_cache" "/cache/models" }}
+{{- range $model := concat (list $job) ($job.more_models | default list) }}
+  {{- $gpus := include "mars-ray.gpus" (dict "model" $model "workers" $.Values.workers) | float64 }}
+  {{- if and $gpus (kindIs "invalid" $model.gpus_per_replica) }}{{ $_ := set $model "gpus_per_replica" $gpus }}{{ end }}
+{{- end }}
 {{- if .Values.keys.secret }}{{ $_ := set $job "keys_file" "/etc/mars-ray/keys.toml" }}{{ end -}}
 proxy_location: EveryNode
 http_options:

@@ -64,7 +64,8 @@ def to_request(
         refuse("stream_options", "'stream_options' has no effect without 'stream'")
     if body.best_of not in (None, body.n or 1):
         refuse("best_of", "'best_of' must be 'n': all answers that are written are returned")
-    prompts = (turns_of(chat.messages),) if chat else _prompts(body)
+    is_chat = isinstance(body, ChatBody)
+    prompts = (turns_of(body.messages),) if is_chat else _prompts(body)
     mode, quality, quality_class = _decoding(body, job)
     sampling = _sampling(body, seed)
     max_new_tokens = _max_new_tokens(body, job.limits)

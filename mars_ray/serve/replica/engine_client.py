@@ -128,7 +128,7 @@ def _in_process(job: ServeJob, config: EngineConfig, checkpoint: Path) -> Runnin
     model = measured(job, engine.cost.table(config.max_batch, CONTEXT), engine.card.block_size)
     engine.set_step_tokens(model.step_rows)
     problem = warning(job, model)
-    _tell(job, str(engine.info), engine.step_tokens, problem)
+    _tell(job, str(engine.info), engine.config.context, engine.step_tokens, problem)
     client = AsyncEngine(engine, checkpoint)
     client.start()
     return Running(client, tokenizer, problem)
@@ -148,7 +148,7 @@ async def _vllm(job: ServeJob, config: VllmConfig, checkpoint: Path) -> Running:
         client.adapter_name = adapter_name(place, Path(config.draft_adapter))
     seen = await client.snapshot()
     problem = warning(job, measured(job, seen.step_cost, client.depths))
-    _tell(job, str(seen.info), config.max_step_tokens, problem)
+    _tell(job, str(seen.info), client.facts.max_context, config.max_step_tokens, problem)
     return Running(client, tokenizer, problem)
 
 
@@ -160,8 +160,9 @@ def _fetched(engine: EngineConfig, cache: str) -> EngineConfig:
     return engine.model_copy(update=changes)
 
 
-def _tell(job: ServeJob, info: str, step_tokens: int, problem: str | None) -> None:
+def _tell(job: ServeJob, info: str, context: int, step_tokens: int, problem: str | None) -> None:
     """The first lines of this process's log state the engine that runs here."""
-    print(f"{job.name}: {info}, steps of {step_tokens} rows", flush=True)
+    sizes = f"contexts of {context} tokens, steps of {step_tokens} rows"
+    print(f"{job.name}: {info}, {sizes}", flush=True)
     if problem:
         print(f"{job.name}: warning: {problem}", flush=True)

@@ -61,12 +61,13 @@ def grammar_of(
         return None
     rules = ["%llguidance {}", r"TEXT: /(.|\n)*/"]
     answer: list[str] = []
-    if call.schema is not None:
+    must_call = call.tools is not None and call.tools.is_required
+    if call.schema is not None and not must_call:
         answer.append("json")
         place = "response_format.json_schema.schema"
         rules.append(f"json: {_json(call.schema, place, is_strict=call.is_strict)}")
     if call.tools is not None:
-        is_free = not call.tools.is_required and call.schema is None
+        is_free = not must_call and call.schema is None
         tags = MARKERS if start is None else (*MARKERS, THINK, THINK_END)
         rules += _free(call.tools, form, vocabulary, tags) if is_free else []
         rules += _bodies(call.tools, form, vocabulary)

@@ -26,6 +26,8 @@ from mars_ray.vllm.settings import KEY, PROPOSER
 # vLLM raises lower temperatures to this one.
 _LEAST_TEMPERATURE = 0.01
 _SEEDS = 1 << 64
+# The model's own length, or as much of it as the cache of a GPU holds.
+_AS_MEMORY_ALLOWS = -1
 
 
 def engine_args(
@@ -39,7 +41,7 @@ def engine_args(
     given: dict[str, Any] = {
         "model": str(directory),
         "max_num_seqs": config.max_batch,
-        "max_model_len": config.max_context,
+        "max_model_len": config.max_context or _AS_MEMORY_ALLOWS,
         "max_num_batched_tokens": config.max_step_tokens,
         "enable_prefix_caching": config.prefix_cache,
         "dtype": config.dtype,

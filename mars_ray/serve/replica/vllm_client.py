@@ -593,7 +593,9 @@ def loaded(
     except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
         raise ModelError(f"vLLM does not start with {directory}: {error}") from error
     vocabulary = llm.model_config.get_vocab_size()
-    facts = EngineFacts(config.max_context, config.max_batch, vocabulary, stops)
+    # vLLM's own process may have made it shorter.
+    context = llm.model_config.max_model_len
+    facts = EngineFacts(context, config.max_batch, vocabulary, stops)
     name = Path(adapter).name if adapter else None
     mars = Mars(directory, card, masks, name, depths, adapters_change(config))
     return VllmClient(llm, config, facts, _info(llm.vllm_config), mars), tokenizer
