@@ -45,7 +45,6 @@ _LEARNED = ("loss", "train")
 # The first bad rows are logged one by one, up to this many; the rest are only counted.
 _TOLD = 5
 
-
 # Ids are stored as int32 (`rows.py`).
 _MOST = 2**31
 # Decoding writes this for half a character, as at the end of a cut answer.

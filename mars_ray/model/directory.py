@@ -128,7 +128,6 @@ def _samples(path: Path) -> Iterator[bytes]:
 
 CARD_FILE = "mars.json"
 
-
 _TYPES = {"mask_token": "str", "mask_token_id": "int", "block_size": "int"}
 
 

@@ -27,7 +27,6 @@ from mars_ray.train import checkpoint
 # refuse for seconds what they accept later, and their clients have retried for moments before.
 _LAST_PAUSES_S = (2.0, 8.0)
 
-
 _ADVICE = (
     ". Mend checkpoint.storage_path or its access and run again; checkpoints in the run directory "
     "are untouched"
