@@ -174,7 +174,7 @@ class AsyncEngine(EngineThread):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._obey()
+                self._process_input_queue()
                 if self._engine.has_work and not self._stopping:
                     self._step()
         except Exception:  # noqa: BLE001 - the edge of the thread; `check_health` reports it
@@ -196,7 +196,7 @@ class AsyncEngine(EngineThread):
         self._deliver()
         self._fail_all(EngineError("the engine was shut down"))
 
-    def _obey(self) -> None:
+    def _process_input_queue(self) -> None:
         """Execute all waiting commands; without work, wait for one."""
         if not self._engine.has_work:
             self._deliver()

@@ -247,7 +247,7 @@ class VllmClient(EngineThread):
             self._seen = None
             self._counts = VllmCounts(self._config.max_step_tokens, cost)
 
-        await self._ask(forget)
+        await self._call(forget)
 
     async def abort(self, request_id: str) -> None:
         """See EngineClient."""
@@ -264,7 +264,7 @@ class VllmClient(EngineThread):
             for answer in self._answers.values():
                 answer.follow(threshold)
 
-        await self._ask(change)
+        await self._call(change)
 
     async def snapshot(self) -> Snapshot:
         """See EngineClient."""
@@ -281,7 +281,7 @@ class VllmClient(EngineThread):
                 adapter=self.adapter_name,
             )
 
-        return await self._ask(told)
+        return await self._call(told)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """See EngineClient."""
@@ -307,7 +307,7 @@ class VllmClient(EngineThread):
             except Exception as error:
                 raise ModelError(f"vLLM does not take the draft adapter: {error}") from error
 
-        await self._ask(load)
+        await self._call(load)
         self._ready = name, depths
 
     async def use_adapter(self, name: str | None) -> None:
@@ -327,9 +327,9 @@ class VllmClient(EngineThread):
             self.adapter_name = name
             self._card = replace(self._mars.card, block_size=depths)
 
-        await self._ask(use)
+        await self._call(use)
 
-    async def _ask(self, question: Callable[[], Awaitable[Reply]]) -> Reply:
+    async def _call(self, question: Callable[[], Awaitable[Reply]]) -> Reply:
         """The reply, made by the engine's thread. Raises what the question raises, and EngineError
         once the engine has ended."""
         reply: concurrent.futures.Future[Reply] = concurrent.futures.Future()
@@ -375,13 +375,13 @@ class VllmClient(EngineThread):
         """Read steps and execute commands until the engine or the client ends."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
-            tasks.create_task(self._obey())
+            tasks.create_task(self._process_input_queue())
 
     async def _read(self) -> None:
         while True:
-            self._take(await self._llm.engine_core.get_output_async())
+            self._process_outputs(await self._llm.engine_core.get_output_async())
 
-    async def _obey(self) -> None:
+    async def _process_input_queue(self) -> None:
         while True:
             command = await self._commands.get()
             await command()
@@ -404,7 +404,7 @@ class VllmClient(EngineThread):
             with contextlib.suppress(Exception):
                 await self._commands.get_nowait()()
 
-    def _take(self, outputs: EngineCoreOutputs) -> None:
+    def _process_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Counts a step, and delivers its events."""
         self.last_step_s = time.monotonic()
         seen = self._counts.step(outputs)
