@@ -153,7 +153,7 @@ def test_a_home_directory_is_one(tmp_path, monkeypatch):
 
 def test_a_missing_file_and_an_empty_part(tmp_path):
     """Typed errors instead of tracebacks."""
-    with pytest.raises(DataError, match=r"no such file.*simulator"):
+    with pytest.raises(DataError, match=r"no such file.*capacity-and-cost"):
         load_trace(FileTrace(path=str(tmp_path / "none.csv")), 0)
     with pytest.raises(DataError, match="no request between"):
         load(tmp_path, "a.csv", f"{HEAD}\n1,1,1\n", start_s=5)
