@@ -290,7 +290,7 @@ def _check_weight(item: Mapping[str, Any], called: str) -> None:
         raise BadRow(f"{called} is not to be learned (weight 0), which is not supported")
 
 
-def _with_before(row: _Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+def _with_before(row: _Row, turns: Sequence[Message]) -> tuple[Message, ...]:
     """The turns behind the system message and the earlier turns of the row's other fields."""
     system = next((row[name] for name in _SYSTEM if row.get(name)), None)
     history = row.get("history")
@@ -308,7 +308,7 @@ def _with_before(row: _Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
             return Message("system", system), *turns
         if turns[0].content != system:
             raise BadRow("has another system message in system than in messages")
-    return turns
+    return tuple(turns)
 
 
 def _is_pair(pair: object) -> bool:

@@ -13,8 +13,10 @@ Shape suffixes: X rows, P places of the pool, C places of a table, H key-value h
 
 import hashlib
 import logging
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,15 @@ def _free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # As the system gives it, memory is zeros and takes no room before it is used; torch would write
+    # all of it.
+    memory = mmap(-1, math.prod(shape) * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class PagedCache:
     """The memory: per layer a tensor (places, 2, H, D), keys and values side by side."""
 
@@ -124,7 +135,7 @@ class PagedCache:
         # Zeros, not uninitialised memory: a place that no row may see has weight 0, but 0 * NaN is
         # NaN. Memory that is never used is still never touched.
         shape = (config.num_hidden_layers, pages * page_size, 2, heads, size)
-        self._all = torch.zeros(shape, device=device, dtype=dtype)
+        self._all = _zeros(shape, device, dtype)
         self.layers = list(self._all.unbind())
         # The same memory, a row for each page.
         self.pages = [layer.view(pages, -1) for layer in self.layers]
