@@ -264,7 +264,7 @@ async def _watch(watched: Watched, job: ServeJob, begin: float) -> None:
         watched.ready.append(counts.get("RUNNING", 0))
         watched.starting.append(counts.get("STARTING", 0))
         watched.stopping.append(counts.get("STOPPING", 0))
-        watched.threshold.append(point.threshold)
+        watched.threshold.append(point.set_point.threshold)
         await asyncio.sleep(LOOK_S)
 
 

@@ -1,8 +1,12 @@
 """The import order and the ceilings, as tested facts."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "mars_ray"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -82,6 +86,7 @@ ONLY_IN = {
 SHORT = {
     "__main__.py": "entry point",
     "config/model.py": "of which model a job is",
+    "decode/info.py": "for processes without torch",
     "decode/model_runner.py": "one step of the engine",
     "vllm/cpu.py": "a repair of vLLM's CPU build, to go with its cause",
 }
@@ -178,3 +183,12 @@ def test_the_list_of_short_files_is_no_longer_than_it_must_be():
         if (PACKAGE / name).exists() and (PACKAGE / name).read_text().count("\n") < 60
     }
     assert set(SHORT) == short
+
+
+@pytest.mark.parametrize(
+    "module", ["serve.ingress.deployment", "serve.threshold_actor", "serve.autoscaler", "cli"]
+)
+def test_processes_without_a_model_import_no_torch(module):
+    """Guards ingresses, actors and a controller that take seconds and hundreds of MB more."""
+    code = f"import sys, mars_ray.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,11 +18,11 @@ from mars_ray.core.thresholds import Budget, Thresholds
 from mars_ray.decode.adapter import FusedAdapter, fused
 from mars_ray.decode.attention.backend import backend_of, runner_of
 from mars_ray.decode.drafts import DraftControl
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.kv_cache import Moves, PagedCache, PagePool, page_count, sized
 from mars_ray.decode.model_runner import forward, no_overlap
 from mars_ray.decode.request import (
     Completion,
-    EngineInfo,
     Request,
     TokenEvent,
     TokenLogprobs,

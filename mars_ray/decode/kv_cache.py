@@ -114,7 +114,11 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
         return torch.zeros(shape, device=device, dtype=dtype)
     # As the system gives it, memory is zeros and takes no room before it is used; torch would write
     # all of it.
-    memory = mmap(-1, math.prod(shape) * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system gives no {size:,} bytes for the cache") from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.core.tree import children_of
-from mars_ray.decode.request import EngineInfo
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.scheduler import Work
 from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.strategies import Plan, Proposals, Rows

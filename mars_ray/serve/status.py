@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mars_ray.decode.request import EngineInfo
+from mars_ray.decode.info import EngineInfo
 from mars_ray.serve.openai.response_models import Part
 
 

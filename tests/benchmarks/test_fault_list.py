@@ -13,7 +13,7 @@ def test_every_named_test_is_there():
     assert faults.unknown(gone) == [f"{HERE}::test_nothing", "tests/nowhere.py::a"]
 
 
-HERE = "tests/benchmarks/test_faults.py"
+HERE = "tests/benchmarks/test_fault_list.py"
 
 
 def test_result_and_page_are_of_the_list():

@@ -1,7 +1,6 @@
 """Replicas and threshold of a service under load, on a real Ray Serve."""
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +189,10 @@ def service(ray_cluster, checkpoint, tmp_path, request) -> Iterator[openai.OpenA
     MODEL.save(model)
     wanted = dict(getattr(request, "param", {}))
     waiting = wanted.pop("waiting_requests", 500)
+    if utilisation := wanted.pop("learnt", None):
+        memory = tmp_path / "policies" / "Replica-tiny.json"
+        memory.parent.mkdir()
+        memory.write_text(State(feedback=Feedback(utilisation=utilisation)).to_json())
     job = ServeJob(
         checkpoint=str(checkpoint),
         port=free_port(),
@@ -310,10 +313,11 @@ def test_a_fleet_shrinks_when_its_long_streams_are_over(service):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.parametrize("service", [{"learnt": 0.51}], indirect=True, ids=["learnt"])
 def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
     """The threshold rises again afterwards; the replica stays, for the record remembers the burst.
     Every request is answered, some after a refusal that says when to try again, and none below the
-    threshold it has pinned. The policy goes on from the memory that it was given.
+    threshold it has pinned. The policy goes on from the file that it finds.
 
     The burst goes on until it has had its effects, so a slower machine is asked less in that time.
     """
@@ -337,15 +341,11 @@ def test_a_burst_lowers_the_threshold_and_brings_a_replica(service):
         return ray.get_actor("control:tiny", "mars-ray")
 
     def in_force() -> float:
-        return ray.get(control().wait.remote(None)).threshold
+        return ray.get(control().wait.remote(None)).set_point.threshold
 
     def used(*, pinned: bool) -> set[float]:
         return {threshold for was_pinned, threshold in list(answers) if was_pinned == pinned}
 
-    memory = f"{service.base_url}mars/autoscaling"
-    given = State(feedback=Feedback(utilisation=0.51)).to_json()
-    told = httpx.put(memory, json={"memory": json.loads(given)})
-    assert told.status_code == 200, told.text
     assert (replicas(), in_force()) == (1, 1.0)
     lowest, most = 1.0, 1
     with ThreadPoolExecutor(100) as pool:

@@ -8,7 +8,7 @@ from fastapi.encoders import jsonable_encoder
 
 from mars_ray.config.modes import ConfidenceMode, ExactMode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.decode.request import EngineInfo
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.stats import Snapshot, StepTotals
 from mars_ray.serve.ingress.client import TtlCache
 from mars_ray.serve.replica.stats import Live

@@ -37,10 +37,10 @@ from mars_ray.config.modes import Mode
 from mars_ray.config.vllm_engine import VllmConfig
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
+from mars_ray.decode.info import EngineInfo
 from mars_ray.decode.request import (
     Completion,
     EngineFacts,
-    EngineInfo,
     Request,
     TokenEvent,
     TokenLogprobs,

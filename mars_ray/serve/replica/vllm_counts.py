@@ -21,7 +21,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import ExactMode
 from mars_ray.core.step_cost import StepCost, row_counts
-from mars_ray.decode.request import EngineFacts, EngineInfo, Request
+from mars_ray.decode.info import EngineInfo
+from mars_ray.decode.request import EngineFacts, Request
 from mars_ray.decode.stats import ModeMeasures, Snapshot, StepTotals
 
 # Tokens of an answer, and so steps of each batch size that are timed.
