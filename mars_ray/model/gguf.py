@@ -128,7 +128,6 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # First, because it is quick and more likely to be refused.
     tokenizer = load_gguf_tokenizer(
         path,
-        config,
         kind=str(header.fields.get("tokenizer.ggml.model")),
         pre=None if pre is None else str(pre),
         adds_bos=header.fields.get("tokenizer.ggml.add_bos_token"),
@@ -401,16 +400,10 @@ _NONE = (None, "default")
 
 
 def load_gguf_tokenizer(
-    path: Path,
-    config: Any,
-    *,
-    kind: str,
-    pre: str | None,
-    adds_bos: bool | None,
-    adds_eos: bool = False,
+    path: Path, *, kind: str, pre: str | None, adds_bos: bool | None, adds_eos: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A file's tokenizer, for the model's configuration. `kind` is the field `model` of
-    `tokenizer.ggml`; the others have the fields' names.
+    """A file's tokenizer. `kind` is the field `model` of `tokenizer.ggml`; the others have the
+    fields' names.
 
     Raises ModelError for a tokenizer that is not supported.
     """
@@ -421,11 +414,8 @@ def load_gguf_tokenizer(
             f"tokenizer.ggml.pre={pre}; known are {', '.join(_CUTS)}: import the model that it "
             "was made from"
         )
-    # transformers would make a configuration of its own, and fail at lists of equal layers.
     tokenizer = opened(
-        path,
-        lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, config=config),
-        holds=_HOLDS,
+        path, lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), holds=_HOLDS
     )
     return tokenizer if is_plain else _restored(tokenizer, _CUTS[str(pre)], adds_bos, adds_eos)
 

@@ -325,10 +325,6 @@ NEUTRAL = {
     },
     "the layout of all": {"llama.tensor_data_layout": "Meta AI original pth"},
     "another norm's number": {"llama.attention.layer_norm_epsilon": 0.001},
-    "a list of equal layers": {
-        "llama.attention.head_count_kv": [SIZE["num_key_value_heads"]] * 2,
-        "llama.feed_forward_length": [SIZE["intermediate_size"]] * 2,
-    },
     "about the file": {
         "general.file_type": 7,
         "general.quantization_version": 2,
