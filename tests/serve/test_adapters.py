@@ -234,7 +234,7 @@ def test_answers_that_a_swap_overtakes_are_whole_and_say_so(client, served, job,
             elif own["adapter"] == weak:
                 assert per_forward < 1.5
             elif own["forwards"] > 20:
-                assert per_forward > 4
+                assert per_forward > 3  # fewer where swaps come often
     assert seen == {good, weak, None}
 
 
