@@ -273,6 +273,9 @@ HEADLINES = {
     "service.token_sums_equal": Headline("token_sums", lambda result: int(result["equal"])),
     "service.fuzz_requests": Headline("service_fuzz", _at("requests")),
     "service.fuzz_5xx": Headline("service_fuzz", _at("status_5xx")),
+    # Kinds of public reports that were looked for with their other members (faults.toml).
+    "faults.kinds_mended": Headline("faults", _at("counts", "kinds")),
+    "faults.members_tested": Headline("faults", _at("counts", "members")),
     "code.test_minutes": Headline("test_minutes", _test_minutes),
     "service.load_tools": Headline("load_tools", _clean_tools),
 }

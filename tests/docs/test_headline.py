@@ -73,6 +73,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "load_tools.json",
         "token_sums.json",
         "service_fuzz.json",
+        "faults.json",
         "busy.json",
         "sampling.json",
         "serve_load_smollm2.json",
