@@ -1,6 +1,7 @@
 """The import order and the ceilings, as tested facts."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -192,3 +193,26 @@ def test_processes_without_a_model_import_no_torch(module):
     """Guards ingresses, actors and a controller that take seconds and hundreds of MB more."""
     code = f"import sys, mars_ray.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_module_names_in_strings_and_files_exist():
+    """What no type checker reads: scripts within tests, an image's build steps, manifests. Guards
+    a renamed module that is noticed when an image is built."""
+    root = PACKAGE.parent
+    listed = subprocess.run(
+        ["git", "ls-files", "tests", "deploy", "jobs", "clusters", "benchmarks/*.py", "Makefile"],
+        cwd=root, capture_output=True, text=True, check=False,
+    ).stdout.split()  # fmt: skip
+    if not listed:
+        pytest.skip("not a checkout")
+    missing = set()
+    for name in listed:
+        try:
+            text = (root / name).read_text()
+        except UnicodeDecodeError:
+            continue
+        for module in re.findall(r"(?:from|import|,) (mars_ray(?:\.[a-z_0-9]+)+)", text):
+            path = root.joinpath(*module.split("."))
+            if not (path.is_dir() or path.with_suffix(".py").is_file()):
+                missing.add((name, module))
+    assert not missing

@@ -24,9 +24,8 @@ import ray
 from pathlib import Path
 from rich.console import Console
 from mars_ray.adapt.run import devices
-from mars_ray.cluster.environment import NODE_ENVIRONMENT
 from mars_ray.cluster.gpus import served, trained
-from mars_ray.cluster.machine import free_port
+from mars_ray.cluster.machine import NODE_ENVIRONMENT, free_port
 from mars_ray.config.data import CorpusSource
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.serve import ServeJob
