@@ -31,7 +31,7 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peers_answer_the_same_prompts_with_the_same_tokens():
     """Guards a comparison of different work: greedy decoding of one checkpoint has one result."""
     peers = ("transformers", "transformers-continuous")
@@ -139,7 +139,7 @@ def test_an_interpreter_that_is_not_there_is_named():
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_draft_adapter_is_measured_on_prompts_of_files(tmp_path):
     """Guards an adapter that never reaches the engine, and prompts of the first kind alone."""
     base = write_base(tmp_path / "base")
@@ -173,6 +173,7 @@ def test_a_draft_adapter_is_measured_on_prompts_of_files(tmp_path):
     assert exact["same_output"] == verified["same_output"] == theirs["same_output"] == 1
 
 
+@pytest.mark.long
 def test_the_oracle_gives_the_same_answers_in_fewer_forwards(monkeypatch, tmp_path):
     """Guards a ceiling that is none: drafts of another answer, or of none; greedy and sampled.
     And a stopped run that begins anew: what it has measured is asked of nobody again."""

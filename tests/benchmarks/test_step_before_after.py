@@ -12,7 +12,7 @@ from step_before_after import SHAPES
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkout_beside_itself(tmp_path, monkeypatch, capsys):
     """Guards shapes that an engine has no room for, and a side that is not the checkout's."""
     base = write_base(tmp_path / "base")

@@ -87,8 +87,11 @@ def states(backend, tables: Tables, ids: np.ndarray):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", [1, 4], ids=["one share", "four shares"])
-@pytest.mark.parametrize("heads", [(2, 2, 16), (4, 2, 16), (7, 1, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "shares"),
+    [((2, 2, 16), 1), ((4, 2, 16), 4), ((7, 1, 32), 1), ((7, 1, 32), 4)],
+    ids=str,
+)
 def test_the_kernels_compute_what_torch_computes(heads, shares, monkeypatch):
     """Drafts, groups of masks, page tables, padding of rows; and what they leave in the cache."""
     monkeypatch.setattr(paged, "_shares", lambda programs, processors: shares)
@@ -125,7 +128,7 @@ def wide_model():
     return trained_model(num_attention_heads=2, num_key_value_heads=1).to(DEVICE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_engine_says_the_same_with_both(wide_model):
     """Every mode, prompts in chunks beside decoding, sequences that come and go."""
     requests = [
@@ -164,7 +167,7 @@ def test_an_adapters_masks_are_the_same_with_both(wide_model):
     assert done["triton"] == done["dense"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_is_warmed_up_and_says_the_same(wide_model):
     """What warming up leaves in the cache and in the inputs is nobody's."""
     requests = [request(str(j), pattern(j, 2, 5), VerifiedMode()) for j in range(3)]

@@ -77,7 +77,7 @@ def heard() -> Iterator[None]:
 def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     """Guards an hour of simulations that ends at Ctrl-C, and processes that run on after it."""
     words = [sys.executable, "-m", "mars_ray", "simulate", "jobs/simulate-demo.toml"]
-    words += [f"seeds={list(range(40))}"]
+    words += [f"seeds={list(range(12))}"]
     words += ["traces={flash={type='flash', duration_s=200, from_s=60, to_s=120}}"]
     words += ["policies=['mars', 'fixed', 'ray']"]
     words += ["scaling.max_replicas=4", "--workers", "2", "--output"]
@@ -97,7 +97,7 @@ def test_a_simulation_that_is_interrupted_goes_on(tmp_path):
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     lines = kept.read_text().splitlines()
-    assert 3 <= len(lines) < 120
+    assert 3 <= len(lines) < 36
     for name in ("a", "b"):
         subprocess.run([*words, tmp_path / name], cwd=ROOT, capture_output=True, check=True)
     results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("a", "b")]
