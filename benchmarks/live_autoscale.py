@@ -35,6 +35,7 @@ from ray.util import list_named_actors
 from mars_ray.cluster.machine import free_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import Gsm8kTask
+from mars_ray.config.load import parse_job
 from mars_ray.config.scaling import ScalingConfig, Slo, ThresholdBounds
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.config.vllm_engine import VllmConfig
@@ -123,7 +124,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", default="models/smollm2")
     parser.add_argument("--draft-adapter", default="adapters/smollm2", help="empty: none")
-    parser.add_argument("--model", default="jobs/models/smollm2-cpu.json", help="its service model")
+    parser.add_argument(
+        "--model",
+        default="jobs/models/smollm2-cpu.json",
+        help="its service model; empty: by its frontier",
+    )
     parser.add_argument("--gsm8k", default="data/gsm8k/test.jsonl", help="questions")
     parser.add_argument("--output", type=Path, help="default: live.json, or the one of --again")
     parser.add_argument("--again", type=Path, help="a result: only its simulation is made again")
@@ -141,6 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--time-per-token-s", type=float, default=0.1)
     parser.add_argument("--floor", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE of the service's job")
     asked = parser.parse_args()
     asked.output = asked.output or asked.again or Path("benchmarks/results/live.json")
     if len(asked.rates or ()) != len(asked.stage_s or ()):
@@ -167,14 +173,14 @@ def _engine(asked: argparse.Namespace) -> EngineConfig | VllmConfig:
 
 
 def _job(asked: argparse.Namespace) -> ServeJob:
-    return ServeJob(
+    job = ServeJob(
         checkpoint=asked.checkpoint,
         model_name=NAME,
         port=free_port(),
         cpus_per_replica=0.1,
         default_quality="fast",
         replicas="auto",
-        service_model=asked.model,
+        service_model=asked.model or None,
         engine=_engine(asked),
         environment=_VLLM_ENVIRONMENT if asked.vllm else {},
         limits=Limits(waiting_requests=256),
@@ -185,6 +191,10 @@ def _job(asked: argparse.Namespace) -> ServeJob:
             cold_start_s=15,
         ),
     )
+    table = job.model_dump(mode="json", exclude_unset=True) | {"kind": "serve"}
+    parsed = parse_job(table, source="--set", overrides=asked.set)
+    assert isinstance(parsed, ServeJob)
+    return parsed
 
 
 def _arrivals(asked: argparse.Namespace) -> list[Asked]:
