@@ -1,4 +1,4 @@
-"""The size of the code, and how it changed since an earlier commit.
+"""The size of the code and its pages, and how the code changed since an earlier commit.
 
     python benchmarks/code_size.py [BEFORE]
 
@@ -43,6 +43,9 @@ PARTS = {
     "tests": ("tests/",),
 }
 
+# The first is no page; the others are generated.
+UNCOUNTED = ("log.md", "inside/faults.md", "reference/support-matrix.md")
+
 
 class Change(NamedTuple):
     """The change of one file: lines inserted and deleted, and its path on each side."""
@@ -59,6 +62,7 @@ def main() -> None:
     changes = parse_changes(git("diff", "--numstat", "-z", "-M", "-C", before, "HEAD"))
     result = {
         "parts": compare(sizes(before), sizes("HEAD"), changes),
+        "pages": pages(ROOT),
         "provenance": {
             "before": before[:12],
             "commit": git("rev-parse", "HEAD").strip()[:12],
@@ -92,6 +96,15 @@ def compare(
             "deleted": max(0, lines_before - lines),
         }
     return parts
+
+
+def pages(root: Path) -> dict[str, int]:
+    """Words of the documentation without the log and what is generated, and lines of the README."""
+    written = {*(root / "docs").rglob("*.md")} - {root / "docs" / name for name in UNCOUNTED}
+    return {
+        "docs_words": sum(len(page.read_text().split()) for page in written),
+        "readme_lines": len((root / "README.md").read_text().splitlines()),
+    }
 
 
 def part_of(path: str) -> str | None:

@@ -256,6 +256,8 @@ HEADLINES = {
     # The package without its simulator.
     "code.lines": Headline("code_size", _at("parts", "mars_ray", "lines")),
     "code.lines_before": Headline("code_size", _at("parts", "mars_ray", "lines_before")),
+    "docs.words": Headline("code_size", _at("pages", "docs_words")),
+    "readme.lines": Headline("code_size", _at("pages", "readme_lines")),
     "code.deleted": Headline("code_size", _at("parts", "mars_ray", "deleted")),
     "code.chunk_functions": Headline("house_walks", _chunk_functions),
     "policy.cells": Headline("simulate", _at("claims", "attained", "cells")),

@@ -1,6 +1,6 @@
 """What a change of the tree did to its lines."""
 
-from code_size import Change, compare, parse_changes, part_of
+from code_size import Change, compare, pages, parse_changes, part_of
 
 
 def test_lines_by_what_became_of_them():
@@ -52,3 +52,16 @@ def test_the_simulator_is_no_part_of_the_package():
     assert part_of("mars_ray/scaling/simulate/core.py") == "simulator"
     assert part_of("mars_ray/autoscale/policy.py") == "mars_ray"
     assert part_of("docs/log.md") is None
+
+
+def test_generated_pages_do_not_count(tmp_path):
+    (tmp_path / "README.md").write_text("one\ntwo\n")
+    for name, text in {
+        "log.md": "a b",
+        "inside/faults.md": "c",
+        "inside/other.md": "d e f",
+    }.items():
+        page = tmp_path / "docs" / name
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text)
+    assert pages(tmp_path) == {"docs_words": 3, "readme_lines": 2}

@@ -86,7 +86,10 @@ def test_figures_of_the_code(tmp_path):
     """By hand: three functions of a chunk, ninety seconds of tests."""
     sizes = {"lines": 24_000, "lines_before": 29_000, "deleted": 5_000}
     results = {
-        "code_size": {"parts": {"mars_ray": sizes}},
+        "code_size": {
+            "parts": {"mars_ray": sizes},
+            "pages": {"docs_words": 21_000, "readme_lines": 119},
+        },
         "house_walks": {"chunk": {"before": list("abcd"), "after": list("abc")}},
         "test_minutes": {"fast_s": 60, "ray_s": 30.0},
     }
@@ -97,6 +100,8 @@ def test_figures_of_the_code(tmp_path):
         "code.lines": 24_000,
         "code.lines_before": 29_000,
         "code.deleted": 5_000,
+        "docs.words": 21_000,
+        "readme.lines": 119,
         "code.chunk_functions": 3,
         "code.test_minutes": 1.5,
     }
