@@ -59,18 +59,19 @@ def main() -> None:
     parser.add_argument("--adapter", default="adapters/smollm2")
     parser.add_argument("--mars", default="models/smollm2-mars")
     parser.add_argument("--directory", type=Path, default=Path("runs/mars-frontier"))
-    parser.add_argument("--scored", type=int, default=20, help="answers a kind and mode")
-    parser.add_argument("--few", type=int, default=20, help="prompts a kind of the other modes")
+    parser.add_argument("--prompts", type=int, default=20, help="of a kind")
+    parser.add_argument("--scored", type=int, default=10, help="answers a kind and mode")
+    parser.add_argument("--few", type=int, default=5, help="of a kind, for the other modes")
     asked = parser.parse_args()
     console = Console()
     arms = {}
     for name, checkpoint, adapter in (
-        ("adapter", asked.original, asked.adapter),
         ("mars", asked.mars, None),
+        ("adapter", asked.original, asked.adapter),
     ):
         few = [*_FEW, *([] if adapter else _OWN_MASKS)]
         parts = [
-            _measured(asked, checkpoint, adapter, name, _MODES, None, console),
+            _measured(asked, checkpoint, adapter, name, _MODES, asked.prompts, console),
             _measured(asked, checkpoint, adapter, f"{name}-few", few, asked.few, console),
         ]
         arms[name] = [
@@ -91,7 +92,7 @@ def _job(
     checkpoint: str,
     adapter: str | None,
     modes: list[dict[str, Any]],
-    limit: int | None,
+    limit: int,
     directory: Path,
 ) -> EvaluateJob:
     job = load_job(JOB, kinds={"evaluate": EvaluateJob})
@@ -101,9 +102,8 @@ def _job(
         "modes": modes,
         "engine": EngineConfig(max_batch=16, max_context=1536, draft_adapter=adapter).model_dump(),
     }
-    if limit is not None:
-        for kind in given["task"]["kinds"].values():
-            kind |= {"limit": limit, "shuffle_seed": 0}
+    for kind in given["task"]["kinds"].values():
+        kind |= {"limit": limit, "shuffle_seed": 0}
     return EvaluateJob.model_validate(given)
 
 
@@ -113,7 +113,7 @@ def _measured(
     adapter: str | None,
     name: str,
     modes: list[dict[str, Any]],
-    limit: int | None,
+    limit: int,
     console: Console,
 ) -> tuple[Path, Frontier]:
     """A part's directory and frontier; of an earlier run, if that was whole."""

@@ -27,16 +27,11 @@ class Verdict(BaseModel):
     grade: Literal["good", "bad"]
 
 
-@pytest.fixture(scope="module")
-def official(roomy_url) -> openai.AsyncOpenAI:
-    agents.set_tracing_disabled(True)  # it would tell OpenAI
-    return openai.AsyncOpenAI(base_url=f"{roomy_url}/v1", api_key="unused", max_retries=0)
-
-
 def agent_of(official: openai.AsyncOpenAI, route: str, painted: list[Any], reply: str) -> Any:
-    """An agent whose first answer must be a call; random weights would choose none."""
+    """An agent whose first answer must be a call, and the second none: random weights would choose
+    by chance."""
 
-    @agents.function_tool
+    @agents.function_tool(is_enabled=lambda *_: not painted)
     def paint(colour: Colour, count: Count, twice: bool) -> str:
         """Paints.
 
@@ -55,6 +50,7 @@ def agent_of(official: openai.AsyncOpenAI, route: str, painted: list[Any], reply
         parallel_tool_calls=False,
         temperature=0,
         max_tokens=250,
+        include_usage=True,
         extra_body={"mode": "exact"},
     )
     return agents.Agent(
@@ -67,27 +63,32 @@ def agent_of(official: openai.AsyncOpenAI, route: str, painted: list[Any], reply
     )
 
 
-def run(agent: Any, *, is_streamed: bool) -> Any:
+def run(url: str, route: str, painted: list[Any], reply: str, *, is_streamed: bool) -> Any:
     async def all_of_it() -> Any:
-        if not is_streamed:
-            return await agents.Runner.run(agent, ASK, max_turns=3)
-        result = agents.Runner.run_streamed(agent, ASK, max_turns=3)
-        async for _ in result.stream_events():
-            pass
-        return result
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+        # Its connections belong to this event loop.
+        async with client as official:
+            agent = agent_of(official, route, painted, reply)
+            if not is_streamed:
+                return await agents.Runner.run(agent, ASK, max_turns=3)
+            result = agents.Runner.run_streamed(agent, ASK, max_turns=3)
+            async for _ in result.stream_events():
+                pass
+            return result
 
+    agents.set_tracing_disabled(True)  # it would tell OpenAI
     return asyncio.run(all_of_it())
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("route", ["responses", "chat"])
-def test_a_loop_calls_the_function_and_hands_its_result_back(official, route, is_streamed):
+def test_a_loop_calls_the_function_and_hands_its_result_back(roomy_url, route, is_streamed):
     """Twice, with results of different lengths: the next prompt is longer by as much, so the model
     has been told of them."""
     prompts = []
     for reply in ("done", "done" + " and done" * 9):
         painted: list[Any] = []
-        result = run(agent_of(official, route, painted, reply), is_streamed=is_streamed)
+        result = run(roomy_url, route, painted, reply, is_streamed=is_streamed)
         ((colour, count, twice),) = painted
         assert colour in ("red", "green", "blue")
         assert 0 <= count <= 99
@@ -101,9 +102,8 @@ def test_a_loop_calls_the_function_and_hands_its_result_back(official, route, is
         prompts.append([response.usage.input_tokens for response in result.raw_responses])
     (first, second), (again, longer) = prompts
     assert first == again
-    added = httpx.URL(str(official.base_url)).join("/tokenize")
     sizes = [
-        httpx.post(added, json={"prompt": text}).json()["count"]
+        httpx.post(f"{roomy_url}/tokenize", json={"prompt": text}).json()["count"]
         for text in ("done", "done" + " and done" * 9)
     ]
     assert longer - second == sizes[1] - sizes[0]
