@@ -111,6 +111,23 @@ def _chunk_functions(result: Result) -> float:
     return len(result["chunk"]["after"])
 
 
+def _mars(key: str) -> Callable[[Result], float]:
+    """A figure of `confidence` at 0.9 on the model that MARS has trained."""
+
+    def value(result: Result) -> float:
+        points = {point["label"]: point for point in result["arms"]["mars"]}
+        return points["confidence 0.9"][key]
+
+    return value
+
+
+def _trade(arm: str, choose: Callable[[Result], float]) -> Callable[[Result], float]:
+    """The mean of an arm's seeds."""
+    return lambda result: statistics.fmean(
+        choose(run) for run in result["runs"] if run["arm"] == arm
+    )
+
+
 def _step_error_p90(result: Result) -> float:
     """The larger of both modes' P90 of a step's error against the mean of its runs."""
     return max(mode["mean_of_runs"]["p90"] for mode in result["modes"].values())
@@ -270,6 +287,11 @@ HEADLINES = {
     ),
     "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
+    "mars.tf_at_0_9": Headline("mars_frontier", _mars("tokens_per_forward")),
+    "mars.agreement_at_0_9": Headline("mars_frontier", _mars("agreement")),
+    "trade.in_time_ours": Headline("trade", _trade("ours", _at("live", "attainment"))),
+    "trade.in_time_pinned": Headline("trade", _trade("pinned", _at("live", "attainment"))),
+    "trade.points_lost": Headline("trade", _trade("ours", _at("points_lost"))),
     "service.token_requests": Headline("token_sums", _at("requests")),
     # 1 where log, metrics and engines have the same sums, for each replica that lives and each key.
     "service.token_sums_equal": Headline("token_sums", lambda result: int(result["equal"])),

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -174,6 +175,8 @@ def _engine(asked: argparse.Namespace) -> EngineConfig | VllmConfig:
 
 def _job(asked: argparse.Namespace) -> ServeJob:
     job = ServeJob(
+        # What a policy has learnt lies there: each run begins with nothing.
+        model_cache=tempfile.mkdtemp(prefix="live-"),
         checkpoint=asked.checkpoint,
         model_name=NAME,
         port=free_port(),

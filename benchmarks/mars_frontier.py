@@ -3,9 +3,9 @@
     python benchmarks/mars_frontier.py models/smollm2 benchmarks/results/mars_frontier.json
 
 Two arms of one model: its draft adapter, and the model that MARS has trained (merged_model.py makes
-it). What a threshold costs in words is told by both: the arm's own choices, one forward later, and
-the likelihood of its answers by the model that nobody has trained. Arms that are measured already
-are not measured again.
+it). What a threshold costs in words is told by the arm's own choices, one forward later, and by the
+model that nobody has trained: its choices, and how likely it finds the answers. What was measured
+before is kept, also with `--arms` of which one is left out.
 """
 
 import argparse
@@ -56,24 +56,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("original", help="the model that nobody has trained")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--arms", nargs="+", default=["mars", "adapter"])
     parser.add_argument("--adapter", default="adapters/smollm2")
     parser.add_argument("--mars", default="models/smollm2-mars")
     parser.add_argument("--directory", type=Path, default=Path("runs/mars-frontier"))
     parser.add_argument("--prompts", type=int, default=20, help="of a kind")
     parser.add_argument("--scored", type=int, default=10, help="answers a kind and mode")
-    parser.add_argument("--few", type=int, default=5, help="of a kind, for the other modes")
+    parser.add_argument("--few", type=int, default=5, help="of a kind, for other modes; 0: none")
     asked = parser.parse_args()
     console = Console()
-    arms = {}
+    arms = json.loads(asked.output.read_text())["arms"] if asked.output.exists() else {}
     for name, checkpoint, adapter in (
         ("mars", asked.mars, None),
         ("adapter", asked.original, asked.adapter),
     ):
+        if name not in asked.arms:
+            continue
         few = [*_FEW, *([] if adapter else _OWN_MASKS)]
         parts = [
             _measured(asked, checkpoint, adapter, name, _MODES, asked.prompts, console),
-            _measured(asked, checkpoint, adapter, f"{name}-few", few, asked.few, console),
         ]
+        if asked.few:
+            parts.append(
+                _measured(asked, checkpoint, adapter, f"{name}-few", few, asked.few, console)
+            )
         arms[name] = [
             row | scores
             for directory, frontier in parts

@@ -426,6 +426,62 @@ def live(result: dict[str, Any]) -> list[str]:
     ]
 
 
+_ARMS = {"mars": "trained by MARS", "adapter": "draft adapter"}
+
+
+def mars_frontier(result: dict[str, Any]) -> list[str]:
+    """What thresholds of `confidence` bring and cost on a pretrained model and real prompts."""
+    lines = [
+        "| | mode | prompts | T/F | own tokens | the original's tokens | nats by the original | "
+        "same as `exact` |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, points in result["arms"].items():
+        for point in points:
+            lines.append(
+                f"| {_ARMS[arm]} | `{point['label']}` | {point['problems']} | "
+                f"{point['tokens_per_forward']:.2f} | {point['agreement']:.1%} | "
+                f"{point['agreement_with_original']:.1%} | {point['nll_by_original']:.3f} ± "
+                f"{1.96 * point['nll_by_original_se']:.3f} | {point['identical']:.1%} |"
+            )
+    scored = next(iter(result["arms"].values()))[0]["scored"]
+    return [
+        *lines,
+        "",
+        "Own tokens: what the same model would have chosen, one forward later. By the original, "
+        f"which nobody has trained: its choices and nats a token, over {scored} of the answers "
+        f"(mean of answers, 95%). {machine(result['provenance'])}.",
+    ]
+
+
+def trade(result: dict[str, Any]) -> list[str]:
+    """The threshold against a replica, live: three arms on the same arrivals."""
+    lines = [
+        "| | seed | in time | first token, P90 | whole answer, P90 | replica-seconds | threshold "
+        "below 1 | points lost | back at 1 after the second replica |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        told, back = run["live"], run["quality_recovered_s"]
+        lines.append(
+            f"| {run['arm']} | {run['seed']} | {told['attainment']:.1%} | "
+            f"{told['ttft_p90_s']:.1f} s | {told['answer_p90_s']:.1f} s | "
+            f"{told['replica_s']:.0f} | {told['below_set_point_s']:.0f} s | "
+            f"{run['points_lost']:.2f} | {'-' if back is None else f'{back:.0f} s'} |"
+        )
+    first = result["runs"][0]
+    rates = ", ".join(
+        f"{rate:g}/s for {seconds:.0f} s"
+        for rate, seconds in zip(first["rates"], first["stage_s"], strict=True)
+    )
+    return [
+        *lines,
+        "",
+        f"{first['live']['requests']} requests ({rates}); a replica took "
+        f"{first['cold_start_s']:.0f} s to start. {machine(first['provenance'])}.",
+    ]
+
+
 def _in_processes(timed: dict[str, Any]) -> str:
     count = len(timed.get("processes", [None]))
     if count == 1:
@@ -473,6 +529,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "gpu_step": gpu_steps,
     "gsm8k": gsm8k,
     "live": live,
+    "mars_frontier": mars_frontier,
     "ngram_edit": decode,
     "ngram_summarise": decode,
     "schedules_demo": schedules,
@@ -484,6 +541,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "smollm2_identity": identity_summary,
     "smollm2_identity_gpu": lambda result: in_bfloat16(result["bfloat16"]),
     "step_before_after": step_before_after,
+    "trade": trade,
     "train_step": train_step,
     "vllm_plugin": plugin,
 }

@@ -102,7 +102,7 @@ class Level:
     """A threshold with the yield of its windows; every level can also decode plainly."""
 
     threshold: float
-    points_lost: float  # of accuracy, against lossless; percentage points, 0 or more
+    points_lost: float  # against lossless; percentage points, 0 or more
     shapes: tuple[Shape, ...]
 
     @property
@@ -418,8 +418,8 @@ def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
     """A level for each threshold that the frontier has in this mode, by falling threshold.
 
     If a threshold has several points, one at the whole trained depth counts first, then the
-    fastest. A point loses its accuracy's distance to `exact`, but never less than at a higher
-    threshold: a better accuracy there is noise. Raises ConfigError without a lossless level.
+    fastest. A point never loses less than one at a higher threshold: a better accuracy there is
+    noise. Raises ConfigError without a lossless level.
     """
     points = [p for p in frontier.points if p.mode["type"] == mode and p.threshold is not None]
     if mode == "confidence":
@@ -430,7 +430,7 @@ def levels_of(frontier: Frontier, mode: str, depth: int) -> tuple[Level, ...]:
         if all(p.threshold != 1 for p in points):
             raise ConfigError(f"the frontier has no point {mode} 1; evaluate that too")
     points = _one_each(points, depth)
-    lost = accumulate((max(0.0, -100 * point.difference) for point in points), max)
+    lost = accumulate((max(0.0, point.points_lost) for point in points), max)
     pairs = zip(points, lost, strict=True)
     return (*first, *(_level_of(mode, point, points_lost, depth) for point, points_lost in pairs))
 

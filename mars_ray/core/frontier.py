@@ -89,6 +89,14 @@ class FrontierPoint:
         return self.agreement is None if self.graded is None else self.graded > 0
 
     @property
+    def points_lost(self) -> float:
+        """Percentage points lost against `exact`: of accuracy, or where nothing was graded of the
+        tokens that the model itself would have chosen. Below 0 is noise."""
+        if self.has_references or self.agreement is None:
+            return -100 * self.difference
+        return 100 * (1 - self.agreement)
+
+    @property
     def without_loops(self) -> float | None:
         """T/F over answers that do not end in a loop; None where loops were not counted."""
         if self.looping is None or self.forwards == self.looping.forwards:

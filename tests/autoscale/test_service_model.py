@@ -177,6 +177,20 @@ def test_levels_of_the_committed_frontier():
     assert lost[-1] > 30
 
 
+def test_what_is_lost_where_nothing_was_graded():
+    """Guards a budget of quality that is spent by one early difference in each answer: all of them
+    differ from those of `exact`, and one token in twenty is not the model's own."""
+    exact, *_ = Frontier.from_json((RESULTS / "demo.json").read_text()).points
+    mode = {"type": "confidence", "threshold": 0.8, "measure": "probability"}
+    point = replace(exact, mode=mode, difference=-1.0, agreement=0.95, forwards=exact.tokens // 2)
+    plain, lower = levels_of(Frontier("m", {}, (exact, point), {}), "confidence", 4)
+    assert (plain.points_lost, lower.points_lost) == (0, pytest.approx(5))
+    # With reference answers their share counts.
+    graded = replace(point, difference=-0.02, graded=40)
+    _, lower = levels_of(Frontier("m", {}, (exact, graded), {}), "confidence", 4)
+    assert lower.points_lost == pytest.approx(2)
+
+
 @pytest.mark.parametrize("mode", ["verified", "confidence"])
 def test_a_threshold_with_several_windows_is_one_level(mode):
     """Guards a service that refuses a checkpoint evaluated with two windows; the whole depth

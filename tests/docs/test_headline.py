@@ -77,6 +77,8 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "busy.json",
         "sampling.json",
         "serve_load_smollm2.json",
+        "mars_frontier.json",
+        "trade.json",
         "vllm_plugin.json",
         "vllm_bfloat16.json",
     }
@@ -122,6 +124,28 @@ def test_figures_of_the_service(tmp_path):
         "service.fuzz_requests": 5100,
         "service.fuzz_5xx": 0,
     }
+
+
+def test_figures_of_the_threshold(tmp_path):
+    """By hand: the point at 0.9, and the mean of two seeds of each arm."""
+    point = {"label": "confidence 0.9", "tokens_per_forward": 1.3, "agreement": 0.97}
+    runs = [
+        {"arm": arm, "live": {"attainment": share}, "points_lost": lost}
+        for arm, share, lost in (("ours", 0.9, 2.0), ("ours", 0.7, 4.0), ("pinned", 0.5, 0.0))
+    ]
+    results = {"mars_frontier": {"arms": {"mars": [point]}}, "trade": {"runs": runs}}
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    found, _ = headline.headlines(tmp_path)
+    assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(
+        {
+            "mars.tf_at_0_9": 1.3,
+            "mars.agreement_at_0_9": 0.97,
+            "trade.in_time_ours": 0.8,
+            "trade.in_time_pinned": 0.5,
+            "trade.points_lost": 3.0,
+        }
+    )
 
 
 def test_figures_of_sampling_and_a_busy_machine(tmp_path):
