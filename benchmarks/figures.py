@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from lib.live_plot import plot
+from lib.live_plot import plot, plot_trade
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
@@ -63,6 +63,7 @@ def figures() -> dict[str, Figure]:
         "answer": answer(json.loads(TRACE.read_text())),
         "live": plot(json.loads((RESULTS / "live.json").read_text())),
         "step-cost": step_cost(cost),
+        "trade": plot_trade(json.loads((RESULTS / "trade.json").read_text())),
     }
 
 

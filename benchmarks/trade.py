@@ -19,6 +19,7 @@ from typing import Any
 from mars_ray.autoscale.service_model import levels_of
 from mars_ray.core.frontier import read_frontier
 from mars_ray.model.directory import read_card
+from mars_ray.provenance import provenance
 
 ARMS = {
     "ours": (),
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--gsm8k", default="../shared/data/gsm8k/test.jsonl")
     parser.add_argument("--rates", nargs=3, default=["0.15", "0.6", "0.15"])
-    parser.add_argument("--stage-s", nargs=3, default=["40", "150", "50"])
+    parser.add_argument("--stage-s", nargs=3, default=["30", "120", "40"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--ttft-s", default="15")
     parser.add_argument("--time-per-token-s", default="0.15")
@@ -61,7 +62,8 @@ def main() -> None:
             if not output.exists():
                 _run(asked, seed, output, overrides)
             runs.append({"arm": arm, "seed": seed} | _told(json.loads(output.read_text()), lost))
-    asked.output.write_text(json.dumps({"points_lost": lost, "runs": runs}, indent=1) + "\n")
+    result = {"points_lost": lost, "runs": runs, "provenance": provenance()}
+    asked.output.write_text(json.dumps(result, indent=1) + "\n")
     for run in runs:
         print(run["arm"], run["seed"], run["live"], f"{run['points_lost']:.2f} points")
 
@@ -81,7 +83,7 @@ def _told(run: dict[str, Any], lost: dict[float, float]) -> dict[str, Any]:
     between two of them in proportion."""
     thresholds = [row[-1] if row[-1] is not None else 1.0 for row in run["requests"]]
     points = [_between(lost, threshold) for threshold in thresholds]
-    names = ("rates", "stage_s", "live", "timeline", "reasons", "cold_start_s", "provenance")
+    names = ("rates", "stage_s", "live", "timeline", "reasons", "cold_start_s")
     return {name: run[name] for name in names} | {
         "points_lost": sum(points) / len(points),
         "quality_recovered_s": _recovered(run["timeline"]),

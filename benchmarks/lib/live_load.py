@@ -9,7 +9,7 @@ from lib.load_client import Client, Streamed
 
 NAME = "live"
 _NEW_TOKENS = 128
-_AGAIN_S = 1.0  # wait after a refusal
+_AGAIN_S, _BROKEN_S = 1.0, 0.05  # wait after a refusal, and after a broken stream
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ async def _ask(url: str, row: Asked, question: str, begin: float) -> None:
             is_refusal = " 429 " in str(error) or " 503 " in str(error)
             row.refused += is_refusal
             row.cut += not is_refusal
-            await asyncio.sleep(_AGAIN_S * is_refusal)
+            await asyncio.sleep(_AGAIN_S if is_refusal else _BROKEN_S)
             continue
         finally:
             client.close()

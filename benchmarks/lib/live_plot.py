@@ -1,4 +1,4 @@
-"""The timeline of a live autoscaled run beside its simulation, for figures.py."""
+"""Timelines of live autoscaled runs, for figures.py: beside a simulation, and beside each other."""
 
 from typing import Any
 
@@ -11,10 +11,22 @@ _LIVE, _SIMULATED, _GREY = "#D55E00", "#0072B2", "#888888"
 
 def plot(result: dict[str, Any]) -> Figure:
     """Plot load, replicas and threshold of the live run and of the simulated one."""
-    figure = Figure(figsize=(8.5, 6.2), layout="constrained")
-    load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1.2, 1, 1))
     lines = [("live", _LIVE, "-", result["timeline"])]
     lines.append(("simulated", _SIMULATED, "--", result["simulated_timeline"]))
+    return _timelines(result, lines)
+
+
+def plot_trade(result: dict[str, Any]) -> Figure:
+    """Plot the arms of trade.py, of the first seed."""
+    styles = {"ours": (_LIVE, "-"), "pinned": (_SIMULATED, "--"), "two replicas": (_GREY, ":")}
+    runs = [run for run in result["runs"] if run["seed"] == result["runs"][0]["seed"]]
+    return _timelines(runs[0], [(r["arm"], *styles[r["arm"]], r["timeline"]) for r in runs])
+
+
+def _timelines(result: dict[str, Any], lines: list[tuple[str, str, str, dict[str, Any]]]) -> Figure:
+    """Lines with their names, colours and styles; rates and a kill are the result's."""
+    figure = Figure(figsize=(8.5, 6.2), layout="constrained")
+    load, replicas, threshold = figure.subplots(3, 1, sharex=True, height_ratios=(1.2, 1, 1))
     for name, colour, style, line in lines:
         look: dict[str, Any] = {"color": colour, "ls": style, "lw": 1.4, "label": name}
         load.plot(line["at_s"], line["outstanding"], **look)
@@ -24,7 +36,9 @@ def plot(result: dict[str, Any]) -> Figure:
         _stages(load, result)
     load.set_ylabel("requests in the system")
     # Above the axes, because rates are written inside.
-    load.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
+    load.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=len(lines), frameon=False, fontsize=9
+    )
     replicas.set_ylabel("replicas ready")
     replicas.set_ylim(bottom=0)
     replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -34,9 +48,9 @@ def plot(result: dict[str, Any]) -> Figure:
     for axes in (load, replicas, threshold):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if result["kill_at_s"]:
+        if result.get("kill_at_s"):
             axes.axvline(result["kill_at_s"], color=_GREY, lw=1)
-    if result["kill_at_s"]:
+    if result.get("kill_at_s"):
         replicas.annotate("one dies", (result["kill_at_s"], 0.1), fontsize=9, color=_GREY)
     return figure
 

@@ -25,6 +25,7 @@ _ROWS = (
     ("MARS training", "0.5B to 32B (the jobs for GPUs)", "DeepSpeed", _GPU, None),
     ("service", "tiny", "ours", _CPU, "serve_load"),
     ("service", "SmolLM2-135M, two replicas, policy", "ours", _CPU, "live"),
+    ("service, threshold", "SmolLM2-135M by MARS, policy", "ours", _CPU, "trade"),
     ("service", "tiny", "vLLM", _CPU, "tests"),
     ("service", "any", "ours or vLLM", _GPU, None),
     ("local cluster of three nodes", "tiny", "Ray 2.60", _CPU, "tests"),

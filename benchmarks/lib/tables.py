@@ -478,7 +478,7 @@ def trade(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{first['live']['requests']} requests ({rates}); a replica took "
-        f"{first['cold_start_s']:.0f} s to start. {machine(first['provenance'])}.",
+        f"{first['cold_start_s']:.0f} s to start. {machine(result['provenance'])}.",
     ]
 
 
