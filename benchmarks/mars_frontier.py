@@ -53,7 +53,7 @@ _OWN_MASKS: list[dict[str, Any]] = [
 
 def main() -> None:
     """Measure both arms, score their answers, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("original", help="the model that nobody has trained")
     parser.add_argument("output", type=Path)
     parser.add_argument("--arms", nargs="+", default=["mars", "adapter"])

@@ -37,7 +37,7 @@ JOB = (
 
 def main() -> None:
     """Run the arms, and write what each did."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("output", type=Path)
     parser.add_argument("--gsm8k", default="../shared/data/gsm8k/test.jsonl")
