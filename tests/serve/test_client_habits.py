@@ -1,6 +1,7 @@
 """What clients send by habit: each kind with its other members (the threads that report them)."""
 
 import json
+import os
 
 import pytest
 from fastapi.testclient import TestClient
@@ -171,8 +172,8 @@ def test_pages_of_other_origins_need_a_permit(client, job, text_engine):
 )
 def test_white_space_does_not_run_for_ever(client, asked, temperature):
     """Random weights would write nothing else (vllm#38696): between two parts there is at most a
-    new line with its indentation."""
-    for seed in range(3):
+    new line with its indentation. `JSON_SEEDS=84` asks 504 times."""
+    for seed in range(int(os.environ.get("JSON_SEEDS", "3"))):
         fields = {"temperature": temperature, "seed": seed, "max_tokens": 100}
         reply = ask(client, response_format=asked, **fields)
         (choice,) = reply.json()["choices"]
