@@ -244,6 +244,10 @@ HEADLINES = {
     "smollm2.busy_over_exact": Headline(
         "busy", lambda result: statistics.median(result["busy"]["ratios"])
     ),
+    # One question at a time on an idle processor that has AVX2 and no more.
+    "smollm2.avx2_over_exact_b1": Headline(
+        "busy", lambda result: statistics.median(result["idle"]["ratios"])
+    ),
     # The service over the bare engine at batch 8, in the mode in which that is less.
     "smollm2.http_over_engine": Headline(
         "serve_load_smollm2",

@@ -166,6 +166,7 @@ def test_figures_of_sampling_and_a_busy_machine(tmp_path):
     found, _ = headline.headlines(tmp_path)
     assert {name: entry["value"] for name, entry in found.items()} == {
         "smollm2.busy_over_exact": 1.0,
+        "smollm2.avx2_over_exact_b1": 2.0,
         "smollm2.http_over_engine": 0.8,
         "sampled.ms_per_row_49k": 0.25,
         "sampled.ms_per_row_152k": 0.25,
