@@ -22,6 +22,7 @@ _ROWS = (
     ("adapter's training", "SmolLM2-135M", "torch, bfloat16", _GPU, "adapter_training_gpu"),
     ("adapter's training", "SmolLM2-135M", "Ray Train", _CPU, "adapter_parts"),
     ("MARS training", "5M parameters, GSM8K", "Ray Train, float32", _CPU, "gsm8k"),
+    ("thresholds", "SmolLM2-135M by MARS", "ours, bfloat16", _CPU, "mars_frontier"),
     ("MARS training", "0.5B to 32B (the jobs for GPUs)", "DeepSpeed", _GPU, None),
     ("service", "tiny", "ours", _CPU, "serve_load"),
     ("service", "SmolLM2-135M, two replicas, policy", "ours", _CPU, "live"),
