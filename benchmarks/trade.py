@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs=3, default=["0.15", "0.6", "0.15"])
     parser.add_argument("--stage-s", nargs=3, default=["30", "120", "40"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS], help="to be run")
     parser.add_argument("--ttft-s", default="15")
     parser.add_argument("--time-per-token-s", default="0.15")
     parser.add_argument("--floor", default="0.3")
@@ -59,8 +60,10 @@ def main() -> None:
     for seed in asked.seeds:
         for arm, overrides in ARMS.items():
             output = asked.directory / f"{arm.replace(' ', '-')}-{seed}.json"
-            if not output.exists():
+            if arm in asked.arms and not output.exists():
                 _run(asked, seed, output, overrides)
+            if not output.exists():
+                continue
             runs.append({"arm": arm, "seed": seed} | _told(json.loads(output.read_text()), lost))
     result = {"points_lost": lost, "runs": runs, "provenance": provenance()}
     asked.output.write_text(json.dumps(result, indent=1) + "\n")

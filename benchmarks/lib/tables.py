@@ -474,11 +474,14 @@ def trade(result: dict[str, Any]) -> list[str]:
         f"{rate:g}/s for {seconds:.0f} s"
         for rate, seconds in zip(first["rates"], first["stage_s"], strict=True)
     )
+    ours = [run for run in result["runs"] if run["arm"] == "ours"]
+    counts = " and ".join(f"{run['live']['requests']}" for run in ours)
+    starts = " and ".join(f"{run['cold_start_s']:.0f}" for run in ours)
     return [
         *lines,
         "",
-        f"{first['live']['requests']} requests ({rates}); a replica took "
-        f"{first['cold_start_s']:.0f} s to start. {machine(result['provenance'])}.",
+        f"{counts} requests by seed ({rates}); a replica of ours took {starts} s to start. "
+        f"{machine(result['provenance'])}.",
     ]
 
 
