@@ -142,7 +142,8 @@ def _scored(
     asked: argparse.Namespace, directory: Path, frontier: Frontier
 ) -> Iterator[dict[str, Any]]:
     """For each point: the mean negative log-likelihood of its answers' tokens by the original, and
-    the share that the original would have chosen itself. The first `scored` answers of a kind."""
+    the share that the original would have chosen itself. The first `scored` answers of a kind,
+    their texts encoded again."""
     job = EvaluateJob.model_validate(frontier.provenance["job"])
     tokenizer, problems = load_tokenizer(asked.original), problems_of(job.task)
     prompts, encoder = prompts_of(problems, tokenizer), encoder_of(tokenizer)

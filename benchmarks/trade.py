@@ -26,7 +26,7 @@ ARMS = {
     "pinned": ("scaling.threshold.floor=1.0",),
     "two replicas": ("scaling.threshold.floor=1.0", "scaling.min_replicas=2"),
 }
-# One sequence a replica: on one core more rows cost as much as they bring (docs/results.md).
+# One sequence a replica: on one core more rows cost as much as they bring (docs/log.md).
 JOB = (
     'default_mode={type="confidence", window=2}',
     "limits.new_tokens=48",
