@@ -3,15 +3,18 @@
 import asyncio
 import gzip
 import random
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import ray
 from fastapi.responses import Response
 from fastapi.testclient import TestClient
 from serve.asking import error_of
 from serve.saying import Saying
 
 from mars_ray.serve.ingress.app import build_api
-from mars_ray.serve.ingress.metrics import PIECE_BYTES, metrics_reply
+from mars_ray.serve.ingress.metrics import PIECE_BYTES, metrics_reply, of_all_nodes
 
 LINES = "".join(
     f'ray_mars_requests{{replica="{i}"}} {random.Random(i).random()}\n' for i in range(90_000)
@@ -63,3 +66,33 @@ def test_names_are_vllms_unless_rays_are_asked_for(job):
     assert client.get("/metrics").text == "vllm 1\n"
     assert client.get("/metrics?names=ray").text == "ray 1\n"
     assert error_of(client.get("/metrics?names=mine"), 400)["param"] == "names"
+
+
+@pytest.mark.parametrize("answering", [0, 1])
+def test_no_page_is_better_than_an_empty_one(job, answering, monkeypatch):
+    """A node that does not answer is left out; if none does, the scrape fails and keeps its past.
+
+    Guards a busy node's empty page, which told Prometheus that all series had ended.
+    """
+
+    class Node(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'# TYPE ray_mars_drafts counter\nray_mars_drafts{model="a"} 3.0\n')
+
+    with HTTPServer(("127.0.0.1", 0), Node) as node, HTTPServer(("127.0.0.1", 0), Node) as silent:
+        silent.server_close()
+        threading.Thread(target=node.serve_forever, daemon=True).start()
+        ports = [silent.server_port, *[node.server_port] * answering]
+        nodes = [
+            {"Alive": True, "NodeManagerAddress": "127.0.0.1", "MetricsExportPort": port}
+            for port in ports
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        reply = TestClient(build_api(job, {"tiny": Saying()}, metrics=of_all_nodes)).get("/metrics")
+        node.shutdown()
+    if answering:
+        assert 'ray_mars_drafts{model="a"} 3.0' in reply.text
+    else:
+        assert error_of(reply, 503)["code"] == "metrics_unavailable"

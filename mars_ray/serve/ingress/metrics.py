@@ -27,6 +27,8 @@ from ray.serve.metrics import Counter
 
 from mars_ray.cluster.machine import open_direct
 from mars_ray.serve.ingress.middleware import RequestLog
+from mars_ray.serve.openai.request_models import ApiError
+from mars_ray.serve.protocol import ErrorInfo
 
 Names = Literal["vllm", "ray"]
 
@@ -175,7 +177,9 @@ def _lines(name: str, family: _Family) -> Iterator[str]:
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 2.0
+# Prometheus itself waits ten seconds for the page, unless it is told otherwise.
+_TIMEOUT_S = 8.0
+_NOT_NOW = ErrorInfo(503, "no node answers with its metrics; retry", code="metrics_unavailable")
 PIECE_BYTES = 1 << 20
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 # A pause for the proxy to take one piece before the next one comes.
@@ -184,24 +188,30 @@ _PAUSE_S = 0.01
 
 async def of_all_nodes(names: Names) -> str:
     """The metrics of all nodes under these names, in Prometheus's text format; a node that does not
-    answer in time is left out and logged."""
+    answer in time is left out and logged.
+
+    Raises ApiError if none answers: to Prometheus, an empty page would be the end of all series.
+    """
     addresses = [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in await asyncio.to_thread(ray.nodes)
         if node["Alive"]
     ]
-    texts = await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses))
+    read = await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses))
+    texts = [text for text in read if text is not None]
+    if not texts:
+        raise ApiError(_NOT_NOW)
     return await asyncio.to_thread(page_of, texts, names)
 
 
-def _read(address: str) -> str:
+def _read(address: str) -> str | None:
     try:
         # Never through a proxy: the node's address need not be reachable from there.
         with open_direct(Request(address), _TIMEOUT_S) as reply:
             return reply.read().decode()
     except OSError as error:
         logger.warning("%s does not answer: %s", address, error)
-        return ""
+        return None
 
 
 async def metrics_reply(text: str, accepted: str) -> Response:

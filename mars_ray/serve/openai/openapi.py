@@ -74,7 +74,7 @@ _ROUTES = (
         "/metrics",
         "What the service counts, for Prometheus; with `names=ray` as Ray's nodes export it.",
         text="text/plain",
-        errors=(400, 401, 403),
+        errors=(400, 401, 403, 503),
         choices=("vllm", "ray"),
     ),
     _Route("/healthz", "Whether the service lives.", StatusReply, is_open=True),
