@@ -22,8 +22,7 @@ import torch
 
 from mars_ray.adapt.jobs import Places
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.data import DataConfig, FilesSource
-from mars_ray.config.model import PretrainedModel
+from mars_ray.config.inputs import DataConfig, FilesSource, PretrainedModel
 from mars_ray.config.train import StageConfig, TrainJob
 from mars_ray.errors import MarsError
 from mars_ray.generate.prompts import OWN_ORIGIN

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from mars_ray.adapt.speed import measure_speeds
 from mars_ray.config.adapt import MeasureConfig
-from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.evaluate import PromptsTask
+from mars_ray.config.inputs import FilesSource
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.provenance import provenance
 

@@ -27,8 +27,8 @@ from decoders.job import ALONE, KINDS, BenchDecodeJob
 from rich.console import Console
 
 from mars_ray.config.decode import EngineConfig
+from mars_ray.config.inputs import PresetModel, PresetName
 from mars_ray.config.load import load_job
-from mars_ray.config.model import PresetModel, PresetName
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.core.frontier import mode_label
 from mars_ray.data.chat import encode_prompt

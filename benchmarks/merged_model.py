@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from mars_ray.config.model import PretrainedModel
+from mars_ray.config.inputs import PretrainedModel
 from mars_ray.model.adapters import add_adapters, merged
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import read_card
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_model, load_tokenizer, save_model
 
 RANK, ALPHA, BLOCK_SIZE = 32, 64.0, 4
 

@@ -31,7 +31,7 @@ from lib.load_client import Client, Load, load
 from lib.load_servers import mars_command, started, vllm_command
 
 from mars_ray.config.decode import EngineConfig, Sampling
-from mars_ray.config.model import PresetName
+from mars_ray.config.inputs import PresetName
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.data.chat import Message, encode_prompt

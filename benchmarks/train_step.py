@@ -32,8 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from mars_ray.config.data import CorpusSource, DataConfig
-from mars_ray.config.model import PresetModel, PresetName
+from mars_ray.config.inputs import CorpusSource, DataConfig, PresetModel, PresetName
 from mars_ray.config.train import (
     ArObjective,
     ConstantBlockSize,

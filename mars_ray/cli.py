@@ -23,9 +23,8 @@ from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import BenchJob, EvaluateJob, evaluation_of
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job
-from mars_ray.config.model import ExportJob
 from mars_ray.config.scaling import AdviseJob
-from mars_ray.config.serve import ServeJob
+from mars_ray.config.serve import ExportJob, ServeJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import ConfigError, MarsError

@@ -15,13 +15,12 @@ from mars_ray.autoscale.service_model import load_service_model
 from mars_ray.cluster.machine import LOOPBACK, check_port
 from mars_ray.config.base import Config, Names, found
 from mars_ray.config.demo import DemoJob, TinyDemoJob
-from mars_ray.config.model import ExportJob
-from mars_ray.config.serve import ServedModel
+from mars_ray.config.serve import ExportJob, ServedModel
 from mars_ray.data import files
 from mars_ray.errors import ConfigError, DataError, MarsError, ModelError
 from mars_ray.model.directory import CONFIG_FILE, DRAFT_CARD_FILE, check_complete, no_adapter
 from mars_ray.storage import copies, hub
-from mars_ray.storage.package import package_name
+from mars_ray.storage.hub import package_name
 from mars_ray.storage.place import Place, shown
 
 # What the job itself makes before it is read.

@@ -44,7 +44,6 @@ LEVELS = {
 }
 ONLY_IN = {
     "ray": {
-        "cluster/gpus.py",
         "adapt/run.py",
         "train/on_ray.py",
         "generate/on_ray.py",
@@ -86,7 +85,6 @@ ONLY_IN = {
 # Files below 60 lines, and why each is one.
 SHORT = {
     "__main__.py": "entry point",
-    "config/model.py": "of which model a job is",
     "decode/info.py": "for processes without torch",
     "decode/model_runner.py": "one step of the engine",
     "vllm/cpu.py": "a repair of vLLM's CPU build, to go with its cause",

@@ -13,8 +13,8 @@ from model.small_hub import NAME, hub
 from model.toys import write
 from safetensors.torch import load_file, save_file
 
-from mars_ray.config.data import CorpusSource, DataConfig
 from mars_ray.config.decode import EngineConfig
+from mars_ray.config.inputs import CorpusSource, DataConfig
 from mars_ray.data.rows import tokenize
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import DataError, ModelError

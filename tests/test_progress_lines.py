@@ -16,7 +16,7 @@ from mars_ray.progress import Bars, Lines
 from mars_ray.simulator import report
 from mars_ray.simulator.config import KINDS, SimulateJob
 from mars_ray.train.metrics import MetricsReader, StageProgress
-from mars_ray.tune.ledger import Ledger, ended
+from mars_ray.tune.search import Ledger, trials_ended
 
 
 @pytest.fixture
@@ -112,12 +112,12 @@ def test_a_stage_that_waits_for_its_first_step_says_so(tmp_path, monkeypatch, ca
 def test_who_watches_a_sweep_leaves_its_record_alone(tmp_path: Path):
     """Guards a line that is cut off while it is being written."""
     path = tmp_path / "trials.jsonl"
-    assert ended(path) == 0
+    assert trials_ended(path) == 0
     ledger = Ledger(path)
     ledger.append("start", "a", values={})
     ledger.append("end", "a", status="finished")
     with path.open("a") as file:
         file.write('{"event": "e')
     content = path.read_bytes()
-    assert ended(path) == 1
+    assert trials_ended(path) == 1
     assert path.read_bytes() == content

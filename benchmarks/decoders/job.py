@@ -6,7 +6,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from mars_ray.config.base import DISTINCT, AdapterPath, Config, ModelPath, Precision
 from mars_ray.config.evaluate import PromptsTask
-from mars_ray.config.model import PresetName
+from mars_ray.config.inputs import PresetName
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
 
 Peer = Literal[

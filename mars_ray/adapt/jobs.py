@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mars_ray.config.adapt import AdaptJob
-from mars_ray.config.data import DataConfig, FilesSource
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
 from mars_ray.config.generate import GenerateJob
-from mars_ray.config.model import PretrainedModel
+from mars_ray.config.inputs import DataConfig, FilesSource, PretrainedModel
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.train import ClusterConfig, StageConfig, TrainJob
 from mars_ray.core.statistics import before_loop

@@ -67,7 +67,7 @@ from typing import Any, Literal, TypeVar
 from mars_ray.config.base import found
 from mars_ray.config.decode import PROMPTS_SHARE, EngineConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import ServedEngine, VllmConfig
+from mars_ray.config.vllm import ServedEngine, VllmConfig
 from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.core.step_cost import StepCost
 from mars_ray.errors import ConfigError

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import Config, JobName, Names, Precision
-from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import OwnPrompts, PromptSource
+from mars_ray.config.inputs import FilesSource
 from mars_ray.config.modes import Modes, VerifiedMode
 from mars_ray.config.train import (
     CheckpointConfig,

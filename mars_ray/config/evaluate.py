@@ -10,8 +10,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from mars_ray.config.adapt import name_of
 from mars_ray.config.base import DISTINCT, Config, ModelPath, Names
-from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig, check_generation
+from mars_ray.config.inputs import FilesSource
 from mars_ray.config.modes import ExactMode, Modes, VerifiedMode
 from mars_ray.errors import ConfigError
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config, ModelPath, Names
-from mars_ray.config.data import CorpusSource, FilesSource, HubSource
 from mars_ray.config.decode import EngineConfig, Sampling, check_generation
+from mars_ray.config.inputs import CorpusSource, FilesSource, HubSource
 from mars_ray.config.modes import ExactMode, Mode
 
 

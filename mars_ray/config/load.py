@@ -14,11 +14,10 @@ from mars_ray.config.base import Config, found
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import BenchJob, EvaluateJob
 from mars_ray.config.generate import GenerateJob
-from mars_ray.config.model import ExportJob
-from mars_ray.config.serve import ServeJob
+from mars_ray.config.serve import ExportJob, ServeJob
 from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
-from mars_ray.config.vllm_engine import VLLM_NAMES
+from mars_ray.config.vllm import VLLM_NAMES
 from mars_ray.errors import ConfigError
 
 Kinds = Mapping[str, type[Config]]

@@ -1,4 +1,5 @@
-"""One service: checkpoints behind an OpenAI-compatible API."""
+"""One service: checkpoints behind an OpenAI-compatible API; and the export of one to where services
+load it."""
 
 import re
 from typing import Annotated, Literal, Self
@@ -10,7 +11,7 @@ from mars_ray.config.base import MODEL_CACHE, Checkpoint, Config, Names, Revisio
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode, Threshold, VerifiedMode
 from mars_ray.config.scaling import ScalingConfig
-from mars_ray.config.vllm_engine import ServedEngine
+from mars_ray.config.vllm import ServedEngine
 
 # Names of vLLM's options; its llama3_json is called llama3 here.
 ToolParser = Literal["hermes", "llama3", "mistral"]
@@ -254,3 +255,28 @@ class ServeJob(ServedModel):
             for model in self.more_models
         }
         return {self.name: self.model_copy(update={"more_models": ()})} | only
+
+
+class ExportJob(Config):
+    """Copies a checkpoint with its card; a place that holds something already is refused."""
+
+    kind: Literal["export"] = "export"
+    checkpoint: Checkpoint
+    revision: Revision = None
+    destination: str = Field(
+        description="directory or URI, another one for every version of a model"
+    )
+    model_cache: Annotated[str, Names("output")] = Field(
+        default=MODEL_CACHE,
+        description="for a copy of a checkpoint that comes from an object store",
+    )
+
+    @model_validator(mode="after")
+    def _uris_have_two_slashes(self) -> Self:
+        # It would become a local directory of that name, while a service would look in the store.
+        if re.match(r"[a-z0-9]+:/(?!/)", self.destination):
+            raise ValueError(
+                f"destination {self.destination} has one slash where a URI has two, as in "
+                "s3://bucket/models/mars"
+            )
+        return self

@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from mars_ray.config.base import AdapterPath, Config, JobName, Names, Precision
-from mars_ray.config.data import DataConfig
-from mars_ray.config.model import ModelConfig, PretrainedModel
+from mars_ray.config.inputs import DataConfig, ModelConfig, PretrainedModel
 
 BlockSizeTokens = Annotated[int, Field(ge=1, le=64)]
 

@@ -13,7 +13,7 @@ from typing import Any
 from pyarrow import ArrowException
 
 from mars_ray.config.base import found
-from mars_ray.config.data import HubSource
+from mars_ray.config.inputs import HubSource
 from mars_ray.errors import DataError
 
 Row = tuple[str, object]  # `file:line`, and the parsed content or the ValueError that it raised

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.config.data import DataConfig, FilesSource, HubSource, Source
+from mars_ray.config.inputs import DataConfig, FilesSource, HubSource, Source
 from mars_ray.data import files
 from mars_ray.data.chat import ChatEncoder, Encoded, Plan, encoder_of
 from mars_ray.data.sources import BadRows, Record, read, token_plan

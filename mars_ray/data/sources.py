@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from mars_ray.config.data import CorpusSource, FilesSource, HubSource, Source
+from mars_ray.config.inputs import CorpusSource, FilesSource, HubSource, Source
 from mars_ray.data import corpus, files
 from mars_ray.data.chat import ChatEncoder, Message, Plan
 from mars_ray.errors import DataError

@@ -29,9 +29,9 @@ from mars_ray.cluster.connection import Connect, already
 from mars_ray.cluster.machine import urlopen
 from mars_ray.config.adapt import AdaptJob, MeasureConfig
 from mars_ray.config.base import found
-from mars_ray.config.data import FilesSource
 from mars_ray.config.demo import DemoJob, TinyDemoJob
 from mars_ray.config.evaluate import EvaluateJob, PromptsTask
+from mars_ray.config.inputs import FilesSource
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier

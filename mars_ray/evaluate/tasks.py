@@ -11,7 +11,6 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from mars_ray.config.data import FilesSource
 from mars_ray.config.evaluate import (
     CorpusTask,
     ExactMatch,
@@ -23,6 +22,7 @@ from mars_ray.config.evaluate import (
     RegexMatch,
     Task,
 )
+from mars_ray.config.inputs import FilesSource
 from mars_ray.data.chat import Message
 from mars_ray.data.corpus import problems
 from mars_ray.data.sources import BadRows, read_prompts

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from mars_ray.cluster.gpus import cluster_gpus, gpus_each
+from mars_ray.cluster.connection import cluster_gpus, gpus_each
 from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, MarsError

@@ -61,8 +61,7 @@ from mars_ray.model.directory import check_complete, read_card
 from mars_ray.model.load import load_tokenizer
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
-from mars_ray.storage.copies import wanted
-from mars_ray.storage.directory import Directory
+from mars_ray.storage.copies import Directory, wanted
 
 # Settings of place and speed, on which the answers do not depend.
 _HARMLESS = {"minutes", "least_answers", "workers", "cpus_per_worker", "gpus_per_worker"}

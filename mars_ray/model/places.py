@@ -20,7 +20,7 @@ from mars_ray.model.directory import (
 from mars_ray.model.draft_adapter import DraftCard, read_draft_adapter, read_draft_card
 from mars_ray.model.load import read_config
 from mars_ray.storage import copies
-from mars_ray.storage.directory import Directory
+from mars_ray.storage.copies import Directory
 from mars_ray.storage.place import Place, shown
 
 _DIGEST_CHARS = 8

@@ -21,7 +21,7 @@ from mars_ray.autoscale.sample import Collector, ReplicaCounts, Report, step_cos
 from mars_ray.autoscale.service_model import ServiceModel, sized
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import ServedEngine
+from mars_ray.config.vllm import ServedEngine
 from mars_ray.errors import DataError
 from mars_ray.files import write_whole
 from mars_ray.serve.status import Decided

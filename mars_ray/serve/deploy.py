@@ -27,11 +27,11 @@ from ray.serve.exceptions import RayServeException
 from ray.util import list_named_actors
 
 from mars_ray.autoscale.service_model import ServiceModel, load_service_model, prior_model, sized
-from mars_ray.cluster.gpus import sentence, served
+from mars_ray.cluster.connection import sentence, served
 from mars_ray.cluster.machine import check_port
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.core.frontier import read_frontier
 from mars_ray.decode.request import check_context, window_of
 from mars_ray.errors import CheckpointError, ConfigError, EngineError, ModelError, RequestError

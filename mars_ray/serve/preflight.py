@@ -13,7 +13,7 @@ from pathlib import Path
 from mars_ray.cluster.connection import named_address
 from mars_ray.cluster.machine import check_port
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.errors import ConfigError
 from mars_ray.inputs import check_inputs
 from mars_ray.serve.ingress.auth import ApiKeys

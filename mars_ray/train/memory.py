@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mars_ray.config.data import DataConfig
+from mars_ray.config.inputs import DataConfig
 from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import DraftObjective, MarsObjective, StageConfig, TrainJob
 from mars_ray.data.rows import Conversations

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_ray.config.model import PretrainedModel
+from mars_ray.config.inputs import PretrainedModel
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
 from mars_ray.config.train import DraftObjective
 from mars_ray.errors import ModelError
@@ -23,9 +23,8 @@ from mars_ray.model.draft_adapter import (
     read_draft_card,
     write_draft_adapter,
 )
-from mars_ray.model.load import load_model, load_tokenizer
+from mars_ray.model.load import load_model, load_tokenizer, save_model
 from mars_ray.model.places import local_copy
-from mars_ray.model.save import save_model
 from mars_ray.provenance import provenance
 from mars_ray.storage.place import Place
 from mars_ray.train import checkpoint

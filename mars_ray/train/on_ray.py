@@ -34,7 +34,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2.api.config import LoggingConfig
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
-from mars_ray.cluster.gpus import sentence, trained
+from mars_ray.cluster.connection import sentence, trained
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
 from mars_ray.train import checkpoint

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mars_ray.config.data import FilesSource, Source
-from mars_ray.config.model import PretrainedModel
+from mars_ray.config.inputs import FilesSource, PretrainedModel, Source
 from mars_ray.config.train import (
     DraftObjective,
     MarsObjective,

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 
 from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError
-from mars_ray.storage.directory import Directory
+from mars_ray.storage.copies import Directory
 from mars_ray.storage.place import below, explained
 from mars_ray.train import checkpoint
 

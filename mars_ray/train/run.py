@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mars_ray.cluster.connection import Connect, already
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
 from mars_ray.files import changed_keys, remedy, sole_writer, write_whole

@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.table import Table
 
-from mars_ray.cluster.gpus import cluster_gpus, gpus_each
+from mars_ray.cluster.connection import cluster_gpus, gpus_each
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
 from mars_ray.config.tune import Objectives, TuneJob
@@ -39,7 +39,7 @@ from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 from mars_ray.train import checkpoint
 from mars_ray.train.plan import absolute_path
-from mars_ray.tune.ledger import Ledger, TrialRecord
+from mars_ray.tune.search import Ledger, TrialRecord
 
 # Name of the model that all trials started from, which is measured too.
 START = "start"

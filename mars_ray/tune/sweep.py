@@ -4,7 +4,7 @@ output_dir/
   sweep.json        the resolved job, and its provenance
   base/             the stages before the tried one, and the model that trials start from
   cache/            tokenised sources, shared by all trials
-  trials.jsonl      the events of all trials (ledger.py)
+  trials.jsonl      the events of all trials (search.py)
   trials/<id>/      the Train runs of a trial
   tune/             Ray Tune's own state
   frontiers/<id>/   the survivors' generated results
@@ -27,8 +27,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 from rich.console import Console
 
-from mars_ray.cluster.connection import Connect, already
-from mars_ray.cluster.gpus import gpus_each
+from mars_ray.cluster.connection import Connect, already, gpus_each
 from mars_ray.config.evaluate import Gsm8kTask
 from mars_ray.config.tune import TuneJob
 from mars_ray.core.frontier import Frontier
@@ -40,7 +39,6 @@ from mars_ray.progress import Lines
 from mars_ray.provenance import provenance
 from mars_ray.train.plan import absolute_path, initial_model, stage_plan, with_absolute_paths
 from mars_ray.train.run import run_training
-from mars_ray.tune.ledger import LEDGER_FILE, Ledger, TrialRecord, ended
 from mars_ray.tune.results import (
     START,
     Row,
@@ -54,11 +52,15 @@ from mars_ray.tune.results import (
     write_results,
 )
 from mars_ray.tune.search import (
+    LEDGER_FILE,
+    Ledger,
+    TrialRecord,
     check_space,
     domains,
     scheduler_of,
     searcher_of,
     trial_job,
+    trials_ended,
     values_at,
 )
 from mars_ray.tune.trial import MarsTrial, SweepPlan
@@ -157,7 +159,7 @@ def run_trials(job: TuneJob, console: Console, connect: Connect = already) -> Le
         # A trial that replaces another is a Train run of its own, so there is nothing to reuse.
         warnings.filterwarnings("ignore", "Consider boosting PBT performance")
         tuner = _tuner(plan, _Watch(job, path, console), console)
-        with Lines(console, lambda: f"{ended(path)} of {job.trials} trials have ended"):
+        with Lines(console, lambda: f"{trials_ended(path)} of {job.trials} trials have ended"):
             grid = tuner.fit()
     ledger = Ledger(path)
     _close_lost(ledger, {Path(result.path).name for result in grid})

@@ -9,8 +9,8 @@ import pytest
 from config_reference import reference
 
 from mars_ray.config.evaluate import EvaluateJob
+from mars_ray.config.inputs import PretrainedModel
 from mars_ray.config.load import JOB_KINDS, load_job, parse_job, read_toml
-from mars_ray.config.model import PretrainedModel
 from mars_ray.config.scaling import ScalingConfig
 from mars_ray.config.train import BestCheckpoint, MarsObjective, TrainJob
 from mars_ray.errors import ConfigError

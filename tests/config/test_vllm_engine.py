@@ -5,7 +5,7 @@ import pytest
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.load import parse_job
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.errors import ConfigError
 
 

@@ -3,7 +3,7 @@ import json
 import datasets.config
 import pytest
 
-from mars_ray.config.data import HubSource
+from mars_ray.config.inputs import HubSource
 from mars_ray.data import files
 from mars_ray.data.sources import BadRows, read
 from mars_ray.errors import DataError

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from data.encoding import encode
 
-from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
+from mars_ray.config.inputs import CorpusSource, DataConfig, FilesSource
 from mars_ray.data import rows
 from mars_ray.data.rows import Joined, tokenize
 from mars_ray.data.sources import BadRows, read

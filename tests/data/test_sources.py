@@ -3,7 +3,7 @@ import logging
 import pytest
 from pydantic import ValidationError
 
-from mars_ray.config.data import CorpusSource, FilesSource
+from mars_ray.config.inputs import CorpusSource, FilesSource
 from mars_ray.data import sources
 from mars_ray.data.chat import Message
 from mars_ray.data.sources import BadRows, read, read_prompts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mars_ray.config.data import DataConfig, FilesSource
+from mars_ray.config.inputs import DataConfig, FilesSource
 from mars_ray.data.loader import Loader
 from mars_ray.data.rows import Conversations, tokenize
 from mars_ray.errors import DataError

@@ -11,7 +11,7 @@ from decode.models import CARD, request, trained_model
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.config.modes import ExactMode
 from mars_ray.decode import kv_cache, warm_up
 from mars_ray.decode.engine import Engine, generate_all

@@ -10,7 +10,7 @@ from decode.models import request
 from model.toys import write
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import loading
 from mars_ray.decode.cpu.library import is_available, supported
@@ -20,8 +20,7 @@ from mars_ray.errors import ModelError
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import fingerprint, read_card
 from mars_ray.model.draft_adapter import write_draft_adapter
-from mars_ray.model.load import load_model, load_tokenizer, stored_dtype
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_model, load_tokenizer, save_model, stored_dtype
 
 SIZE = EngineConfig(max_batch=2, max_context=600, device="cpu")
 

@@ -22,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.serve.deploy import APP_NAME, build_app
 
 # Of Ray: how long `ray start --block` lets a node drain that is told to stop.

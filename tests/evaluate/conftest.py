@@ -2,7 +2,7 @@
 
 import pytest
 
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.data.corpus import problems
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import ModelCard, read_card, write_card

@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from mars_ray.config.data import FilesSource
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.evaluate import CorpusTask, EvaluateJob, Gsm8kTask, PromptsTask
+from mars_ray.config.inputs import FilesSource
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import ConfidenceMode, JacobiMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier

@@ -10,10 +10,10 @@ from generate.engines import InProcess
 from model.toys import build
 from rich.console import Console
 
-from mars_ray.config.data import CorpusSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import BenchJob, CorpusTask, EvaluateJob
 from mars_ray.config.generate import GenerateJob
+from mars_ray.config.inputs import CorpusSource
 from mars_ray.config.modes import ConfidenceMode, ExactMode, JacobiMode
 from mars_ray.errors import RequestError
 from mars_ray.evaluate import bench

@@ -8,12 +8,11 @@ from data.encoding import encode
 from train.small_jobs import make_model
 from transformers import PreTrainedTokenizerBase
 
-from mars_ray.config.model import PretrainedModel
+from mars_ray.config.inputs import PretrainedModel
 from mars_ray.data.chat import Message
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import PLAIN
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_model, load_tokenizer, save_model
 
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 

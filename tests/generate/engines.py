@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from mars_ray.config.data import CorpusSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob
+from mars_ray.config.inputs import CorpusSource
 from mars_ray.decode.request import Completion, Request
 from mars_ray.generate.run import run_generation
 from mars_ray.generate.worker import LEAST, Worker

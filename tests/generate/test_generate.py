@@ -20,9 +20,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from mars_ray import progress
-from mars_ray.config.data import CorpusSource, DataConfig, FilesSource
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob, OwnPrompts
+from mars_ray.config.inputs import CorpusSource, DataConfig, FilesSource
 from mars_ray.config.modes import ConfidenceMode
 from mars_ray.data.chat import encode_prompt
 from mars_ray.data.rows import tokenize

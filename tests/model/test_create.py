@@ -6,7 +6,7 @@ import torch
 from model.toys import TEXTS, build, llama_tokenizer, write
 from transformers import Qwen2ForCausalLM
 
-from mars_ray.config.model import PresetModel, PretrainedModel
+from mars_ray.config.inputs import PresetModel, PretrainedModel
 from mars_ray.errors import ModelError
 from mars_ray.model import create
 from mars_ray.model.create import SHAPES, create_model, preset_config

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from model.small_s3 import bucket
 
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.errors import ModelError
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import PLAIN, read_card
 from mars_ray.model.places import config_of, export_model, local_copy, pinned
-from mars_ray.storage import directory
+from mars_ray.storage import copies
 from mars_ray.storage.place import Place, shown
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50
@@ -75,14 +75,14 @@ def test_a_place_that_is_taken_is_left_alone(made, tmp_path):
 
 def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
     """Card and configuration are what a service looks at first, and they come last."""
-    copy = directory.copy_files
+    copy = copies.copy_files
 
     def fails_at_weights(source, *options, **sizes):
         if source.endswith(".safetensors"):
             raise OSError("the network is gone")
         copy(source, *options, **sizes)
 
-    monkeypatch.setattr(directory, "copy_files", fails_at_weights)
+    monkeypatch.setattr(copies, "copy_files", fails_at_weights)
     with pytest.raises(ModelError, match="the network is gone"):
         export_model(Place(str(made)), str(tmp_path / "mars"), cache="")
     with pytest.raises(ModelError, match=r"neither mars\.json nor config\.json"):
@@ -91,7 +91,7 @@ def test_an_export_that_is_cut_short_is_not_served(made, tmp_path, monkeypatch):
 
 def cut_short(made: Path, destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export whose last file does not arrive."""
-    copy = directory.copy_files
+    copy = copies.copy_files
 
     def fails_at_the_last(source, *options, **sizes):
         if source.endswith("/config.json"):
@@ -99,7 +99,7 @@ def cut_short(made: Path, destination: str, monkeypatch: pytest.MonkeyPatch) -> 
         copy(source, *options, **sizes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "copy_files", fails_at_the_last)
+        patch.setattr(copies, "copy_files", fails_at_the_last)
         with pytest.raises(ModelError, match="the network is gone"):
             export_model(Place(str(made)), destination, cache="")
 
@@ -145,7 +145,7 @@ def test_a_file_that_arrives_short_can_be_exported_again(made, tmp_path, monkeyp
 
     destination = tmp_path / "mars"
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "copy_files", shorter)
+        patch.setattr(copies, "copy_files", shorter)
         with pytest.raises(ModelError, match=r"arrived with \d+ bytes; export again$"):
             export_model(Place(str(made)), str(destination), cache="")
     assert not (destination / name).exists()

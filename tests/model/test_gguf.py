@@ -21,8 +21,7 @@ from transformers import (
 from mars_ray.errors import ModelError
 from mars_ray.model.directory import PLAIN
 from mars_ray.model.gguf import load_gguf
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_tokenizer, save_model
 
 SIZE = SHAPE | {"vocab_size": 310, "hidden_size": 64, "intermediate_size": 96}
 KINDS = {

@@ -6,11 +6,10 @@ from model.toys import build, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from mars_ray.errors import ModelError
-from mars_ray.model import save
+from mars_ray.model import load
 from mars_ray.model.create import ensure_mask_token
 from mars_ray.model.directory import ModelCard, read_card, write_card
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_model, load_tokenizer, save_model
 
 TEXT = "Tom has 12 apples<|im_end|>"
 
@@ -100,7 +99,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(save, "write_card", fail)
+    monkeypatch.setattr(load, "write_card", fail)
     with pytest.raises(OSError, match="no space"):
         save_model(tmp_path / "model", model, tokenizer, card)
     assert load_model(tmp_path / "model", dtype=None)

@@ -13,14 +13,14 @@ from model.small_hub import COMMIT, NAME, hub
 from model.small_s3 import bucket
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.decode.loading import load_engine
 from mars_ray.errors import ModelError
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import PLAIN, read_card
 from mars_ray.model.load import load_model
 from mars_ray.model.places import config_of, local_copy, pinned
-from mars_ray.storage.directory import Directory
+from mars_ray.storage.copies import Directory
 from mars_ray.storage.place import Place
 
 WORDS = ["one two three four five six seven eight nine ten"] * 50

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.core.draft_head import DraftHead
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import PLAIN, fingerprint
@@ -19,8 +19,7 @@ from mars_ray.model.draft_adapter import (
     read_draft_adapter,
     write_draft_adapter,
 )
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_model, load_tokenizer, save_model
 
 DEPTHS = 4
 TEXTS = ["one two three four five six seven eight nine ten"] * 50

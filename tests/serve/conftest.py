@@ -13,12 +13,11 @@ from serve.real_port import served
 from transformers import PreTrainedModel
 
 from mars_ray.config.decode import EngineConfig
-from mars_ray.config.model import PresetModel
+from mars_ray.config.inputs import PresetModel
 from mars_ray.config.serve import Limits, ServeJob
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import read_card
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import load_model, load_tokenizer, save_model
 from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.replica.llm_server import LLMServer
 

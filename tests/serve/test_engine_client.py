@@ -17,7 +17,7 @@ from serve.vllm_here import ENVIRONMENT, needs_vllm
 from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.modes import ConfidenceMode, ExactMode, Mode, VerifiedMode
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.core.thresholds import Elastic, Quality
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from mars_ray.adapt.jobs import Places, service_table
-from mars_ray.cluster.gpus import gpus_each, sentence, served, trained
+from mars_ray.cluster.connection import gpus_each, sentence, served, trained
 from mars_ray.config.adapt import AdaptJob, ServiceConfig
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import ClusterConfig
@@ -24,9 +24,9 @@ import ray
 from pathlib import Path
 from rich.console import Console
 from mars_ray.adapt.run import devices
-from mars_ray.cluster.gpus import served, trained
+from mars_ray.cluster.connection import served, trained
 from mars_ray.cluster.machine import NODE_ENVIRONMENT, free_port
-from mars_ray.config.data import CorpusSource
+from mars_ray.config.inputs import CorpusSource
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.serve import ServeJob
 from mars_ray.config.train import ClusterConfig

@@ -17,7 +17,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.config.load import parse_job
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import Limits, ServedModel, ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.errors import ConfigError, ModelError
 from mars_ray.serve.deploy import _replicas, build_app, start
 from mars_ray.serve.ingress.app import build_api

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 
 HAS_VLLM = find_spec("vllm") is not None and find_spec("vllm.v1") is not None
 needs_vllm = [

@@ -16,7 +16,7 @@ from mars_ray.config.train import TrainJob
 from mars_ray.data.corpus import problems
 from mars_ray.errors import MarsError
 from mars_ray.model.create import ensure_mask_token, train_tokenizer
-from mars_ray.model.save import save_model
+from mars_ray.model.load import save_model
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.plan import StagePlan, stage_plan, with_absolute_paths

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mars_ray.tune.ledger import Ledger
+from mars_ray.tune.search import Ledger
 
 
 def test_what_is_written_is_read_again(tmp_path: Path):

@@ -14,7 +14,6 @@ from mars_ray.core.frontier import Frontier, FrontierPoint
 from mars_ray.errors import ConfigError, TrainingError
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.train import checkpoint
-from mars_ray.tune.ledger import Ledger
 from mars_ray.tune.results import (
     START,
     _evaluation,
@@ -28,6 +27,7 @@ from mars_ray.tune.results import (
     survivors,
     write_results,
 )
+from mars_ray.tune.search import Ledger
 
 OBJECTIVES = Objectives.model_validate({"task": {"type": "corpus"}, "max_accuracy_loss": 0.02})
 

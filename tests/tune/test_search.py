@@ -12,8 +12,7 @@ from tune.sweeps import make_sweep
 
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.tune import trial as trials
-from mars_ray.tune.ledger import Ledger
-from mars_ray.tune.search import EarlyStopping, domains, searcher_of
+from mars_ray.tune.search import EarlyStopping, Ledger, domains, searcher_of
 from mars_ray.tune.trial import MarsTrial
 
 NOWHERE = Path("nowhere")

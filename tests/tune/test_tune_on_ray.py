@@ -23,8 +23,8 @@ from mars_ray.core.frontier import read_frontier
 from mars_ray.errors import ModelError
 from mars_ray.files import read_journal
 from mars_ray.train import checkpoint
-from mars_ray.tune.ledger import LEDGER_FILE, Ledger
 from mars_ray.tune.results import measure
+from mars_ray.tune.search import LEDGER_FILE, Ledger
 from mars_ray.tune.sweep import run_sweep, run_trials
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

@@ -18,7 +18,7 @@ from mars_ray.autoscale.service_model import measured, warning, with_room
 from mars_ray.config.decode import EngineConfig
 from mars_ray.config.modes import Mode
 from mars_ray.config.serve import ServeJob
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.core.step_cost import CONTEXT
 from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.loading import load_engine

@@ -16,8 +16,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.version import __version__ as VLLM_VERSION
 
-from mars_ray.config.vllm import VllmMars
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig, VllmMars
 from mars_ray.core.thresholds import Budget, Elastic
 from mars_ray.decode.request import MOST_LOGPROBS, Request
 from mars_ray.errors import ConfigError, RequestError

@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import LogprobsLists
 
 from mars_ray.config.modes import Mode
-from mars_ray.config.vllm_engine import VllmConfig
+from mars_ray.config.vllm import VllmConfig
 from mars_ray.core.thresholds import Elastic
 from mars_ray.decode.engine_thread import Close, Deliver, EngineThread, failed
 from mars_ray.decode.info import EngineInfo

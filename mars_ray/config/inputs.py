@@ -1,10 +1,36 @@
-"""Sources of conversations, and their conversion to token rows."""
+"""What jobs start from: a model, and sources of conversations that become rows of tokens."""
 
+import os
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mars_ray.config.base import MAX_BAD_SHARE, BadShare, Config, Names
+
+PresetName = Literal["tiny", "small", "smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b"]
+
+
+class PresetModel(Config):
+    """A Qwen2-architecture model with random weights and a tokenizer trained on the data."""
+
+    type: Literal["preset"] = "preset"
+    preset: PresetName
+    vocab_size: int = Field(
+        default=768, ge=300, description="tokens of the byte-level BPE vocabulary"
+    )
+
+
+class PretrainedModel(Config):
+    """A Hugging Face causal language model: a local directory or a hub name."""
+
+    type: Literal["pretrained"] = "pretrained"
+    path: Annotated[
+        str, Field(min_length=1), AfterValidator(os.path.expanduser), Names("start model")
+    ]
+    revision: str | None = None
+
+
+ModelConfig = Annotated[PresetModel | PretrainedModel, Field(discriminator="type")]
 
 
 class CorpusSource(Config):
