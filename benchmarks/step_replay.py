@@ -44,9 +44,9 @@ from mars_ray.decode.scheduler import decoding_rows
 from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
 from mars_ray.model.stop import stop_ids
 from mars_ray.provenance import provenance
+from mars_ray.simulator.cases import Fixed
 from mars_ray.simulator.config import AzureTrace, Cluster
 from mars_ray.simulator.engine.run import EXACT, Fixture, simulate
-from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
-from mars_ray.simulator.cases import Case
+from mars_ray.simulator.cases import Case, Fixed
 from mars_ray.simulator.engine.run import Outcome, simulate
-from mars_ray.simulator.policies import Fixed
 
 _WINDOW_S = 30.0
 # Shares of a window's requests that it wants in time, from cheap to safe.

@@ -12,9 +12,8 @@ import numpy as np
 from mars_ray.autoscale.policy import Decision
 from mars_ray.autoscale.sample import Sample
 from mars_ray.autoscale.service_model import Level, ServiceModel
-from mars_ray.simulator.cases import Case
+from mars_ray.simulator.cases import TARGET_ONGOING, Case, Fixed, RayDefault, first_replicas
 from mars_ray.simulator.engine.run import EXACT, Deciding, Outcome, Policy, simulate
-from mars_ray.simulator.policies import TARGET_ONGOING, Fixed, RayDefault, first_replicas
 from policies.job import PolicyName
 from policies.keda import QUEUE_LENGTH, Keda
 from policies.knative import TARGET, Knative

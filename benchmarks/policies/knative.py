@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mars_ray.autoscale.policy import Decision, State
 from mars_ray.autoscale.sample import Sample
-from mars_ray.simulator.policies import ongoing
+from mars_ray.simulator.cases import ongoing
 
 # Its container-concurrency-target-default, and container-concurrency-target-percentage of that.
 TARGET = 100.0 * 0.7

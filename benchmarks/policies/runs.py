@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from mars_ray.autoscale.service_model import ServiceModel
-from mars_ray.simulator.cases import Cell, make_case
+from mars_ray.simulator.cases import Cell, Fixed, make_case
 from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.run import EXACT, Fixture, simulate
-from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.report import figures_of, thinned
 from mars_ray.simulator.traces.trace import Trace
 from policies.clairvoyant import clairvoyant

@@ -30,10 +30,9 @@ from mars_ray.config.scaling import AdviseJob, ScalingConfig, Slo, ThresholdBoun
 from mars_ray.files import ResultCache, write_whole
 from mars_ray.page import BLUE, GREEN, GREY, ORANGE, Cell, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
-from mars_ray.simulator.cases import Case, run_parts
+from mars_ray.simulator.cases import Case, Fixed, run_parts
 from mars_ray.simulator.config import Cluster, FileTrace
 from mars_ray.simulator.engine.run import EXACT, Deciding, simulate, summarise
-from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.load import load_trace
 from mars_ray.simulator.traces.trace import Trace
 

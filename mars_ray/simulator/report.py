@@ -21,10 +21,9 @@ from mars_ray.autoscale.service_model import ServiceModel, contradiction, load_s
 from mars_ray.files import ResultCache
 from mars_ray.page import GREY, Part, Table, page, plain, svg
 from mars_ray.provenance import provenance
-from mars_ray.simulator.cases import Case, Cell, loaded, make_case, run_parts
+from mars_ray.simulator.cases import Case, Cell, loaded, make_case, run, run_parts
 from mars_ray.simulator.config import PolicyName, SimulateJob, Simulation
 from mars_ray.simulator.engine.run import Outcome, Timeline, summarise
-from mars_ray.simulator.policies import run
 
 # What is kept of a run.
 FIGURES = (

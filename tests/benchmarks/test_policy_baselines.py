@@ -32,11 +32,10 @@ from simulator.simulated import MODEL, poisson, trace
 
 from mars_ray.autoscale.sample import ReplicaLoad
 from mars_ray.config.scaling import ScalingConfig, Slo
-from mars_ray.simulator.cases import Case
+from mars_ray.simulator.cases import TARGET_ONGOING, Case, Delays, RayDefault
 from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.observe import Observed
 from mars_ray.simulator.engine.run import Policy
-from mars_ray.simulator.policies import TARGET_ONGOING, Delays, RayDefault
 
 
 def sample(running: int, busy: int = 0, target: int | None = None, **more) -> Observed:

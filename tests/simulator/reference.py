@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mars_ray.simulator.engine.arrays import Tables
-from mars_ray.simulator.engine.engine import NONE_LEFT, step_s
+from mars_ray.simulator.engine.core import NONE_LEFT, step_s
 from mars_ray.simulator.traces.trace import Trace
 
 

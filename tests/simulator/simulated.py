@@ -3,9 +3,9 @@
 import numpy as np
 
 from mars_ray.autoscale.service_model import Level, ServiceModel, Shape
+from mars_ray.simulator.cases import Fixed
 from mars_ray.simulator.config import Cluster
 from mars_ray.simulator.engine.run import Fixture, Outcome, Policy, simulate
-from mars_ray.simulator.policies import Fixed
 from mars_ray.simulator.traces.trace import Trace
 
 # Every step takes 10 ms, and 1 ms more for each row beyond 100; two tokens a step without masks'

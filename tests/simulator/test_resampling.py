@@ -10,9 +10,7 @@ import pytest
 
 from mars_ray.errors import DataError
 from mars_ray.simulator.config import AzureTrace, FileTrace, MooncakeTrace, ServeGenTrace
-from mars_ray.simulator.traces.load import load_trace
-from mars_ray.simulator.traces.read import from_blocks
-from mars_ray.simulator.traces.servegen import Window, drawn_clients
+from mars_ray.simulator.traces.load import Window, drawn_clients, from_blocks, load_trace
 from mars_ray.simulator.traces.trace import Trace, resampled
 
 HEAD = "arrival_s,prompt_tokens,output_tokens"

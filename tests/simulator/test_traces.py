@@ -18,8 +18,7 @@ from mars_ray.simulator.config import (
     ServeGenTrace,
     SineTrace,
 )
-from mars_ray.simulator.traces.load import load_trace
-from mars_ray.simulator.traces.servegen import Window, window_arrivals
+from mars_ray.simulator.traces.load import Window, load_trace, window_arrivals
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 HEAD = "arrival_s,prompt_tokens,output_tokens"
