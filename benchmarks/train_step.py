@@ -54,14 +54,13 @@ from mars_ray.model.directory import read_card
 from mars_ray.model.load import load_model, load_tokenizer, multiplies_bfloat16
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
-from mars_ray.train.draft_adapter import draft_card, fresh_weights
-from mars_ray.train.draft_step import DraftStep
+from mars_ray.train.draft_adapter import DraftStep, draft_card, fresh_weights
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.frozen import FrozenModel
+from mars_ray.train.metrics import RankTimer
 from mars_ray.train.model_step import TrainStep
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import RankTimer
 
 _FOUR = ConstantBlockSize(size=4)
 OBJECTIVES: dict[str, Objective] = {

@@ -303,7 +303,7 @@ def demo(
 ) -> None:
     """Adapt, measure, serve and ask, end to end; run again to resume."""
     job = _job((DemoJob, TinyDemoJob), job_file, overrides, dry_run)
-    from mars_ray.demo.run import run_demo, run_tiny_demo
+    from mars_ray.demo import run_demo, run_tiny_demo
 
     with Connection() as cluster:
         if isinstance(job, DemoJob):

@@ -16,7 +16,7 @@ from mars_ray.config.decode import EngineConfig
 from mars_ray.core.tree import Choice
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
-from mars_ray.evaluate.peers import mars_answer
+from mars_ray.evaluate.bench import mars_answer
 from mars_ray.model.shape import shape_of_config
 
 # Passes over a block in one measurement of the bandwidth.

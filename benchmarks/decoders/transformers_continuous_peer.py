@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from mars_ray.evaluate.peers import load_transformers, transformers_sampling
+from mars_ray.evaluate.bench import load_transformers, transformers_sampling
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import transformers
 
-from mars_ray.evaluate.peers import load_transformers, transformers_answer
+from mars_ray.evaluate.bench import load_transformers, transformers_answer
 
 _DRAFTS = 4
 

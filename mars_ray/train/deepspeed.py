@@ -19,9 +19,9 @@ from mars_ray.config.train import DeepSpeedEngine as ZeroConfig
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
 from mars_ray.train.engine import OptimizerShare, Step, make_optimizer
+from mars_ray.train.metrics import RankTimer
 from mars_ray.train.model_step import layout_tensors
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import RankTimer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master"

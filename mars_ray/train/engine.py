@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mars_ray.config.train import OptimizerConfig
 from mars_ray.core.layout import Layout
-from mars_ray.train.draft_step import DraftStep
+from mars_ray.train.draft_adapter import DraftStep
+from mars_ray.train.metrics import RankTimer
 from mars_ray.train.model_step import TrainStep, layout_tensors
 from mars_ray.train.ranks import Ranks, whole_shape
-from mars_ray.train.throughput import RankTimer
 
 # AdamW's two moments and its step by parameter name; also the float32 weights, if the weights
 # themselves are rounded to bfloat16.

@@ -21,15 +21,13 @@ from mars_ray.data.loader import LoaderState
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.model.load import not_finite, stored_weights
 from mars_ray.train import checkpoint
-from mars_ray.train.checkpoint import TrainState
+from mars_ray.train.checkpoint import CheckpointManager, TrainState
 from mars_ray.train.engine import Engine, learning_rate
-from mars_ray.train.metrics import Meter, MetricsWriter
+from mars_ray.train.metrics import Flops, Meter, MetricsWriter, RankTimer
 from mars_ray.train.model_step import COUNTS, step_counts
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks, Watchdog
-from mars_ray.train.retention import CheckpointManager
-from mars_ray.train.throughput import Flops, RankTimer
 
 # Counts of a step by their place: what the clean and the noisy stream are divided by, and masks.
 _STREAMS, _MASKS = slice(0, 2), COUNTS.index("masks")

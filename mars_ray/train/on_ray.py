@@ -38,11 +38,11 @@ from mars_ray.cluster.connection import sentence, trained
 from mars_ray.config.train import ClusterConfig
 from mars_ray.errors import MarsError, TrainingError
 from mars_ray.train import checkpoint
+from mars_ray.train.checkpoint import fetch_copies
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader, StageProgress
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks, stacks
-from mars_ray.train.retention import fetch_copies
 from mars_ray.train.worker import limit_threads, resume_stage, unpacked
 
 # Ray polls its workers this often (default 2 s): the delay before a dead worker is noticed, and

@@ -25,11 +25,10 @@ from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
 from mars_ray.files import changed_keys, remedy, sole_writer, write_whole
 from mars_ray.provenance import provenance
-from mars_ray.train.checkpoint import MANIFEST, MODEL, read_state
+from mars_ray.train.checkpoint import MANIFEST, MODEL, best_checkpoint, read_state
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity, initial_model, stage_plan, with_absolute_paths
-from mars_ray.train.retention import best_checkpoint
 
 _SUMMARY = "training.json"
 

@@ -1,30 +1,62 @@
-"""A stage on one worker, without Ray: build its parts, restore, train."""
+"""A stage on one worker, without Ray: build its parts, restore, train.
+
+What a stage trains, a model or a draft adapter, is a module, with a form of its own in checkpoints.
+"""
 
 import os
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from mars_ray.config.inputs import PretrainedModel
 from mars_ray.config.train import DeepSpeedEngine as DeepSpeedConfig
+from mars_ray.config.train import DraftObjective
 from mars_ray.core.layout import TokenBatch
 from mars_ray.data.loader import Loader, eval_batches
 from mars_ray.errors import (
     CheckpointError,
     MarsError,
     MemoryShortError,
+    ModelError,
     NonFiniteLossError,
     TrainingError,
 )
+from mars_ray.model.adapters import adapter_weights, add_adapters, merged
+from mars_ray.model.directory import check_names, fingerprint, read_card
+from mars_ray.model.draft_adapter import (
+    DraftCard,
+    read_draft_adapter,
+    read_draft_card,
+    write_draft_adapter,
+)
+from mars_ray.model.load import load_model, load_tokenizer, save_model
+from mars_ray.model.places import local_copy
 from mars_ray.model.shape import shape_of
+from mars_ray.provenance import provenance
+from mars_ray.storage.place import Place
 from mars_ray.train import checkpoint
-from mars_ray.train.checkpoint import TrainState, newest
-from mars_ray.train.deepspeed import DeepSpeedEngine
+from mars_ray.train.checkpoint import CheckpointManager, TrainState, newest
+from mars_ray.train.deepspeed import DeepSpeedEngine, gathered, loading_in_parts, zero_settings
+from mars_ray.train.draft_adapter import (
+    EMBEDDING,
+    DraftStep,
+    adapter_of,
+    draft_card,
+    fresh_weights,
+    weights_of,
+)
 from mars_ray.train.engine import Engine, PlainEngine, Step
+from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.loop import (
     Report,
     StageOutcome,
@@ -32,11 +64,212 @@ from mars_ray.train.loop import (
     TrainLoop,
 )
 from mars_ray.train.memory import RowSize, advice, check_memory
-from mars_ray.train.module import draft_module, model_module, stage_zero_settings, with_base_here
+from mars_ray.train.metrics import DraftFlops, Flops, ModelFlops, RankTimer, peak_flops
+from mars_ray.train.model_step import TrainStep
+from mars_ray.train.objective import StageObjective
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks, Watchdog
-from mars_ray.train.retention import CheckpointManager
-from mars_ray.train.throughput import RankTimer, peak_flops
+
+
+@dataclass(frozen=True, slots=True)
+class StageModule:
+    """The step that an engine wraps, and its parts."""
+
+    step: Step
+    objective: StageObjective
+    flops: Flops
+    # Writes a checkpoint's `model/` and the files beside it from the engine's weights; on rank 0.
+    write: Callable[[Path, dict[str, Tensor], TrainState], None]
+
+
+def model_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> StageModule:
+    """A model that is trained: either all of it, or LoRA that is merged. Raises ModelError."""
+    model_dir = resume_from / checkpoint.MODEL if resume_from else plan.start_model
+    card = read_card(model_dir)
+    model = _load_model(plan, resume_from, ranks, card.mask_token_id)
+    tokenizer = load_tokenizer(model_dir)
+    objective = StageObjective.of(plan.config, plan.seed, card.mask_token_id, plan.own_from)
+    if objective.depths:
+        card = replace(card, block_size=objective.depths)
+    anchor = _load_anchor(plan, ranks) if objective.needs_anchor else None
+    step = TrainStep(model, objective.acceptance_weight, anchor)
+
+    def write(directory: Path, weights: dict[str, Tensor], state: TrainState) -> None:
+        if plan.config.lora is not None:
+            save_file(adapter_weights(weights), directory.with_name(checkpoint.ADAPTERS))
+            weights = merged(model, weights, card.mask_token_id)
+        save_model(directory, model, tokenizer, card, weights)
+
+    return StageModule(step, objective, ModelFlops.of(model), write)
+
+
+def stage_zero_settings(plan: StagePlan, zero: DeepSpeedConfig, ranks: Ranks) -> dict[str, Any]:
+    return zero_settings(
+        zero,
+        plan.config.optimizer,
+        bfloat16=plan.job.precision == "bfloat16",
+        micro_batch_size=plan.micro_batch_size(ranks.world_size),
+    )
+
+
+def _load_model(
+    plan: StagePlan, resume_from: Path | None, ranks: Ranks, mask_token_id: int | None
+) -> PreTrainedModel:
+    lora = plan.config.lora
+    directory = plan.start_model
+    # With LoRA the checkpoint's model has the adapters merged, so the start model is loaded.
+    if resume_from is not None and lora is None:
+        directory = resume_from / checkpoint.MODEL
+    # Float32 master weights; DeepSpeed casts to bfloat16 itself and keeps its own masters.
+    load = partial(load_model, directory, dtype=torch.float32, attention=_attention(ranks))
+    zero = plan.job.engine
+    if isinstance(zero, DeepSpeedConfig) and zero.zero_stage == 3 and ranks.world_size > 1:
+        # No worker may ever hold a whole model. The loaded weights are already cast.
+        with loading_in_parts(stage_zero_settings(plan, zero, ranks), ranks):
+            model = _loaded_by_all(partial(load, device=ranks.device), directory, ranks)
+    else:
+        model = load()
+    model.train()
+    if lora is not None:
+        settings = lora.model_dump()
+        add_adapters(model, mask_token_id, gathered, seed=plan.seed, **settings)
+        if resume_from is not None:
+            model.load_state_dict(load_file(resume_from / checkpoint.ADAPTERS), strict=False)
+    if plan.job.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if plan.job.compile:
+        # Batches differ in width and rows.
+        model.base_model.compile(dynamic=True)
+    return model
+
+
+def _loaded_by_all(
+    load: Callable[[], PreTrainedModel], directory: Path, ranks: Ranks
+) -> PreTrainedModel:
+    """Load in parts; an error that rank 0 finds in the weights is raised on every rank."""
+    problem, model = None, None
+    try:
+        model = load()
+        # transformers does not check names where parameters are split.
+        check_names(directory, model.state_dict().keys(), model.base_model_prefix)
+    except ModelError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            # Only this rank failed, and the others wait for it in a collective: its end ends them.
+            raise error.__cause__ from error
+        problem = error
+    with ranks.barrier():
+        if problem:
+            raise problem
+    assert model is not None
+    return model
+
+
+def _load_anchor(plan: StagePlan, ranks: Ranks) -> PreTrainedModel:
+    """The starting model, frozen."""
+    dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
+    model = load_model(
+        plan.start_model, dtype=dtype, device=ranks.device, attention=_attention(ranks)
+    )
+    return model.requires_grad_(False)
+
+
+def _attention(ranks: Ranks) -> str:
+    return "flex_attention" if ranks.device.type == "cuda" else "sdpa"
+
+
+def with_base_here(plan: StagePlan) -> StagePlan:
+    """The plan with a base on this worker's node: if it comes from the hub, the same commit is
+    fetched where it is missing. Raises ModelError."""
+    model = plan.job.model
+    if plan.start_model.is_dir() or not isinstance(model, PretrainedModel):
+        return plan
+    source = Place(model.path, revision=plan.start_model.name)
+    return replace(plan, start_model=local_copy(source, cache="")) if source.is_on_hub else plan
+
+
+def draft_module(plan: StagePlan, ranks: Ranks, resume_from: Path | None) -> StageModule:
+    """An adapter beside the frozen model of `plan.start_model`, which every rank holds whole.
+
+    Raises ModelError.
+    """
+    settings, config = plan.config.objective, plan.config.adapter
+    assert isinstance(settings, DraftObjective), "an adapter is trained by objective draft"
+    assert config is not None, "the config demands an adapter"
+    dtype = torch.bfloat16 if plan.job.precision == "bfloat16" else torch.float32
+    model = load_model(plan.start_model, dtype=dtype, device=ranks.device)
+    flops = ModelFlops.of(model)
+    base = FrozenModel(model)
+    card = draft_card(
+        config,
+        settings.max_block_size,
+        base.embedding_VH.shape[1],
+        _base_name(plan),
+        fingerprint(plan.start_model),
+    )
+    weights = _start(plan, card, base, resume_from)
+    step = DraftStep(
+        base,
+        card,
+        weights,
+        settings,
+        gradient_checkpointing=plan.job.gradient_checkpointing,
+    )
+    if not config.train_mask_embeddings:
+        step.get_parameter(EMBEDDING).requires_grad_(False)
+    fixed = {name: weights[name] for name, p in step.named_parameters() if not p.requires_grad}
+    lora = [p.numel() for name, p in step.named_parameters() if name.startswith("layer_")]
+    head = [p.numel() for name, p in step.named_parameters() if name.startswith("head_")]
+
+    def write(directory: Path, weights: dict[str, Tensor], state: TrainState) -> None:
+        written = (fixed | weights).items()
+        whole = {name: w.detach().float().cpu().contiguous() for name, w in written}
+        save_file(whole, directory.with_name(checkpoint.ADAPTERS))
+        said = replace(card, training=_training(plan, state))
+        write_draft_adapter(directory, adapter_of(whole, said, base))
+
+    return StageModule(
+        step,
+        StageObjective.of(plan.config, plan.seed, None),
+        DraftFlops(flops, sum(lora) + sum(head), settings.grids),
+        write,
+    )
+
+
+def _start(
+    plan: StagePlan, card: DraftCard, base: FrozenModel, resume_from: Path | None
+) -> dict[str, Tensor]:
+    if resume_from is not None:
+        return load_file(resume_from / checkpoint.ADAPTERS)
+    if plan.start_adapter is not None:
+        adapter = read_draft_adapter(plan.start_adapter, plan.start_model)
+        return weights_of(adapter, card, base)
+    return fresh_weights(card, base, plan.seed, read_card(plan.start_model).trained_mask_id)
+
+
+def _base_name(plan: StagePlan) -> str:
+    """Readable name of the base model: a hub name, or the last part of a path."""
+    model = plan.job.model
+    if isinstance(model, PretrainedModel) and not Path(model.path).is_absolute():
+        return model.path
+    return plan.start_model.name
+
+
+def _training(plan: StagePlan, state: TrainState) -> dict[str, Any]:
+    """The record of the adapter's training for its card."""
+    before: dict[str, Any] = {}
+    if plan.start_adapter is not None:
+        before = read_draft_card(plan.start_adapter).training
+    return {
+        "job": plan.job.name,
+        "stage": plan.stage,
+        "steps": state.step,
+        "mask_tokens": state.mask_tokens,
+        "seconds": round(state.seconds, 1),
+        "data": plan.data,
+        "started_from": before or None,
+        "provenance": provenance(),
+    }
+
 
 # torch's message when the CPU's memory is full; for CUDA's it has a separate exception.
 _CPU_SHORT = "can't allocate memory"

@@ -19,11 +19,11 @@ from mars_ray.config.train import TrainJob
 from mars_ray.config.tune import TuneJob
 from mars_ray.errors import NonFiniteLossError
 from mars_ray.train import checkpoint
+from mars_ray.train.checkpoint import CheckpointStore, below
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.metrics import MetricsReader
 from mars_ray.train.on_ray import fit_stage
 from mars_ray.train.plan import StagePlan, identity_hash, stage_plan
-from mars_ray.train.retention import CheckpointStore, below
 from mars_ray.tune.search import trial_job, values_at
 
 _POLL_S = 0.3

@@ -16,7 +16,7 @@ from mars_ray.config.inputs import FilesSource
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import ConfidenceMode, JacobiMode, VerifiedMode
 from mars_ray.core.frontier import read_frontier
-from mars_ray.demo.run import _exact_only
+from mars_ray.demo import _exact_only
 from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.evaluate import run
 from mars_ray.evaluate.run import print_table, run_evaluation, summary

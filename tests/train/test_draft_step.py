@@ -24,8 +24,7 @@ from mars_ray.core.loss import loss_counts, row_coefficients
 from mars_ray.core.mask_schedule import depth_weights, draft_blocks
 from mars_ray.model.draft_adapter import DraftCard
 from mars_ray.model.forward import output_head
-from mars_ray.train.draft_adapter import adapter_of
-from mars_ray.train.draft_step import DraftStep
+from mars_ray.train.draft_adapter import DraftStep, adapter_of
 from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.model_step import layout_tensors
 

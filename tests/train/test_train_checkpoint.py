@@ -14,12 +14,10 @@ from mars_ray.config.train import MarsObjective
 from mars_ray.data.loader import LoaderState
 from mars_ray.errors import CheckpointError
 from mars_ray.train import checkpoint
-from mars_ray.train.checkpoint import TrainState
-from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter
+from mars_ray.train.checkpoint import CheckpointStore, TrainState
+from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter, ModelFlops
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.retention import CheckpointStore
-from mars_ray.train.throughput import ModelFlops
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 STATE = TrainState(7, 20, 1.5, 1, "abc", LoaderState(1, 3), {"loss": 0.5})

@@ -17,9 +17,9 @@ from mars_ray.model.create import preset_config
 from mars_ray.model.shape import shape_of, shape_of_config
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.memory import RowSize, check_memory, estimate
+from mars_ray.train.metrics import RankTimer
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks, stacks
-from mars_ray.train.throughput import RankTimer
 from mars_ray.train.worker import train_stage
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mars_ray.config.train import TrainJob
 from mars_ray.errors import TrainingError
 from mars_ray.model.directory import read_card
+from mars_ray.train.checkpoint import CheckpointStore
 from mars_ray.train.metrics import MetricsReader
-from mars_ray.train.retention import CheckpointStore
 from mars_ray.train.run import run_training
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]

@@ -12,10 +12,10 @@ from mars_ray.core.layout import NO_TARGET, dense_mask
 from mars_ray.core.loss import row_coefficients
 from mars_ray.model.forward import output_head
 from mars_ray.train.engine import PlainEngine
+from mars_ray.train.metrics import RankTimer
 from mars_ray.train.model_step import TrainStep, layout_tensors, step_counts
 from mars_ray.train.objective import StageObjective
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.throughput import RankTimer
 
 CPU = torch.device("cpu")
 MARS = StageObjective(MarsObjective(block_size=ConstantBlockSize(size=2)), 0, MASK)

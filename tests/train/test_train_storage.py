@@ -23,11 +23,11 @@ from train.small_jobs import (
 
 from mars_ray.config.train import CheckpointConfig
 from mars_ray.errors import CheckpointError, ConfigError, TrainingError
-from mars_ray.train import checkpoint, retention
+from mars_ray.train import checkpoint
+from mars_ray.train.checkpoint import CheckpointStore, best_checkpoint, fetch_copies, kept
 from mars_ray.train.loop import StageOutcome
 from mars_ray.train.plan import StagePlan
 from mars_ray.train.ranks import Ranks
-from mars_ray.train.retention import CheckpointStore, best_checkpoint, fetch_copies, kept
 from mars_ray.train.run import run_training
 from mars_ray.train.worker import resume_stage, train_stage
 
@@ -132,7 +132,7 @@ def test_an_unreachable_store_is_an_error_before_the_start(model, tmp_path, cred
 
 def test_a_store_that_goes_away_costs_no_training(model, tmp_path, monkeypatch):
     """Guards a run against its store: it ends with everything here, and says what is missing."""
-    monkeypatch.setattr(retention, "_LAST_PAUSES_S", (0.01,))
+    monkeypatch.setattr(checkpoint, "_LAST_PAUSES_S", (0.01,))
     stored = tmp_path / "stored"
     plan = plan_of(model, tmp_path / "run", storage_path=f"file://{stored}")
 
@@ -192,7 +192,7 @@ def test_the_last_copy_is_tried_again_when_nothing_comes_after_it(model, tmp_pat
             raise CheckpointError("503 Slow Down")
         upload(store, directory)
 
-    monkeypatch.setattr(retention, "_LAST_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(checkpoint, "_LAST_PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr(CheckpointStore, "upload", refuse_once)
     outcome = train_stage(plan, Ranks.current(torch.device("cpu")), None, ignore_report)
     assert isinstance(outcome, StageOutcome), outcome

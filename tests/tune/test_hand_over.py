@@ -8,8 +8,8 @@ import pytest
 from tune.sweeps import make_sweep
 
 from mars_ray.train import checkpoint
+from mars_ray.train.checkpoint import CheckpointStore
 from mars_ray.train.plan import StagePlan, identity_hash
-from mars_ray.train.retention import CheckpointStore
 from mars_ray.tune.search import values_at
 from mars_ray.tune.trial import MarsTrial, hand_over, job_of
 

@@ -37,7 +37,7 @@ from mars_ray.config.serve import ServeJob
 from mars_ray.core.frontier import Frontier, mode_label, read_frontier
 from mars_ray.data.corpus import problems
 from mars_ray.errors import CheckpointError
-from mars_ray.evaluate.peers import TRANSFORMERS, decode_beside, identical
+from mars_ray.evaluate.bench import TRANSFORMERS, decode_beside, identical
 from mars_ray.evaluate.run import Evaluation, is_whole, print_table, run_evaluation
 from mars_ray.evaluate.tasks import problems_of
 from mars_ray.files import ResultCache, write_whole

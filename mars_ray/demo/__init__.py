@@ -1,1 +1,0 @@
-"""Demos: all parts together, up to an answer over HTTP."""
