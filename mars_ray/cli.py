@@ -218,6 +218,9 @@ def serve(
     gpus: Annotated[float | None, typer.Option(help="Of a replica.")] = None,
     replicas: Annotated[str | None, typer.Option(help="A number, or auto.")] = None,
     keys: Annotated[str | None, typer.Option(help="File of API keys.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it answers; on a running cluster.")
+    ] = False,
 ) -> None:
     """Serve a checkpoint behind an OpenAI-compatible API.
 
@@ -245,10 +248,14 @@ def serve(
     from mars_ray.serve.deploy import check, start, wait_until_stopped
 
     check(job)
-    with Connection() as cluster:
+    # A cluster of this command's own would end with it.
+    with Connection("auto") if detach else Connection() as cluster:
         cluster.open()
         with _saying("the replicas are starting"):
             url = start(job)
+        if detach:
+            _print_result({"url": url, "models": list(job.each())})
+            return
         # For commands that change the service. Ray sends its token to a named cluster only so.
         token = "RAY_AUTH_MODE=token " * (os.environ.get("RAY_AUTH_MODE") == "token")
         address = f"{token}RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
@@ -268,6 +275,16 @@ def update(target: ServeTarget, overrides: Overrides = None, dry_run: DryRun = F
 
 
 @app.command()
+def stop() -> None:
+    """Drain and stop the service of a running cluster."""
+    from mars_ray.serve.deploy import stop as stop_service
+
+    with Connection("auto"), _saying("accepted requests are being finished"):
+        models = stop_service()
+    _print_result({"models": models})
+
+
+@app.command()
 def threshold(
     value: Annotated[float, typer.Argument(min=0, max=1, help="1: never deviate from the model.")],
     model: Annotated[str, typer.Option(help="As requests name it.")],
@@ -280,13 +297,25 @@ def threshold(
     _print_result({"model": model, "threshold": value})
 
 
+_Url = Annotated[str, typer.Argument(help="Of a running service.")]
+_ApiKey = Annotated[
+    str | None, typer.Option(envvar="MARS_RAY_API_KEY", help="If the service asks for one.")
+]
+_HERE = "http://127.0.0.1:8000"
+
+
 @app.command()
-def chat(
-    url: Annotated[str, typer.Argument(help="Of a running service.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MARS_RAY_API_KEY", help="If the service asks for one.")
-    ] = None,
-) -> None:
+def status(url: _Url = _HERE, api_key: _ApiKey = None) -> None:
+    """Say what a running service does now, model by model."""
+    from mars_ray.serve import chat_client
+
+    models = chat_client.status(url, api_key)
+    _console().print(chat_client.status_table(models))
+    _print_result({"models": models})
+
+
+@app.command()
+def chat(url: _Url = _HERE, api_key: _ApiKey = None) -> None:
     """Talk to a running service in the terminal."""
     from rich.console import Console
 

@@ -113,6 +113,32 @@ def models(url: str, api_key: str | None) -> list[str]:
         return [model["id"] for model in json.load(reply)["data"]]
 
 
+def status(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """The models' states, as `GET /v1/mars/status` has them. Raises EngineError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    with _open(f"{url}/v1/mars/status", None, api_key) as reply:
+        return json.load(reply)["data"]
+
+
+def status_table(models: list[dict[str, Any]]) -> Table:
+    """One line a model, of what changes while a service runs."""
+    table = Table("model", "mode", "threshold", "adapter", box=None)
+    counts = ("replicas", "running", "waiting", "tokens/s", "tokens/forward", "KV cache")
+    for name in counts:
+        table.add_column(name, justify="right")
+    for model in models:
+        words = [model[name] for name in ("id", "mode", "threshold", "adapter")]
+        numbers = [model[name] for name in ("replicas", "running", "waiting")]
+        per_forward, usage = model["tokens_per_forward"], model["kv_cache_usage"]
+        table.add_row(
+            *("-" if word is None else str(word) for word in (*words, *numbers)),
+            f"{model['tokens_per_second']:.0f}",
+            "-" if per_forward is None else f"{per_forward:.2f}",
+            "-" if usage is None else f"{usage:.0%}",
+        )
+    return table
+
+
 def chat(url: str, api_key: str | None, console: Console) -> None:
     """Talks until the user leaves. Raises EngineError if the service cannot be reached."""
     url = url.rstrip("/").removesuffix("/v1")

@@ -270,10 +270,7 @@ def update(job: ServeJob) -> None:
     """
     job = served(_checked(job))
     app = _built(job)
-    if APP_NAME not in serve.status().applications:
-        raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
-    ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
-    running = ingress.running.remote().result()
+    ingress, running = _running()
     host, port = running.job.host, running.job.port
     if (host, port) != (job.host, job.port):
         raise ConfigError(
@@ -287,6 +284,14 @@ def update(job: ServeJob) -> None:
     except RuntimeError as error:
         raise EngineError(f"the service was not updated: {error}") from error
     end_controls(running.job.each().keys() - job.each().keys())
+
+
+def _running() -> tuple[Any, Running]:
+    """The handle of the running service's ingress, and what it serves. Raises ConfigError."""
+    if APP_NAME not in serve.status().applications:
+        raise ConfigError("no service runs on this cluster: start one with `mars-ray serve`")
+    ingress = serve.get_deployment_handle(Ingress.__name__, APP_NAME)
+    return ingress, ingress.running.remote().result()
 
 
 def _checked(job: ServeJob) -> ServeJob:
@@ -362,7 +367,6 @@ def wait_until_stopped(job: ServeJob) -> None:
     A second signal ends the draining at once. Must run in the main thread, which gets the signals.
     """
     stop, at_once = threading.Event(), threading.Event()
-    is_drained = False
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         (at_once if stop.is_set() else stop).set()
@@ -371,10 +375,28 @@ def wait_until_stopped(job: ServeJob) -> None:
     before = [signal.signal(number, on_signal) for number in signals]
     try:
         stop.wait()
-        is_drained = drain(job.drain_s, at_once)
+        end(job, at_once)
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+
+
+def stop() -> list[str]:
+    """Drains the service that runs on this cluster, and stops Serve; returns its models.
+
+    Raises ConfigError if there is none.
+    """
+    _, running = _running()
+    end(running.job, threading.Event())
+    return list(running.job.each())
+
+
+def end(job: ServeJob, at_once: threading.Event) -> None:
+    """Drains the job's service, and stops Serve; what is not finished then is cut."""
+    is_drained = False
+    try:
+        is_drained = drain(job.drain_s, at_once)
+    finally:
         if not is_drained:
             _cut()
         serve.shutdown()

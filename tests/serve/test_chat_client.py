@@ -13,7 +13,7 @@ from serve.real_port import served
 from mars_ray.config.modes import ExactMode
 from mars_ray.config.serve import ServedModel
 from mars_ray.errors import EngineError
-from mars_ray.serve.chat_client import Conversation, _read, chat, models
+from mars_ray.serve.chat_client import Conversation, _read, chat, models, status, status_table
 from mars_ray.serve.ingress.app import build_api
 
 
@@ -158,6 +158,18 @@ def test_a_connection_that_is_lost_within_the_answer_is_told(reset):
             next(chunks)
         thread.join()
     assert conversation.messages[-1] == {"role": "assistant", "content": "hi"}
+
+
+def test_the_state_of_a_service_is_a_table(url):
+    """A line a model, also of one that has answered nothing yet."""
+    states = status(f"{url}/v1/", None)
+    assert [state["id"] for state in states] == ["tiny", "second"]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(status_table(states))
+    assert isinstance(console.file, io.StringIO)
+    head, *lines = console.file.getvalue().splitlines()
+    assert head.split()[:2] == ["model", "mode"]
+    assert [line.split()[0] for line in lines] == ["tiny", "second"]
 
 
 def test_no_service_is_told_so():

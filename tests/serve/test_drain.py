@@ -1,5 +1,6 @@
 """The end of a service: nothing that it has accepted is lost or cut."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,11 +10,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from ray import serve
 from serve.asking import ask, error_of
-from serve.command import TOKENS, command, loses_nothing_at_sigterm, read, with_room
+from serve.command import TOKENS, answers, command, loses_nothing_at_sigterm, read, with_room
 from serve.vllm_here import ENVIRONMENT, SMALL, needs_vllm
 
 from mars_ray.cluster.machine import free_port
@@ -114,6 +116,31 @@ with sigterm_ends_at_once():
         (143, "said\n"),
         (3, "said\ncrash\n"),
     ]
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_a_detached_service_goes_on_until_it_is_stopped(ray_cluster, job, monkeypatch):
+    """Each step by a command of its own, on a cluster that outlives them."""
+    job = with_room(job, 100)
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address_info["gcs_address"])
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+
+    def run(*words: str) -> dict:
+        command = [sys.executable, "-m", "mars_ray", *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    small = ["cpus_per_replica=0.5", "engine.max_batch=2", "engine.max_context=160"]
+    url = f"http://127.0.0.1:{job.port}"
+    started = run("serve", "--detach", f"--port={job.port}", job.checkpoint, *small)
+    assert started["url"] == url
+    (model,) = started["models"]
+    answer = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "x"}, timeout=60)
+    assert answer.status_code == 200
+    assert [each["id"] for each in run("status", url)["models"]] == [model]
+    assert run("stop") == {"models": [model]}
+    assert not answers(url)
 
 
 @pytest.mark.ray
