@@ -301,6 +301,11 @@ HEADLINES = {
     "service.token_sums_equal": Headline("token_sums", lambda result: int(result["equal"])),
     "service.fuzz_requests": Headline("service_fuzz", _at("requests")),
     "service.fuzz_5xx": Headline("service_fuzz", _at("status_5xx")),
+    "service.json_requests": Headline("service_json", _at("requests")),
+    # Of requests for JSON, those that the limit cut amid endless white space.
+    "service.json_cut_share": Headline(
+        "service_json", lambda result: result["cut"] / result["requests"]
+    ),
     # Kinds of public reports that were looked for with their other members (faults.toml).
     "faults.kinds_mended": Headline("faults", _at("counts", "kinds")),
     "faults.members_tested": Headline("faults", _at("counts", "members")),

@@ -73,6 +73,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "load_tools.json",
         "token_sums.json",
         "service_fuzz.json",
+        "service_json.json",
         "faults.json",
         "busy.json",
         "sampling.json",
@@ -114,6 +115,7 @@ def test_figures_of_the_service(tmp_path):
     results = {
         "token_sums": {"requests": 2000, "equal": True},
         "service_fuzz": {"requests": 5100, "status_5xx": 0},
+        "service_json": {"requests": 500, "cut": 5},
     }
     for name, result in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
@@ -123,6 +125,8 @@ def test_figures_of_the_service(tmp_path):
         "service.token_sums_equal": 1,
         "service.fuzz_requests": 5100,
         "service.fuzz_5xx": 0,
+        "service.json_requests": 500,
+        "service.json_cut_share": 0.01,
     }
 
 
