@@ -14,7 +14,7 @@ from mars_ray.config.inputs import PresetModel
 from mars_ray.config.modes import ExactMode, VerifiedMode
 from mars_ray.decode import loading
 from mars_ray.decode.cpu.library import is_available, supported
-from mars_ray.decode.engine import generate_all
+from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import drafting_card, load_engine
 from mars_ray.errors import ModelError
 from mars_ray.model.create import create_model
@@ -54,6 +54,7 @@ def test_the_dtype_is_the_checkpoints(
     rounded along with the weights: after some hundred tokens a large model loses its way, and a
     small one never shows it."""
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
     model, tokenizer = load_model(checkpoint, dtype=stored), load_tokenizer(checkpoint)
     save_model(tmp_path / "model", model, tokenizer, read_card(checkpoint))
     dense = SIZE.model_copy(update={"attention_backend": "dense"})

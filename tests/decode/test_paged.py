@@ -89,7 +89,12 @@ def states(backend, tables: Tables, ids: np.ndarray):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "shares"),
-    [((2, 2, 16), 1), ((4, 2, 16), 4), ((7, 1, 32), 1), ((7, 1, 32), 4)],
+    [
+        pytest.param((2, 2, 16), 1, marks=pytest.mark.long),
+        ((4, 2, 16), 4),
+        ((7, 1, 32), 1),
+        pytest.param((7, 1, 32), 4, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_the_kernels_compute_what_torch_computes(heads, shares, monkeypatch):
@@ -224,7 +229,10 @@ for heads, shared, size, block in ((2, 7, 64, 64), (4, 7, 128, 64), (8, 4, 128, 
 """
 
 
-@pytest.mark.parametrize(("capability", "shared_memory"), [(80, 163), (90, 227)])
+@pytest.mark.parametrize(
+    ("capability", "shared_memory"),
+    [pytest.param(80, 163, marks=pytest.mark.long), (90, 227)],
+)
 def test_the_kernels_compile_for_gpus(capability, shared_memory, tmp_path):
     """Of Qwen2.5 0.5B and 7B and of Llama 3 8B, within a multiprocessor's shared memory (KiB)."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}

@@ -60,7 +60,13 @@ def test_traces_of_others_are_read(data: Checkout, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", runs("test_what_needs_no_cluster"))
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.long] * command.startswith("python "))
+        for command in runs("test_what_needs_no_cluster")
+    ],
+)
 def test_what_needs_no_cluster(models: Checkout, command: str):
     """To its end, with its result as the last line and the files that it names."""
     done = models.run(small(command))

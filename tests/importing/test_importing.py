@@ -239,7 +239,7 @@ def test_a_tokenizer_that_transformers_changes_is_refused(tmp_path):
         importing._check(source, model, tokenizer)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command(tmp_path):
     """As its users type it: the last line says what it has made, also the second time."""
     tiny_gguf(tmp_path / "Tiny.gguf")

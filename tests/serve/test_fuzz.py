@@ -35,7 +35,7 @@ from mars_ray.serve.replica.llm_server import LLMServer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"model": "tiny", "prompt": "x"}
-REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "100"))
+REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "60"))
 RESULT = os.environ.get("FUZZ_RESULT")
 
 
