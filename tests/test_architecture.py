@@ -64,7 +64,7 @@ ONLY_IN = {
     },
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
-    "llguidance": {"decode/json_schema.py", "decode/structured_output.py"},
+    "llguidance": {"decode/structured_output.py", "decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
     "gguf": {"model/gguf.py"},
     "vllm": {"vllm/", "serve/replica/vllm_"},
@@ -87,7 +87,7 @@ SHORT = {
     "__main__.py": "entry point",
     "decode/info.py": "for processes without torch",
     "decode/model_runner.py": "one step of the engine",
-    "vllm/cpu.py": "a repair of vLLM's CPU build, to go with its cause",
+    "vllm/runner.py": "a repair of vLLM's CPU build, to go with its cause",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from mars_ray.decode.json_schema import SchemaFault, followed
+from mars_ray.decode.structured_output import SchemaFault, followed
 
 TEXT = {"type": "string"}
 

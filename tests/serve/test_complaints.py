@@ -128,6 +128,7 @@ def test_a_busy_replica_stays_and_one_that_stands_still_is_replaced(url):
     assert "in slow_forward" in logged(), "it does not say where it stood"
 
 
+@pytest.mark.long
 def test_an_upgrade_under_load_loses_none_of_300_requests(url, job, second_checkpoint):
     """Guards a rollout that drops requests (kuberay#3166), by the command that users have."""
     before = replicas()

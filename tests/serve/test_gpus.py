@@ -114,7 +114,7 @@ def test_gpus_of_a_cluster_are_used(checkpoint: Path, tmp_path: Path):
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_gpus_replicas_are_on_cpus(checkpoint: Path, tmp_path: Path):
     found = facts(checkpoint, tmp_path / "own.jsonl", 0)
     assert found["default"] == [0, "cpu"]

@@ -60,7 +60,7 @@ def look(log: Path, url: str) -> tuple[list[dict], str]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_clusters_log_metrics_and_engines_agree(ray_cluster, job: ServeJob, tmp_path):
     """By replica and by key, though one replica is killed. Guards tokens of a client that has left,
     which only its replica knows, a replica that is asked for them by a request that is being

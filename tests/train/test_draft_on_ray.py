@@ -10,7 +10,7 @@ from mars_ray.config.train import TrainJob
 from mars_ray.model.draft_adapter import read_draft_adapter
 from mars_ray.train.run import run_training
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 STEPS = 30
 
