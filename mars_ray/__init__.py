@@ -1,3 +1,3 @@
 """MARS multi-token decoding as a service, on Ray."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
