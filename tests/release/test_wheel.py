@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin of a new environment with the wheel; dependencies are those of this environment."""
     directory = tmp_path_factory.mktemp("wheel")
     make, install = runs("installed")
-    for name in FILES:
-        shutil.copy(ROOT / name, directory)
-    for name in ("mars_ray", "jobs", "adapters"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
+    copy_sources(directory)
     add_environment(directory)
     # pip's way to say that what builds is here already.
     run(["bash", "-c", make], directory, PIP_NO_BUILD_ISOLATION="0")
@@ -72,6 +69,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A path file of a path file is not read, so an editable installation there stays unseen.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     return environment / "bin"
+
+
+def copy_sources(directory: Path) -> None:
+    for name in FILES:
+        shutil.copy(ROOT / name, directory)
+    for name in ("mars_ray", "jobs", "adapters"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=ignored)
 
 
 def run(command: list, directory: Path, **settings: str) -> str:
@@ -120,3 +125,19 @@ def test_the_compiled_step_comes_with_it(installed, tmp_path):
     assert name in supported()
     assert Path(path).is_relative_to(installed.parent)
     assert Path(path).name == f"step_{name}.so"
+
+
+def test_the_source_distribution_has_the_sources(tmp_path):
+    """Whoever builds from it gets the compiled step, the job files and the page as well."""
+    copy_sources(tmp_path)
+    program = "import setuptools.build_meta as build; print(build.build_sdist('dist'))"
+    name = run([sys.executable, "-c", program], tmp_path).split()[-1]
+    with tarfile.open(tmp_path / "dist" / name) as archive:
+        found = {path.partition("/")[2] for path in archive.getnames()}
+    wanted = [*(ROOT / "mars_ray" / "decode" / "cpu").glob("*.[ch]*"), ROOT / "setup.py"]
+    wanted += [
+        *(ROOT / "mars_ray").rglob("*.py"),
+        *(ROOT / "mars_ray/serve/ingress/page").iterdir(),
+    ]
+    assert {str(path.relative_to(ROOT)) for path in wanted} <= found
+    assert {f"mars_ray/jobs/{path.name}" for path in (ROOT / "jobs").glob("*.toml")} <= found
