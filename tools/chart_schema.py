@@ -182,6 +182,7 @@ class NetworkPolicy(Config):
 
 class DisruptionBudget(Config):
     workers: Count
+    head: bool
 
 
 class Monitoring(Config):

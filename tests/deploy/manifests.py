@@ -19,7 +19,7 @@ from mars_ray.cluster.machine import NODE_ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "chart"
 # Files of the chart's values/.
-SERVICES = ("cpu", "gpu", "vllm", "hub", "object-store", "resilient")
+SERVICES = ("cpu", "gpu", "vllm", "vllm-1gpu", "hub", "object-store", "resilient")
 MACHINES = ("machines-cpu", "machines-gpu")
 # KubeRay's schemas are not ours to ship.
 _SCHEMAS = ROOT.parent / "shared" / "schemas" / "kuberay"

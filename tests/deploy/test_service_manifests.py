@@ -50,7 +50,7 @@ def test_every_manifest_is_valid(release):
     for document in release:
         check(document)
     kinds = {document["kind"] for document in release}
-    assert {"RayService", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
+    assert {"RayService", "NetworkPolicy"} <= kinds
 
 
 def test_the_embedded_serve_configuration_is_one(release):
@@ -116,16 +116,9 @@ def test_budgets_and_policy_select_the_pods(release):
     assert all(wanted.items() <= label.items() for label in labels)
     open_to_all = [rule for rule in policy["spec"]["ingress"] if not rule.get("from")]
     assert not open_to_all
-    budgets = of_kind(release, "PodDisruptionBudget")
-    keeps_state = "gcsFaultToleranceOptions" in service["spec"]["rayClusterConfig"]
-    for label in labels:
-        chosen = [
-            budget
-            for budget in budgets
-            if budget["spec"]["selector"]["matchLabels"].items() <= label.items()
-        ]
-        is_head = label["app.kubernetes.io/component"] == "head"
-        assert len(chosen) == (0 if is_head and keeps_state else 1)
+    for budget in of_kind(release, "PodDisruptionBudget"):
+        selected = budget["spec"]["selector"]["matchLabels"].items()
+        assert any(selected <= label.items() for label in labels)
 
 
 @pytest.mark.parametrize("machines", MACHINES)
@@ -160,24 +153,38 @@ def test_the_policy_opens_to_prometheus_what_it_scrapes():
         assert {named[port] for port in scraped} == open_ports
 
 
-def test_budgets_say_how_many_stay(release):
-    """Guards machines that are never drained: Kubernetes asks for the `scale` of the pods'
-    controller, which a RayCluster lacks, unless the budget is a whole number that stays."""
-    for budget in of_kind(release, "PodDisruptionBudget"):
+def test_budgets_let_one_worker_go(release):
+    """Guards machines that are never drained: a budget as large as the smallest fleet, or one for
+    which Kubernetes asks for the `scale` of the pods' controller, which a RayCluster lacks."""
+    (service,) = of_kind(release, "RayService")
+    fewest = groups(service)[1]["minReplicas"]
+    budgets = of_kind(release, "PodDisruptionBudget")
+    assert bool(budgets) == (fewest > 1)
+    for budget in budgets:
         assert "maxUnavailable" not in budget["spec"]
-        assert isinstance(budget["spec"]["minAvailable"], int)
+        assert 0 < budget["spec"]["minAvailable"] < fewest
 
 
-@pytest.mark.parametrize(("name", "engine"), [("gpu", EngineConfig), ("vllm", VllmConfig)])
+def test_the_heads_machine_is_kept_where_that_is_asked_for():
+    (budget,) = of_kind(rendered({"disruptionBudget": {"head": True}}), "PodDisruptionBudget")
+    check(budget)
+    assert budget["spec"]["minAvailable"] == 1
+    assert budget["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] == "head"
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("gpu", EngineConfig), ("vllm", VllmConfig), ("vllm-1gpu", VllmConfig)]
+)
 def test_examples_with_gpus_have_their_engine(name, engine):
     """Guards an engine that the chart passes on as another one."""
     assert type(job_of(rendered(example(name))).engine) is engine
 
 
-def test_the_example_with_vllm_is_the_job_for_that_size():
+@pytest.mark.parametrize(("name", "size"), [("vllm", "32b"), ("vllm-1gpu", "7b")])
+def test_the_example_with_vllm_is_the_job_for_that_size(name, size):
     """Guards two recommendations that differ."""
-    job = tomllib.loads((ROOT / "jobs" / "serve-qwen2.5-32b.toml").read_text())
-    served = job_of(rendered(example("vllm")))
+    job = tomllib.loads((ROOT / "jobs" / f"serve-qwen2.5-{size}.toml").read_text())
+    served = job_of(rendered(example(name)))
     for field in ("gpus_per_replica", "cpus_per_replica", "engine"):
         expected = getattr(ServeJob.model_validate(job), field)
         assert getattr(served, field) == expected, field
