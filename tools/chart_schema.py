@@ -107,6 +107,13 @@ class ServiceAccount(Config):
     annotations: Labels | None = None
 
 
+class Pod(Config):
+    labels: Labels | None = None
+    cpuLimit: Annotated[float, Field(ge=0)] | None = None
+    mounts: list[dict[str, Any]] | None = None
+    spec: dict[str, Any] | None = None
+
+
 class Head(Config):
     image: Repository
     cpu: Machines
@@ -114,6 +121,7 @@ class Head(Config):
     objectStoreGB: Positive
     nodeSelector: Labels
     tolerations: list[Toleration]
+    pod: Pod | None
 
 
 class Workers(Head):
@@ -212,6 +220,8 @@ class Values(Config):
     spread: Spread | None
     redis: Redis | None
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
+    labels: Labels
+    annotations: Labels
     podAnnotations: Labels
     gateway: Gateway | None
     ingress: Ingress | None

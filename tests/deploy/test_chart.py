@@ -13,6 +13,7 @@ from deploy.manifests import (
     MACHINES,
     ROOT,
     SERVICES,
+    check,
     example,
     groups,
     merged,
@@ -32,11 +33,27 @@ JOB = {
 }
 RESILIENT = example("resilient")
 INGRESS = example("object-store")["ingress"] | {"backend": RESILIENT["gateway"]["backend"]}
+MORE = {
+    "labels": {"team": "search"},
+    "cpuLimit": 16,
+    "mounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    "spec": {
+        "runtimeClassName": "nvidia",
+        "priorityClassName": "high",
+        "affinity": {"podAntiAffinity": {}},
+        "securityContext": {"fsGroup": 2000},
+        "tolerations": [{"key": "other", "operator": "Exists"}],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+        "containers": [{"name": "sidecar", "image": "sidecar"}],
+    },
+}
+PODS = {"head": {"pod": MORE}, "workers": {"pod": MORE}}
 # In each of them other values have an effect.
 RELEASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "ingress": merged(RESILIENT, {"ingress": INGRESS, "gateway": None}),
     "job": merged(example("machines-gpu"), JOB),
+    "pods": PODS,
     "known job": merged(
         example("machines-gpu"), {"kind": "RayJob", "job": {"name": "export-demo"}}
     ),
@@ -52,6 +69,8 @@ OTHER = {
     "redis.address": "other:6379",
     "workers.image": "mars-ray-other",
     "head.image": "mars-ray-other",
+    "head.pod.mounts": [],
+    "workers.pod.mounts": [],
     "externalSecrets.refreshInterval": "5m",
     "externalSecrets.secrets": {"other": {"key": "place"}},
     "rayVersion": "2.99.0",
@@ -223,6 +242,8 @@ def test_a_fixed_number_of_replicas_is_a_job_that_the_service_takes():
         ({"workers": {"max": 1}}, "4 replicas have no room on 1 workers with 2 each"),
         ({"workers": {"max": 2}}, "take 8.2 CPUs and 0 GPUs, which 2 workers do not have"),
         ({"workers": {"min": 9}}, "workers.min"),
+        ({"workers": {"pod": {"cpuLimit": 3}}}, "workers.pod.cpuLimit is below workers.cpu"),
+        ({"workers": {"pod": {"volumes": []}}}, "volumes"),
         ({"service": {"cpus_per_replica": 8}}, "raise workers.cpu"),
         ({"service": {"gpus_per_replica": 1}}, "raise workers.cpu and workers.gpus"),
         ({"service": {"replicas": 2, "scaling": {"max_replicas": 3}}}, "set both to null"),
@@ -283,6 +304,48 @@ def test_keys_are_mounted_as_a_directory():
         mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
         (keys,) = [mount for mount in mounts if mount["name"] == "keys"]
         assert "subPath" not in keys
+
+
+def test_pods_get_what_kubernetes_knows_besides():
+    """Guards lists of ours that a merge replaces, and what is set beside them."""
+    plain = groups(of_kind(rendered({}), "RayService")[0])
+    (service,) = of_kind(rendered(PODS), "RayService")
+    check(service)
+    for group, before in zip(groups(service), plain, strict=True):
+        pod, ours = group["template"]["spec"], before["template"]["spec"]
+        assert pod.items() >= {"runtimeClassName": "nvidia", "priorityClassName": "high"}.items()
+        assert pod["securityContext"] == ours["securityContext"] | {"fsGroup": 2000}
+        assert pod["volumes"] == ours["volumes"] + MORE["spec"]["volumes"]
+        assert pod["tolerations"] == MORE["spec"]["tolerations"]
+        ray, sidecar = pod["containers"]
+        assert sidecar["name"] == "sidecar"
+        assert ray["volumeMounts"] == ours["containers"][0]["volumeMounts"] + MORE["mounts"]
+        labels = before["template"]["metadata"]["labels"]
+        assert group["template"]["metadata"]["labels"] == labels | MORE["labels"]
+
+
+@pytest.mark.parametrize(("limit", "shown"), [(None, "4"), (6.5, "6.5"), (0, None)])
+def test_a_limit_of_cpus_is_apart_from_what_ray_may_use(limit, shown):
+    """Guards replicas on CPUs that a pod may only borrow: Ray would take the limit."""
+    values = {"workers": {"pod": {"cpuLimit": limit}}}
+    _, workers = groups(of_kind(rendered(values), "RayService")[0])
+    resources = workers["template"]["spec"]["containers"][0]["resources"]
+    assert resources["requests"]["cpu"] == workers["rayStartParams"]["num-cpus"] == "4"
+    assert resources["limits"].get("cpu") == shown
+
+
+def test_labels_and_annotations_of_the_release():
+    """Guards a queue of Kueue that is said where nobody reads it."""
+    given = {"labels": {"queue": "team"}, "annotations": {"elastic": "true"}}
+    for kind, values in {
+        "RayService": {},
+        "RayCluster": {"kind": "RayCluster"},
+        "RayJob": JOB,
+    }.items():
+        (made,) = of_kind(rendered(merged(values, given)), kind)
+        check(made)
+        assert made["metadata"]["labels"]["queue"] == "team"
+        assert made["metadata"]["annotations"] == given["annotations"]
 
 
 def test_spot_machines_are_asked_for_first_and_none_is_needed():

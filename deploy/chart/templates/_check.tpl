@@ -13,6 +13,12 @@
 {{- if gt .Values.workers.min (add .Values.workers.max .Values.workers.surge | float64) }}
 {{- fail "workers.min is above workers.max and surge" }}
 {{- end }}
+{{- range $name := list "head" "workers" }}
+  {{- $group := get $.Values $name }}{{ $limit := ($group.pod | default dict).cpuLimit | default $group.cpu }}
+  {{- if lt ($limit | float64) ($group.cpu | float64) }}
+    {{- fail (printf "%s.pod.cpuLimit is below %s.cpu, which a pod requests: raise it, or 0 for no limit" $name $name) }}
+  {{- end }}
+{{- end }}
 {{- if .Values.job }}
   {{- if ne .Values.kind "RayJob" }}{{ fail "job has an effect in a release of kind RayJob only: set kind=RayJob, or leave it out" }}{{ end }}
 {{- end }}

@@ -62,6 +62,7 @@ workerGroupSpecs:
   {{- end }}
   rayStartParams:
     object-store-memory: {{ include "mars-ray.objectStore" $group }}
+    num-cpus: {{ $group.cpu | ceil | quote }} {{- /* Ray would take the limit. */}}
     {{- with $group.gpus }}
     num-gpus: {{ . | int | quote }} {{- /* Ray does not know parts of a GPU by their resource's name. */}}
     {{- end }}

@@ -9,6 +9,18 @@ labels:
   {{- include "mars-ray.labels" . | nindent 2 }}
 {{- end }}
 
+{{- /* Of the resource that KubeRay reads. */}}
+{{- define "mars-ray.rayMetadata" -}}
+{{ include "mars-ray.metadata" . }}
+{{- with .Values.labels }}
+{{ toYaml . | indent 2 }}
+{{- end }}
+{{- with .Values.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- define "mars-ray.labels" -}}
 {{ include "mars-ray.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

@@ -21,10 +21,15 @@ capabilities: { drop: [ALL] }
 {{- end }}
 {{- end }}
 
+{{- /* (list group requests): the requests are beside those that are limits, too. */}}
 {{- define "mars-ray.resources" -}}
-{{- $resources := dict "cpu" (.cpu | toString) "memory" .memory }}
-{{- if .gpus }}{{ $_ := set $resources .gpuResource (.gpus | toString) }}{{ end -}}
-requests: {{ toJson $resources }}
+{{- $group := index . 0 }}{{ $limit := ($group.pod | default dict).cpuLimit }}
+{{- $resources := dict "cpu" ($group.cpu | toString) "memory" $group.memory }}
+{{- if $group.gpus }}{{ $_ := set $resources $group.gpuResource ($group.gpus | toString) }}{{ end -}}
+requests: {{ merge (index . 1) $resources | toJson }}
+{{- if not (kindIs "invalid" $limit) }}
+  {{- $resources = merge (ternary (dict "cpu" ($limit | toString)) (dict) (gt ($limit | float64) 0.0)) (omit $resources "cpu") }}
+{{- end }}
 limits: {{ toJson $resources }}
 {{- end }}
 
@@ -110,14 +115,26 @@ limits: {{ toJson $resources }}
       valueFrom: { secretKeyRef: { name: {{ . }}, key: token } }
     {{- end }}
   resources:
-    {{- include "mars-ray.resources" (dict "cpu" $group.cpu "memory" $group.memory) | nindent 4 }}
+    {{- include "mars-ray.resources" (list (omit $group "gpus") dict) | nindent 4 }}
   volumeMounts:
     - { name: cache, mountPath: /cache }
 {{- end }}
 {{- end }}
 
-{{- /* (list root group component): the pod of the head or of a group of workers. */}}
+{{- /* (list root group component): the pod of the head or of a group of workers, and what `pod` adds to it. */}}
 {{- define "mars-ray.pod" -}}
+{{- $pod := include "mars-ray.podWithoutMore" . | fromYaml }}
+{{- $more := (index . 1).pod | default dict }}
+{{- $ray := first $pod.spec.containers }}
+{{- $_ := set $ray "volumeMounts" (concat $ray.volumeMounts ($more.mounts | default list)) }}
+{{- $spec := deepCopy ($more.spec | default dict) }}
+{{- range $name := list "volumes" "tolerations" "initContainers" "containers" }}
+  {{- with get $spec $name }}{{ $_ := set $spec $name (concat (get $pod.spec $name | default list) .) }}{{ end }}
+{{- end }}
+{{- toYaml (mustMergeOverwrite $pod (dict "metadata" (dict "labels" ($more.labels | default dict)) "spec" $spec)) }}
+{{- end }}
+
+{{- define "mars-ray.podWithoutMore" -}}
 {{- $root := index . 0 }}{{ $group := index . 1 }}{{ $isHead := eq (index . 2) "head" -}}
 metadata:
   labels:
@@ -162,7 +179,8 @@ spec:
     - topologyKey: {{ .topologyKey }}
       maxSkew: {{ .maxSkew | default 1 | int }}
       whenUnsatisfiable: {{ .whenUnsatisfiable | default "ScheduleAnyway" }}
-      matchLabelKeys: [ray.io/cluster] # not together with the cluster that an upgrade replaces
+      {{- /* Not together with the cluster that an upgrade replaces. */}}
+      matchLabelKeys: [ray.io/cluster]
       labelSelector:
         matchLabels:
           {{- include "mars-ray.selector" $root | nindent 10 }}
@@ -195,7 +213,7 @@ spec:
         - { name: metrics, containerPort: 8080 }
       {{- include "mars-ray.probes" (list $root $isHead) | trim | nindent 6 }}
       resources:
-        {{- include "mars-ray.resources" $group | nindent 8 }}
+        {{- include "mars-ray.resources" (list $group dict) | nindent 8 }}
       volumeMounts:
         {{- include "mars-ray.mounts" $root | trim | nindent 8 }}
   volumes:
