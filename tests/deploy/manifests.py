@@ -120,7 +120,9 @@ def check_groups(head_and_workers: list[dict[str, Any]], **more: str) -> None:
         for container in (*pod.get("initContainers", ()), *pod["containers"]):
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            assert container["resources"]["limits"] == container["resources"]["requests"]
+            requests = dict(container["resources"]["requests"])
+            requests.pop("ephemeral-storage", None)
+            assert container["resources"]["limits"] == requests
         for container in pod["containers"]:
             names = {entry["name"]: entry["value"] for entry in container["env"]}
             assert names.items() >= (NODE_ENVIRONMENT | more).items()

@@ -324,6 +324,19 @@ def test_pods_get_what_kubernetes_knows_besides():
         assert group["template"]["metadata"]["labels"] == labels | MORE["labels"]
 
 
+def test_workers_request_the_disk_that_their_cache_may_fill():
+    """Guards pods that are evicted in the middle of a copy, because the machine's disk is full."""
+    for storage_class in ("", "fast"):
+        cache = {"size": "50Gi", "storageClass": storage_class}
+        made = rendered({"model": {"cache": cache}})
+        head, workers = (
+            group["template"]["spec"]["containers"][0]["resources"]["requests"]
+            for group in groups(of_kind(made, "RayService")[0])
+        )
+        assert "ephemeral-storage" not in head
+        assert workers.get("ephemeral-storage") == (None if storage_class else "50Gi")
+
+
 @pytest.mark.parametrize(("limit", "shown"), [(None, "4"), (6.5, "6.5"), (0, None)])
 def test_a_limit_of_cpus_is_apart_from_what_ray_may_use(limit, shown):
     """Guards replicas on CPUs that a pod may only borrow: Ray would take the limit."""

@@ -213,7 +213,10 @@ spec:
         - { name: metrics, containerPort: 8080 }
       {{- include "mars-ray.probes" (list $root $isHead) | trim | nindent 6 }}
       resources:
-        {{- include "mars-ray.resources" (list $group dict) | nindent 8 }}
+        {{- /* The head's cache has no weights. */}}
+        {{- $cache := $root.Values.model.cache }}
+        {{- $disk := ternary (dict) (dict "ephemeral-storage" $cache.size) (or $isHead (ne $cache.storageClass "")) }}
+        {{- include "mars-ray.resources" (list $group $disk) | nindent 8 }}
       volumeMounts:
         {{- include "mars-ray.mounts" $root | trim | nindent 8 }}
   volumes:
