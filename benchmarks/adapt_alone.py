@@ -23,8 +23,7 @@ from mars_ray.config.adapt import AdaptJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import load_job
 from mars_ray.decode.request import Completion, Request
-from mars_ray.generate.run import run_generation
-from mars_ray.generate.worker import Worker
+from mars_ray.generate.run import Worker, run_generation
 from mars_ray.model.draft_adapter import name_base
 from mars_ray.model.load import multiplies_bfloat16
 

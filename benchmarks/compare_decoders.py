@@ -48,8 +48,7 @@ from mars_ray.evaluate.bench import (
 from mars_ray.files import ResultCache, check_writable
 from mars_ray.model.create import create_model
 from mars_ray.model.directory import ModelCard, read_card, write_card
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.stop import stop_at_turn_end, stop_ids
+from mars_ray.model.load import load_model, load_tokenizer, stop_at_turn_end, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 

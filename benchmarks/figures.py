@@ -25,7 +25,7 @@ from mars_ray.data.corpus import problems
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import stop_ids
 from mars_ray.provenance import provenance
 
 ROOT = Path(__file__).parents[1]

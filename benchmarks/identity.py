@@ -31,16 +31,14 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import ExactMode, Mode, VerifiedMode
-from mars_ray.core.frontier import mode_label
-from mars_ray.core.statistics import is_looping
+from mars_ray.core.frontier import is_looping, mode_label
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Completion, Request
 from mars_ray.evaluate.run import prompts_of
 from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
 from mars_ray.model.directory import weight_files
-from mars_ray.model.load import load_tokenizer, multiplies_bfloat16
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_tokenizer, multiplies_bfloat16, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 

@@ -23,7 +23,7 @@ from mars_ray.data.chat import Message, encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import stop_ids
 from mars_ray.provenance import provenance
 
 QUESTION = "Write a short email to my landlord saying that the kitchen tap drips."

@@ -29,8 +29,7 @@ from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Grammar, Request
 from mars_ray.decode.structured_output import Grammars
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.provenance import provenance
 
 BATCH, PROMPT = 8, 32

@@ -40,7 +40,7 @@ from mars_ray.decode.async_engine import AsyncEngine
 from mars_ray.decode.engine import Engine, generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import stop_ids
 from mars_ray.provenance import provenance
 from mars_ray.serve.protocol import Envelope, GenerationRequest, Turn
 from mars_ray.serve.replica.llm_server import LLMServer

@@ -42,7 +42,7 @@ from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.decode.scheduler import decoding_rows
 from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import stop_ids
 from mars_ray.provenance import provenance
 from mars_ray.simulator.cases import Fixed
 from mars_ray.simulator.config import AzureTrace, Cluster

@@ -58,8 +58,7 @@ from mars_ray.train.draft_adapter import DraftStep, draft_card, fresh_weights
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.frozen import FrozenModel
 from mars_ray.train.metrics import RankTimer
-from mars_ray.train.model_step import TrainStep
-from mars_ray.train.objective import StageObjective
+from mars_ray.train.model_step import StageObjective, TrainStep
 from mars_ray.train.ranks import Ranks
 
 _FOUR = ConstantBlockSize(size=4)

@@ -26,14 +26,13 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.evaluate import EvaluateJob
 from mars_ray.config.load import load_job
 from mars_ray.config.modes import VerifiedMode
-from mars_ray.core.statistics import is_looping
+from mars_ray.core.frontier import is_looping
 from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.evaluate.run import prompts_of
 from mars_ray.evaluate.tasks import kinds_in_turn, problems_of
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.provenance import provenance
 
 SIDE = Path(__file__).parent / "lib" / "vllm_side.py"

@@ -39,11 +39,11 @@ from mars_ray.model.load import (
     load_tokenizer,
     not_finite,
     read_config,
+    stop_at_turn_end,
     write_model,
 )
 from mars_ray.model.places import local_copy, pinned
 from mars_ray.model.shape import shape_of_config
-from mars_ray.model.stop import stop_at_turn_end
 from mars_ray.storage.hub import file_of_package, file_of_wheel, package_name
 from mars_ray.storage.place import Place, shown
 

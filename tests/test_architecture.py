@@ -64,7 +64,7 @@ ONLY_IN = {
     },
     "deepspeed": {"train/deepspeed.py"},
     "fastapi": {"serve/"},
-    "llguidance": {"decode/structured_output.py", "decode/structured_output.py"},
+    "llguidance": {"decode/structured_output.py"},
     "triton": {"decode/attention/kernels.py"},
     "gguf": {"model/gguf.py"},
     "vllm": {"vllm/", "serve/replica/vllm_"},
@@ -86,8 +86,6 @@ ONLY_IN = {
 SHORT = {
     "__main__.py": "entry point",
     "decode/info.py": "for processes without torch",
-    "decode/model_runner.py": "one step of the engine",
-    "vllm/runner.py": "a repair of vLLM's CPU build, to go with its cause",
 }
 
 

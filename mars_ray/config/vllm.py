@@ -39,7 +39,7 @@ _SAID_BY = VLLM_NAMES | {
 }
 # What would have no effect: requests of this service name no LoRA of their own.
 _UNUSED = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
-# What the service relies on (`serve/replica/vllm_args.py`).
+# What the service relies on (`serve/replica/vllm_terms.py`).
 _FIXED = (
     "disable_log_stats",
     "enable_log_requests",

@@ -28,7 +28,7 @@ from mars_ray.decode.sequence import Sequence
 from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
 from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import stop_ids
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -58,7 +58,7 @@ class AsyncEngine(EngineThread):
         self._stopping = False
 
     def can_decode(self, mode: Mode) -> bool:
-        """See EngineClient: `verified` has drafts without masks too (`decode/ngram.py`)."""
+        """See EngineClient: `verified` has drafts without masks too (`decode/sequence.py`)."""
         return self._has_masks or not mode.needs_masks
 
     @property

@@ -23,10 +23,10 @@ from mars_ray.model.load import (
     multiplies_bfloat16,
     not_finite,
     read_config,
+    stop_at_turn_end,
     stored_dtype,
     stored_weights,
 )
-from mars_ray.model.stop import stop_at_turn_end
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from mars_ray.config.decode import Sampling
 from mars_ray.config.evaluate import BenchJob, EvaluateJob, PromptsTask
 from mars_ray.config.modes import ExactMode, Mode
-from mars_ray.core.frontier import mode_label
-from mars_ray.core.statistics import ratio_fault
+from mars_ray.core.frontier import mode_label, ratio_fault
 from mars_ray.data.chat import Message
 from mars_ray.data.corpus import problems
 from mars_ray.decode.engine import Engine
@@ -39,8 +38,7 @@ from mars_ray.errors import ConfigError
 from mars_ray.evaluate.run import prompts_of
 from mars_ray.evaluate.tasks import Problem, kinds_in_turn, problems_of
 from mars_ray.files import ResultCache
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 

@@ -25,30 +25,29 @@ from mars_ray.core.frontier import (
     FrontierPoint,
     PointPart,
     mode_label,
+    paired_difference,
     read_frontier,
+    wilson_interval,
 )
-from mars_ray.core.statistics import paired_difference, wilson_interval
 from mars_ray.data.chat import encode_prompt
 from mars_ray.decode.engine import Engine
 from mars_ray.decode.loading import load_engine, with_room
 from mars_ray.decode.request import Request
 from mars_ray.errors import CheckpointError, DataError
 from mars_ray.evaluate.answers import (
+    JOURNAL,
+    REPORT_FILE,
     Answer,
     ModeAnswers,
     answer_all,
-    reference_pairs,
-    score_references,
-)
-from mars_ray.evaluate.own_files import (
-    JOURNAL,
-    REPORT_FILE,
     begun,
     check_apart,
     check_room,
     files_grader,
     files_table,
     packed,
+    reference_pairs,
+    score_references,
     unpacked,
     write_report,
 )
@@ -56,8 +55,7 @@ from mars_ray.evaluate.plots import plot_frontier
 from mars_ray.evaluate.tasks import Problem, is_correct, problems_of
 from mars_ray.files import ResultCache, check_writable, replaced, sole_writer, write_whole
 from mars_ray.model.directory import read_card
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 

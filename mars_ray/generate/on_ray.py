@@ -19,7 +19,7 @@ from mars_ray.cluster.connection import cluster_gpus, gpus_each
 from mars_ray.config.generate import GenerateJob
 from mars_ray.decode.request import Completion, Request
 from mars_ray.errors import EngineError, MarsError
-from mars_ray.generate.worker import LEAST, Worker
+from mars_ray.generate.run import LEAST, Worker
 from mars_ray.model.directory import weight_files
 
 # Time that the other engines get once the first is ready; it would otherwise take work that they

@@ -5,33 +5,36 @@
     answers.json         what it is made from, and the counts
 
 It is made from a job, and from the prompts and the checkpoint as they were at the first start. The
-number of engines does not matter.
+number of engines does not matter. `Worker` is one of them, without Ray: it keeps its batch full
+while there is work.
 """
 
 import hashlib
 import json
 import math
+import platform
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from mars_ray.cluster.connection import Connect, already
+from mars_ray.config.decode import EngineConfig
 from mars_ray.config.generate import GenerateJob, OwnPrompts
 from mars_ray.core.frontier import FRONTIER_FILE
-from mars_ray.data.chat import ChatEncoder, UserTurn, encoder_of
+from mars_ray.data.chat import ChatEncoder, UserTurn, beginning_key, encoder_of
 from mars_ray.data.sources import BadRows
-from mars_ray.data.texts import beginning_key
-from mars_ray.decode.loading import check_engine, with_room
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.loading import check_engine, load_engine, with_room
 from mars_ray.decode.request import Completion, Request
-from mars_ray.errors import ConfigError, DataError
+from mars_ray.errors import ConfigError, DataError, EngineError
 from mars_ray.files import sole_writer, write_whole
 from mars_ray.generate.answers import (
     Answer,
@@ -56,12 +59,85 @@ from mars_ray.generate.prompts import (
     requests_of,
     tried,
 )
-from mars_ray.generate.worker import LEAST, Engines
 from mars_ray.model.directory import check_complete, read_card
-from mars_ray.model.load import load_tokenizer
+from mars_ray.model.load import load_tokenizer, stop_ids
 from mars_ray.progress import Bars
 from mars_ray.provenance import provenance
 from mars_ray.storage.copies import Directory, wanted
+
+# So many requests are decoded however late it is: fewer answers cannot be divided into a part that
+# trains and one that is held out.
+LEAST = 10
+# Finished answers are returned this often, so that the driver records them.
+_RETURN_EVERY_S = 5.0
+
+
+class Engines(Protocol):
+    """Decodes requests with any number of engines, local or remote."""
+
+    def start(self, requests: int) -> None:
+        """Starts as many engines as so many requests need, and waits until one is ready. Raises
+        MarsError."""
+        ...
+
+    def decode(
+        self, requests: Iterable[Request], until: float = math.inf
+    ) -> Iterator[list[Completion]]:
+        """Yields all requests, for which engines were started, as they finish, in any order; after
+        `until` (on the clock of `time.monotonic`) none is begun but the first `LEAST`. Raises
+        MarsError."""
+        ...
+
+
+class Worker:
+    """One engine that decodes the requests it is given, some seconds at a time."""
+
+    def __init__(self, checkpoint: str, config: EngineConfig) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._engine: Engine | None = None
+        self._stops: frozenset[int] = frozenset()
+
+    def load(self) -> str:
+        """Makes the engine ready; returns the type in which it computes. Raises MarsError."""
+        with self._failing("loading the model"):
+            self._engine, _ = load_engine(self._checkpoint, self._config)
+            self._stops = stop_ids(self._engine.model)
+        return str(self._engine.model.dtype).removeprefix("torch.")
+
+    def advance(self, requests: Sequence[Request], leave: int) -> list[Completion]:
+        """Adds requests and decodes until only `leave` of all its requests are left or some seconds
+        are over. Requests end at the model's own stop tokens as well as at theirs.
+
+        Raises MarsError; its requests are lost then.
+        """
+        engine = self._engine
+        assert engine is not None, "load first"
+        finished: list[Completion] = []
+        due = time.monotonic() + _RETURN_EVERY_S
+        with self._failing("decoding"):
+            for request in requests:
+                engine.submit(replace(request, stop_ids=request.stop_ids | self._stops))
+            while engine.running + engine.waiting > leave and time.monotonic() < due:
+                for event in engine.step():
+                    if event.failure:
+                        failure = f"request {event.request_id} failed: {event.failure}"
+                        raise EngineError(failure) from event.failure
+                    if event.completion:
+                        finished.append(event.completion)
+        return finished
+
+    @contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        """Turns torch's errors, such as out-of-memory, into EngineErrors that say what to do."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            raise EngineError(
+                f"{doing} failed on {platform.node()}: {error}. If memory is short there, lower "
+                "workers, engine.max_batch or engine.max_context"
+            ) from error
+
 
 # Settings of place and speed, on which the answers do not depend.
 _HARMLESS = {"minutes", "least_answers", "workers", "cpus_per_worker", "gpus_per_worker"}

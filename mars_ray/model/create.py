@@ -30,8 +30,7 @@ from mars_ray.config.inputs import ModelConfig, PresetModel, PresetName
 from mars_ray.errors import ModelError
 from mars_ray.files import remedy
 from mars_ray.model.directory import CARD_FILE, ModelCard, read_card
-from mars_ray.model.load import load_model, load_tokenizer, save_model
-from mars_ray.model.stop import stop_at_turn_end
+from mars_ray.model.load import load_model, load_tokenizer, save_model, stop_at_turn_end
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

@@ -1,8 +1,9 @@
-"""Loading models and tokenizers: safetensors only, and no code from the checkpoint; and writing a
-model directory that any tool for Hugging Face models can read.
+"""Loading models and tokenizers: safetensors only, and no code from the checkpoint; the tokens at
+which an answer ends; and writing a model directory that any tool for Hugging Face models can read.
 """
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import logging as transformers_logging
 
 from mars_ray.errors import ModelError
 from mars_ray.files import replaced_directory
@@ -34,6 +38,8 @@ from mars_ray.model.directory import (
     write_card,
 )
 from mars_ray.storage.hub import missing
+
+log = logging.getLogger(__name__)
 
 # transformers' model types, and their names in messages.
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
@@ -67,7 +73,7 @@ def multiplies_bfloat16() -> bool:
 def quiet_unless_watched() -> None:
     """Turns transformers' progress bars off unless stderr is a terminal."""
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
 
 
 def load_model(
@@ -210,7 +216,7 @@ def opened(
         ) from error
 
 
-# The output projection's name in all of `load.ARCHITECTURES`.
+# The output projection's name in all of `ARCHITECTURES`.
 _HEAD = "lm_head.weight"
 
 
@@ -274,3 +280,102 @@ def _save_weights(
 def _alone(value: Tensor) -> Tensor:
     """The tensor in storage of its own: ZeRO's parameters are pieces of a large tensor."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def stop_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens at which `transformers` would also stop. Raises ModelError if there are none."""
+    return _some(_known(model.generation_config))
+
+
+def stop_ids_of(directory: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens at which answers of a directory's model end, that of the chat template's turn
+    included; reads no weights. Raises ModelError if there are none."""
+    known = _known(_generation_of(directory))
+    if tokenizer.chat_template:
+        try:
+            known.append(end_of_turn_id(tokenizer))
+        except ModelError as error:
+            log.warning("answers end only where generation_config.json says so: %s", error)
+    return _some(known)
+
+
+def _generation_of(directory: str | Path) -> GenerationConfig:
+    """As `transformers` makes it for the model: the model's own configuration where it has none."""
+    if (Path(directory) / GENERATION_CONFIG_NAME).exists():
+        return opened(directory, lambda: GenerationConfig.from_pretrained(directory))
+    config = opened(
+        directory, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    )
+    return GenerationConfig.from_model_config(config)
+
+
+def _some(known: list[int]) -> frozenset[int]:
+    if not known:
+        raise ModelError(
+            "the model's generation_config.json names no eos_token_id, so answers would never end"
+        )
+    return frozenset(known)
+
+
+def stop_at_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Adds the chat template's end of turn to the tokens at which `generate` stops.
+
+    Raises ModelError if the template has no end of turn.
+    """
+    generation = model.generation_config
+    if generation is None:
+        generation = model.generation_config = GenerationConfig()
+    stops = list(dict.fromkeys([end_of_turn_id(tokenizer), *_known(generation)]))
+    generation.eos_token_id = stops[0] if len(stops) == 1 else stops
+    if generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        # transformers loads it with a warning and refuses to save it. Only its tokens are needed.
+        log.warning("only its tokens are kept of generation_config.json: %s", error)
+        model.generation_config = GenerationConfig(
+            bos_token_id=generation.bos_token_id,
+            eos_token_id=generation.eos_token_id,
+            pad_token_id=generation.pad_token_id,
+        )
+
+
+def _known(generation: GenerationConfig | None) -> list[int]:
+    eos = None if generation is None else generation.eos_token_id
+    return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The special token with which the chat template ends an assistant's turn.
+
+    Base models often end texts with a different token than their template ends turns with, and
+    decoding must stop at both. Raises ModelError if there is no template, if it cannot be used, or
+    if it ends turns with plain text.
+    """
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template, so conversations cannot be written for it; use "
+            "an instruction-tuned version of the model, or put a chat_template.jinja beside it"
+        )
+    answer = "fine"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError) as error:
+        raise ModelError(f"the tokenizer's chat template cannot be used: {error}") from error
+    assert isinstance(text, str)
+    _, found_answer, tail = text.rpartition(answer)
+    if not found_answer:
+        raise ModelError("the chat template does not write what the assistant answers")
+    found = {
+        tail.index(token.content): index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.content in tail
+    }
+    if not found:
+        raise ModelError(
+            "the chat template ends an assistant's turn without a special token, so decoding could "
+            "not know where to stop; add the end-of-sequence token to the template"
+        )
+    return found[min(found)]

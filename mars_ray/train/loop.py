@@ -24,8 +24,7 @@ from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import CheckpointManager, TrainState
 from mars_ray.train.engine import Engine, learning_rate
 from mars_ray.train.metrics import Flops, Meter, MetricsWriter, RankTimer
-from mars_ray.train.model_step import COUNTS, step_counts
-from mars_ray.train.objective import StageObjective
+from mars_ray.train.model_step import COUNTS, StageObjective, step_counts
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks, Watchdog
 

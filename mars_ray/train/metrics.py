@@ -40,8 +40,7 @@ from transformers import PreTrainedModel
 from mars_ray.files import write_whole
 from mars_ray.model.forward import output_head
 from mars_ray.progress import Bars
-from mars_ray.train.model_step import COUNTS
-from mars_ray.train.objective import Stream
+from mars_ray.train.model_step import COUNTS, Stream
 from mars_ray.train.ranks import Ranks, whole_shape
 
 _PROBE_ROWS = {"cpu": 768, "cuda": 8192}

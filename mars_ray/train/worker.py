@@ -65,8 +65,7 @@ from mars_ray.train.loop import (
 )
 from mars_ray.train.memory import RowSize, advice, check_memory
 from mars_ray.train.metrics import DraftFlops, Flops, ModelFlops, RankTimer, peak_flops
-from mars_ray.train.model_step import TrainStep
-from mars_ray.train.objective import StageObjective
+from mars_ray.train.model_step import StageObjective, TrainStep
 from mars_ray.train.plan import StagePlan, identity_hash
 from mars_ray.train.ranks import Ranks, Watchdog
 

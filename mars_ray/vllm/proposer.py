@@ -29,10 +29,10 @@ from mars_ray.model.draft_adapter import DraftAdapter, read_draft_adapter
 from mars_ray.vllm import interface, runner, settings
 from mars_ray.vllm.adapter import Parts, Sites, fitted
 from mars_ray.vllm.budgets import Budgets
-from mars_ray.vllm.cpu import repair_expansion
 from mars_ray.vllm.drafts import HeadedDrafts, likeliest_tokens, rows_of
 from mars_ray.vllm.mask_rows import GatedRows, IndexedRows, MaskRows
 from mars_ray.vllm.rows import Layout, MarsCounts, Origin, masks_for, next_speculative
+from mars_ray.vllm.runner import repair_expansion
 from mars_ray.vllm.window import Window
 
 

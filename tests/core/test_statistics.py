@@ -2,7 +2,7 @@
 
 import pytest
 
-from mars_ray.core.statistics import (
+from mars_ray.core.frontier import (
     mcnemar_exact,
     paired_difference,
     ratio_fault,

@@ -18,8 +18,7 @@ from mars_ray.decode.engine import generate_all
 from mars_ray.decode.loading import load_engine
 from mars_ray.decode.request import Request
 from mars_ray.errors import RequestError
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_model, load_tokenizer, stop_ids
 
 SIZE = EngineConfig(max_batch=3, max_context=96, device="cpu", threads=1)
 PROMPTS = [(5, 40, 77), (9,), tuple(range(20, 50))]

@@ -13,8 +13,7 @@ from mars_ray.config.decode import EngineConfig, Sampling
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.inputs import CorpusSource
 from mars_ray.decode.request import Completion, Request
-from mars_ray.generate.run import run_generation
-from mars_ray.generate.worker import LEAST, Worker
+from mars_ray.generate.run import LEAST, Worker, run_generation
 
 QUIET = Console(quiet=True)
 

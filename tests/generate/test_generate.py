@@ -34,8 +34,7 @@ from mars_ray.errors import ConfigError, DataError, ModelError, RequestError
 from mars_ray.generate import run as generation
 from mars_ray.generate.answers import Part
 from mars_ray.generate.run import run_generation
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_tokenizer, stop_ids
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

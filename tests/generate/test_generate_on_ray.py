@@ -26,8 +26,7 @@ from mars_ray.errors import EngineError, ModelError
 from mars_ray.generate import on_ray
 from mars_ray.generate.answers import Part
 from mars_ray.generate.on_ray import RayEngines
-from mars_ray.generate.run import run_generation
-from mars_ray.generate.worker import Worker
+from mars_ray.generate.run import Worker, run_generation
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -18,12 +18,11 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from mars_ray import importing
-from mars_ray.decode import model_runner
+from mars_ray.decode import sampler
 from mars_ray.errors import ModelError
 from mars_ray.importing import import_model
 from mars_ray.model.directory import PLAIN, ModelCard, read_card, write_card
-from mars_ray.model.load import load_model, load_tokenizer
-from mars_ray.model.stop import stop_ids
+from mars_ray.model.load import load_model, load_tokenizer, stop_ids
 
 
 @pytest.fixture(autouse=True)
@@ -224,8 +223,8 @@ def test_a_model_that_computes_something_else_is_refused(who, tmp_path, monkeypa
 
         monkeypatch.setattr(importing, "write_model", faulty)
     else:
-        whole = model_runner._tokens
-        monkeypatch.setattr(model_runner, "_tokens", lambda item: whole(item)[::-1])
+        whole = sampler._tokens
+        monkeypatch.setattr(sampler, "_tokens", lambda item: whole(item)[::-1])
     with pytest.raises(ModelError, match=f"computes something else by {who}"):
         import_model(str(source))
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mars_ray.errors import ModelError
 from mars_ray.model.create import train_tokenizer
-from mars_ray.model.stop import end_of_turn_id
+from mars_ray.model.load import end_of_turn_id
 
 TEXTS = ["Tom has 12 apples and gives 5 away to Ann.", "How many apples are left? 12 - 5 = 7."] * 9
 # Runs in another process too, so it stands here as text.

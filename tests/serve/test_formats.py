@@ -19,9 +19,9 @@ from mars_ray.decode.structured_output import Grammars
 from mars_ray.errors import RequestError
 from mars_ray.serve.ingress.app import build_api
 from mars_ray.serve.protocol import GenerationRequest, Tools
-from mars_ray.serve.replica.formats import Vocabulary, grammar_of
+from mars_ray.serve.replica.chat_format import Vocabulary, grammar_of
 from mars_ray.serve.replica.llm_server import LLMServer
-from mars_ray.serve.replica.tool_parser import HERMES
+from mars_ray.serve.replica.parsers import HERMES
 
 # No free text, which random weights would never end.
 SCHEMA = {

@@ -10,7 +10,7 @@ from serve.written import events, whole
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta
-from mars_ray.serve.replica.reasoning_parser import ReasoningReader, Start, start_of
+from mars_ray.serve.replica.parsers import ReasoningReader, Start, start_of
 
 MARK, END = 1, 2
 CALL = GenerationRequest("id", ("x",), VerifiedMode(), Sampling(), None, 9, shows_reasoning=True)

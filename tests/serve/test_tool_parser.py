@@ -14,7 +14,7 @@ from serve.asking import ASK
 from mars_ray.config.decode import Sampling
 from mars_ray.config.modes import VerifiedMode
 from mars_ray.serve.protocol import Finish, GenerationRequest, OutputDelta, Tools
-from mars_ray.serve.replica.tool_parser import (
+from mars_ray.serve.replica.parsers import (
     HERMES,
     LLAMA3,
     MISTRAL,

@@ -16,7 +16,7 @@ from mars_ray.errors import CheckpointError
 from mars_ray.train import checkpoint
 from mars_ray.train.checkpoint import CheckpointStore, TrainState
 from mars_ray.train.metrics import Meter, MetricsReader, MetricsWriter, ModelFlops
-from mars_ray.train.objective import StageObjective
+from mars_ray.train.model_step import StageObjective
 from mars_ray.train.ranks import Ranks
 
 RANKS = Ranks(0, 1, torch.device("cpu"))

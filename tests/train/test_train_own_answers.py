@@ -16,8 +16,7 @@ from mars_ray.config.train import ConstantBlockSize, MarsObjective
 from mars_ray.core.layout import Layout
 from mars_ray.core.loss import row_coefficients
 from mars_ray.data.corpus import problems
-from mars_ray.train.model_step import TrainStep, layout_tensors, step_counts
-from mars_ray.train.objective import StageObjective
+from mars_ray.train.model_step import StageObjective, TrainStep, layout_tensors, step_counts
 
 PAIRS = ConstantBlockSize(size=2)
 

@@ -13,8 +13,7 @@ from mars_ray.core.loss import row_coefficients
 from mars_ray.model.forward import output_head
 from mars_ray.train.engine import PlainEngine
 from mars_ray.train.metrics import RankTimer
-from mars_ray.train.model_step import TrainStep, layout_tensors, step_counts
-from mars_ray.train.objective import StageObjective
+from mars_ray.train.model_step import StageObjective, TrainStep, layout_tensors, step_counts
 from mars_ray.train.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -25,9 +25,8 @@ from mars_ray.serve.protocol import (
     TokenText,
     ToolCallDelta,
 )
-from mars_ray.serve.replica.reasoning_parser import ReasoningReader
+from mars_ray.serve.replica.parsers import ReasoningReader, ToolCallReader
 from mars_ray.serve.replica.stats import AnswerStats, Ending, ReplicaCounters, count_tokens
-from mars_ray.serve.replica.tool_parser import ToolCallReader
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-F]{2})>$")
 # Tokenizers write this for bytes that are not, or not yet, a character.

@@ -52,10 +52,16 @@ from mars_ray.decode.stats import Snapshot
 from mars_ray.errors import EngineError, ModelError, PoisonError, RequestError
 from mars_ray.model.directory import ModelCard, read_card
 from mars_ray.model.draft_adapter import read_draft_adapter, read_draft_card
-from mars_ray.model.load import load_tokenizer
-from mars_ray.model.stop import stop_ids_of
-from mars_ray.serve.replica.vllm_args import adapters_change, engine_args, sampling_params
-from mars_ray.serve.replica.vllm_counts import StepSeen, VllmCounts, loads, step_cost
+from mars_ray.model.load import load_tokenizer, stop_ids_of
+from mars_ray.serve.replica.vllm_terms import (
+    StepSeen,
+    VllmCounts,
+    adapters_change,
+    engine_args,
+    loads,
+    sampling_params,
+    step_cost,
+)
 
 _REASONS: dict[FinishReason, Reason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
