@@ -17,6 +17,7 @@ rewritten  deleted lines that inserted lines anywhere in the part make up for; i
 deleted    deleted lines that no inserted line makes up for: lines_before less lines
 """
 
+import ast
 import json
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def main() -> None:
     changes = parse_changes(git("diff", "--numstat", "-z", "-M", "-C", before, "HEAD"))
     result = {
         "parts": compare(sizes(before), sizes("HEAD"), changes),
+        "package": package(ROOT / "mars_ray"),
         "pages": pages(ROOT),
         "provenance": {
             "before": before[:12],
@@ -96,6 +98,18 @@ def compare(
             "deleted": max(0, lines_before - lines),
         }
     return parts
+
+
+def package(directory: Path) -> dict[str, int]:
+    """Files, lines, functions and classes of the whole package, methods and local ones included."""
+    texts = [path.read_text() for path in directory.rglob("*.py")]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    return {
+        "files": len(texts),
+        "lines": sum(len(text.splitlines()) for text in texts),
+        "functions": sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in nodes),
+        "classes": sum(isinstance(node, ast.ClassDef) for node in nodes),
+    }
 
 
 def pages(root: Path) -> dict[str, int]:

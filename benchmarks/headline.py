@@ -106,9 +106,15 @@ def _most(objective: str, ratio: str) -> Callable[[Result], float]:
     return value
 
 
-def _chunk_functions(result: Result) -> float:
-    """The number of functions that a chunk of a streamed answer passes through."""
-    return len(result["chunk"]["after"])
+def _walked(walk: str, *, files: bool = False) -> Callable[[Result], float]:
+    """The number of functions of a walk through the package, or of their files: those that hand on
+    what it follows, not all that they call."""
+
+    def value(result: Result) -> float:
+        functions = result[walk]["after"]
+        return len({name.partition(":")[0] for name in functions} if files else functions)
+
+    return value
 
 
 def _mars(key: str) -> Callable[[Result], float]:
@@ -280,7 +286,14 @@ HEADLINES = {
     "docs.words": Headline("code_size", _at("pages", "docs_words")),
     "readme.lines": Headline("code_size", _at("pages", "readme_lines")),
     "code.deleted": Headline("code_size", _at("parts", "mars_ray", "deleted")),
-    "code.chunk_functions": Headline("house_walks", _chunk_functions),
+    "code.files": Headline("code_size", _at("package", "files")),
+    "code.functions": Headline("code_size", _at("package", "functions")),
+    "code.classes": Headline("code_size", _at("package", "classes")),
+    "code.chunk_functions": Headline("house_walks", _walked("chunk")),
+    "code.request_functions": Headline("house_walks", _walked("request")),
+    # Without core/, which they all use.
+    "code.decision_files": Headline("house_walks", _walked("decision", files=True)),
+    "code.batch_files": Headline("house_walks", _walked("batch", files=True)),
     "policy.cells": Headline("simulate", _at("claims", "attained", "cells")),
     "policy.shipped_attained_share": Headline("simulate", _at("claims", "attained", "share")),
     "policy.shipped_replicas_over_best_fixed": Headline(

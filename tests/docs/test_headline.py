@@ -91,9 +91,15 @@ def test_figures_of_the_code(tmp_path):
     results = {
         "code_size": {
             "parts": {"mars_ray": sizes},
+            "package": {"files": 200, "functions": 2_700, "classes": 600},
             "pages": {"docs_words": 21_000, "readme_lines": 119},
         },
-        "house_walks": {"chunk": {"before": list("abcd"), "after": list("abc")}},
+        "house_walks": {
+            "chunk": {"before": list("abcd"), "after": list("abc")},
+            "request": {"after": ["a: f", "a: g"]},
+            "decision": {"after": ["a: f", "a: g", "b: h"]},
+            "batch": {"after": ["a: f"]},
+        },
         "test_minutes": {"fast_s": 60, "ray_s": 30.0},
     }
     for name, result in results.items():
@@ -105,7 +111,13 @@ def test_figures_of_the_code(tmp_path):
         "code.deleted": 5_000,
         "docs.words": 21_000,
         "readme.lines": 119,
+        "code.files": 200,
+        "code.functions": 2_700,
+        "code.classes": 600,
         "code.chunk_functions": 3,
+        "code.request_functions": 2,
+        "code.decision_files": 2,
+        "code.batch_files": 1,
         "code.test_minutes": 1.5,
     }
 
