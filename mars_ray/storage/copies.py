@@ -34,6 +34,8 @@ from mars_ray.errors import ModelError
 from mars_ray.storage.hub import snapshot
 from mars_ray.storage.place import Place, explained, shown
 
+logger = logging.getLogger(__name__)
+
 _PARALLEL_FILES = 4
 _CHUNK_BYTES = 16 * 1024 * 1024
 # Object stores have no directories, and would store an empty object instead.
@@ -149,8 +151,6 @@ class Directory:
                 self.filesystem.delete_file(target)
             raise OSError(f"{name} arrived with {written} bytes")
 
-
-logger = logging.getLogger(__name__)
 
 # Files that a model or adapter needs. Excludes *.bin and *.pt, which can run code, and source code.
 WANTED = (".safetensors", ".json", ".txt", ".model", ".jinja")

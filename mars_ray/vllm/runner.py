@@ -37,6 +37,8 @@ from vllm.v1.worker.worker_base import WorkerBase
 from mars_ray.vllm.budgets import Budgets, Spender, relax
 from mars_ray.vllm.rows import laid_out
 
+log = init_logger(__name__)
+
 # Of vLLM's method, and of the one here: vLLM's comes first, then the runner and its arguments.
 _Method = Callable[..., Any]
 
@@ -293,9 +295,6 @@ def _use_adapter(worker: Any, is_any: bool) -> None:
 def _set_masks(worker: Any, masks_by_running: list[tuple[int, int]]) -> None:
     """`collective_rpc("mars_set_masks", args=([[1, 4]],))`: as `masks_by_running`, at once."""
     worker.model_runner.drafter.set_masks(masks_by_running)
-
-
-log = init_logger(__name__)
 
 
 def repair_expansion() -> None:
