@@ -28,7 +28,7 @@ bench decode_gpu_7b 190 bench-decode-gpu random_weights=qwen2.5-7b "$@"
 model=runs/demo/models/mars
 if [ ! -d "$model" ]; then
     model=runs/gpu-demo/model
-    PYTHONPATH=. timeout 140 "$python" benchmarks/train_alone.py jobs/demo-tiny.toml runs/gpu-demo ||
+    PYTHONPATH=. timeout 140 "$python" benchmarks/without_ray.py jobs/demo-tiny.toml runs/gpu-demo ||
         echo "the demo's model: not trained within 140 s" >&2
 fi
 if [ -d "$model" ]; then

@@ -1,12 +1,26 @@
-"""Writes the service models of jobs/models/: `python benchmarks/service_models.py`.
+"""The service models of jobs/models/, and two results that they are made from.
 
-They are made from committed results and published figures; every model's provenance says which.
+    python benchmarks/service_models.py                             writes jobs/models/
+    python benchmarks/service_models.py spread IDENTITY.json OUTPUT.json
+    python benchmarks/service_models.py steps CHECKPOINT OUTPUT.json
+
+The models are made from committed results and published figures; their provenance says which.
+
+spread: how much replies differ in T/F, from the answers that identity.py keeps beside its result.
+steps:  what a model's steps cost on this CPU. With one thread and in processor seconds, so that
+        other work on the machine does not count (what it takes of caches and memory does). A long
+        prompt is forwarded in chunks of each size: the first gives the seconds of so many rows,
+        later ones what each row takes more for every token before it. Then sequences decode with
+        that prompt in the cache, and alone.
 """
 
 import json
+import statistics
+import sys
+import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,8 +35,14 @@ from mars_ray.autoscale.service_model import (
     levels_of,
     verified_level,
 )
+from mars_ray.config.decode import EngineConfig, Sampling
+from mars_ray.config.modes import ExactMode
 from mars_ray.core.frontier import Frontier
+from mars_ray.decode.engine import Engine
+from mars_ray.decode.loading import load_engine
+from mars_ray.decode.request import Request
 from mars_ray.errors import ConfigError
+from mars_ray.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,6 +61,11 @@ _CONTEXT = 131_072
 # of a row, which has 2 FLOP a weight.
 _ATTENTION_S = 4 * 28 * 28 * 128 * (_READ_S / _KNEE_ROWS) / (2 * _WEIGHTS)
 
+
+_MODE = "verified 1 G=5, with adapter, batch 16"  # of the replies whose T/F is spread
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_BATCHES = (1, 4)
+_PROMPT, _SHORT, _DECODED, _REPEATS = 512, 16, 48, 2
 
 # Tokens of the shortest reply whose T/F counts for the spread, and quantiles of it.
 _LEAST_REPLY, _QUANTILES = 16, 20
@@ -234,8 +259,125 @@ def _spread() -> tuple[float, ...]:
     return tuple(_result("smollm2_spread")["spread"])
 
 
+def write_spread(identity: Path, output: Path) -> None:
+    """Tokens and forwards of each reply, and the quantiles of what masks brought."""
+    result = json.loads(identity.read_text())
+    answers: list[dict[str, Any]] = json.loads(
+        (identity.with_suffix(".answers") / f"float32 {_MODE}.json").read_text()
+    )
+    tokens = [len(answer["tokens"]) for answer in answers]
+    forwards = [answer["forwards"] for answer in answers]
+    spread = {
+        "mode": _MODE,
+        "replies": len(answers),
+        "tokens": tokens,
+        "forwards": forwards,
+        "spread": spread_of(tokens, forwards),
+        "provenance": result["provenance"],
+    }
+    output.write_text(json.dumps(spread) + "\n")
+
+
+def measure_steps(checkpoint: str, output: Path) -> None:
+    """Measure, and write the medians."""
+    by_rows: dict[int, float] = {}
+    pair_s: list[float] = []
+    for rows in _ROWS:
+        engine = _engine(checkpoint, rows)
+        runs = [list(_chunks(engine, rows)) for _ in range(_REPEATS)]
+        steps = [min(seconds) for seconds in zip(*runs, strict=True)]
+        by_rows[rows] = median(steps[:2])
+        if rows >= 32:
+            slope = statistics.linear_regression(range(len(steps)), steps).slope
+            pair_s.append(slope / rows**2)
+    context_s = [_context_s(checkpoint, batch) for batch in _BATCHES]
+    result = {
+        "checkpoint": Path(checkpoint).name,
+        "threads": 1,
+        "steps": [{"batch": 1, "positions": n, "seconds": s} for n, s in by_rows.items()],
+        "prompt_attention_s": median(pair_s),
+        "cache_token_s": median(context_s),
+        "provenance": provenance(),
+    }
+    output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _engine(checkpoint: str, rows: int) -> Engine:
+    config = EngineConfig(
+        max_batch=max(_BATCHES),
+        max_context=_PROMPT + _DECODED,
+        max_step_tokens=max(8, rows),
+        prefix_cache=False,
+        window_control=False,
+        threads=1,
+        device="cpu",
+    )
+    return load_engine(checkpoint, config)[0]
+
+
+def _chunks(engine: Engine, rows: int) -> Iterator[float]:
+    """Processor seconds of each chunk of one long prompt; small chunks only of its beginning."""
+    length = min(_PROMPT, 8 * rows)
+    if rows < 8:
+        # A step's rows are at least eight: several prompts of one row each instead.
+        yield from (_decode_s(engine, rows, _SHORT) for _ in range(2))
+        return
+    engine.submit(_request("prompt", length, 1))
+    while engine.has_work:
+        yield _step_s(engine)
+
+
+def _context_s(checkpoint: str, batch: int) -> float:
+    """Seconds that a step of decoding sequences takes for each token that they have cached."""
+    engine = _engine(checkpoint, 128)
+    long_s, short_s = (
+        min(_decode_s(engine, batch, length) for _ in range(_REPEATS))
+        for length in (_PROMPT, _SHORT)
+    )
+    return (long_s - short_s) / (batch * (_PROMPT - _SHORT))
+
+
+def _decode_s(engine: Engine, batch: int, length: int) -> float:
+    """Median of steps in which so many sequences decode behind prompts of this length."""
+    for number in range(batch):
+        engine.submit(_request(str(number), length, _DECODED))
+    begun: set[str] = set()
+    while len(begun) < batch:
+        begun |= {event.request_id for event in engine.step()}
+    times = []
+    while engine.running == batch:
+        times.append(_step_s(engine))
+    while engine.has_work:
+        engine.step()
+    return median(times)
+
+
+def _step_s(engine: Engine) -> float:
+    started = time.process_time()
+    engine.step()
+    return time.process_time() - started
+
+
+def _request(name: str, length: int, tokens: int) -> Request:
+    prompt = tuple(1000 + 7 * place % 997 for place in range(length))
+    return Request(name, prompt, ExactMode(), Sampling(), tokens, frozenset())
+
+
 def main() -> None:
-    """Write one file per model."""
+    """Write what is asked for."""
+    match sys.argv[1:]:
+        case ["spread", identity, output]:
+            write_spread(Path(identity), Path(output))
+        case ["steps", checkpoint, output]:
+            measure_steps(checkpoint, Path(output))
+        case []:
+            write_models()
+        case _:
+            sys.exit(__doc__)
+
+
+def write_models() -> None:
+    """One file per model."""
     folder = ROOT / "jobs" / "models"
     folder.mkdir(exist_ok=True)
     models = {

@@ -1,10 +1,9 @@
-"""Train a draft adapter for a model directory without Ray, on this machine's GPU if it has one.
+"""A job that trains, or one that adapts a model, without Ray, on this machine's GPU if it has one.
 
-    python benchmarks/adapt_alone.py JOB.toml DIRECTORY [KEY=VALUE ...]
+    python benchmarks/without_ray.py JOB.toml DIRECTORY [KEY=VALUE ...]
 
-Prompts, answers and training of an adapt job run in this process; the adapter is written to
-DIRECTORY/adapter. For machines that have torch and not Ray. When run again, it resumes the answers
-and starts the training from the beginning.
+All runs in this process. DIRECTORY/model is the last stage's model, DIRECTORY/adapter the draft
+adapter. When run again, it resumes an adaptation's answers, and trains from the beginning.
 """
 
 import math
@@ -16,16 +15,22 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from train_alone import train_here
 
 from mars_ray.adapt.jobs import Devices, Places, generate_job, split, train_job
 from mars_ray.config.adapt import AdaptJob
+from mars_ray.config.demo import TinyDemoJob
 from mars_ray.config.generate import GenerateJob
 from mars_ray.config.load import load_job
+from mars_ray.config.train import TrainJob
 from mars_ray.decode.request import Completion, Request
+from mars_ray.errors import MarsError
 from mars_ray.generate.run import Worker, run_generation
 from mars_ray.model.draft_adapter import name_base
 from mars_ray.model.load import multiplies_bfloat16
+from mars_ray.train.checkpoint import MODEL
+from mars_ray.train.plan import initial_model, stage_plan, with_absolute_paths
+from mars_ray.train.ranks import Ranks
+from mars_ray.train.worker import train_stage
 
 
 class EngineHere:
@@ -63,11 +68,23 @@ class EngineHere:
             yield done
 
 
-def main() -> None:
-    """Run the adaptation. Raises MarsError if it fails."""
-    source, directory, *overrides = sys.argv[1:]
-    job = load_job(source, [*overrides, f"output_dir={directory}"])
-    assert isinstance(job, AdaptJob), f"{source} adapts no model"
+def train_here(job: TrainJob) -> Path:
+    """Train, and return the directory of the last stage's model. Raises MarsError if it fails."""
+    shutil.rmtree(job.output_dir, ignore_errors=True)
+    job = with_absolute_paths(job)
+    ranks = Ranks.current(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = initial_model(job)
+    for stage in job.stages:
+        outcome = train_stage(stage_plan(job, stage, model), ranks, None, lambda *_: None)
+        if isinstance(outcome, MarsError):
+            raise outcome
+        print(f"{stage}: {outcome.step} steps, {outcome.seconds:.0f} s, {outcome.metrics}")
+        model = outcome.checkpoint / MODEL
+    return model
+
+
+def adapt_here(job: AdaptJob, directory: str) -> None:
+    """Make answers and train the adapter. Raises MarsError if one of them fails."""
     places, base = Places(Path(directory).absolute()), Path(job.model).absolute()
     places.root.mkdir(parents=True, exist_ok=True)
     is_fast = torch.cuda.is_available() or multiplies_bfloat16()
@@ -81,6 +98,20 @@ def main() -> None:
     shutil.rmtree(places.adapter, ignore_errors=True)
     shutil.copytree(trained, places.adapter)
     name_base(places.adapter, job.model)
+
+
+def main() -> None:
+    """Run the job. Raises MarsError if it fails."""
+    source, directory, *overrides = sys.argv[1:]
+    job = load_job(source, overrides)
+    if isinstance(job, TinyDemoJob):
+        job = job.train
+    if isinstance(job, AdaptJob):
+        adapt_here(job.model_copy(update={"output_dir": directory}), directory)
+        return
+    assert isinstance(job, TrainJob), f"{source} neither trains nor adapts"
+    model = train_here(job.model_copy(update={"output_dir": directory}))
+    shutil.copytree(model, Path(directory) / "model")
 
 
 if __name__ == "__main__":
