@@ -489,7 +489,8 @@ def _job(
         )
     if not isinstance(job, several):
         wanted = " or ".join(map(repr, own))
-        raise ConfigError(f"{source}: this command takes a job of kind {wanted}")
+        kind = job.model_dump(include={"kind"})["kind"]
+        raise ConfigError(f"{source}: a job of kind {kind!r}; this command takes {wanted}")
     if dry_run:
         print(job.model_dump_json(indent=2), flush=True)
     _check(job, elsewhere=dry_run, running=running)

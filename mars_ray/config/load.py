@@ -76,6 +76,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(found(path).read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a directory; name a job file, JOB.toml") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -130,6 +132,8 @@ def _explain(error: ValidationError, source: str, job: type[Config]) -> str:
             message = item["msg"].removeprefix("Value error, ")
             if item["type"] == "string_type" and not isinstance(item["input"], (dict, list)):
                 message += f"; quote it: '{key}=\"{item['input']}\"'"
+            elif item["type"] == "tuple_type":
+                message = f"Input should be a list: '{key}=[...]'"
             lines.append(f"{key or 'job'}: {message}")
     return "\n".join(f"{source}: {line}" for line in lines)
 

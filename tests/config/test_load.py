@@ -285,6 +285,8 @@ def test_unusable_files_and_overrides(tmp_path):
     """Each says what is wrong instead of a traceback."""
     with pytest.raises(ConfigError, match="no such job file"):
         load_job(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match=r"a directory; name a job file, JOB\.toml"):
+        load_job(tmp_path)
     broken = tmp_path / "broken.toml"
     broken.write_text("kind = ")
     with pytest.raises(ConfigError, match="not valid TOML: "):
