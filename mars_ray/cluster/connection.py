@@ -59,9 +59,9 @@ class Connection:
         # ValueError: RAY_ADDRESS is not an address.
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
-                f"no Ray cluster answers at {self._address!r}: {str(error).rstrip('. ')}. Name the one you mean with "
-                "RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a token; "
-                "`mars-ray serve` says both of its own"
+                f"no Ray cluster answers at {self._address!r}: {str(error).rstrip('. ')}. Name the "
+                "one you mean with RAY_ADDRESS=HOST:PORT, and RAY_AUTH_MODE=token if it asks for a "
+                "token; `mars-ray serve` says both of its own"
             ) from error
         self._is_open = True
 
