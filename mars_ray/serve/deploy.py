@@ -366,19 +366,22 @@ def wait_until_stopped(job: ServeJob) -> None:
 
     A second signal ends the draining at once. Must run in the main thread, which gets the signals.
     """
-    stop, at_once = threading.Event(), threading.Event()
+    stopped, at_once = threading.Event(), threading.Event()
+    is_drained = False
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        (at_once if stop.is_set() else stop).set()
+        (at_once if stopped.is_set() else stopped).set()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, on_signal) for number in signals]
     try:
-        stop.wait()
-        end(job, at_once)
+        stopped.wait()
+        is_drained = drain(job.drain_s, at_once)
     finally:
+        # What is left may hang, and then a signal must end it.
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+        _end(is_drained)
 
 
 def stop() -> list[str]:
@@ -387,20 +390,20 @@ def stop() -> list[str]:
     Raises ConfigError if there is none.
     """
     _, running = _running()
-    end(running.job, threading.Event())
+    is_drained = False
+    try:
+        is_drained = drain(running.job.drain_s, threading.Event())
+    finally:
+        _end(is_drained)
     return list(running.job.each())
 
 
-def end(job: ServeJob, at_once: threading.Event) -> None:
-    """Drains the job's service, and stops Serve; what is not finished then is cut."""
-    is_drained = False
-    try:
-        is_drained = drain(job.drain_s, at_once)
-    finally:
-        if not is_drained:
-            _cut()
-        serve.shutdown()
-        end_controls()
+def _end(is_drained: bool) -> None:
+    """Stops Serve; what is not finished is cut."""
+    if not is_drained:
+        _cut()
+    serve.shutdown()
+    end_controls()
 
 
 def drain(limit_s: float, at_once: threading.Event) -> bool:
