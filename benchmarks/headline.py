@@ -304,6 +304,8 @@ HEADLINES = {
     ),
     "valve.requests_kept": Headline("simulate_overloads", _at("claims", "valve", "requests_kept")),
     "valve.points_lost": Headline("simulate_overloads", _at("claims", "valve", "points_lost")),
+    "mars.response_tokens": Headline("mars_frontier", _at("trained_mask_tokens", "mars")),
+    "adapter.mask_tokens": Headline("adapter_training_gpu", _at("run", "mask_tokens")),
     "mars.tf_at_0_9": Headline("mars_frontier", _mars("tokens_per_forward")),
     "mars.agreement_at_0_9": Headline("mars_frontier", _mars("agreement")),
     "trade.in_time_ours": Headline("trade", _trade("ours", _at("live", "attainment"))),

@@ -59,13 +59,16 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=["mars", "adapter"])
     parser.add_argument("--adapter", default="adapters/smollm2")
     parser.add_argument("--mars", default="models/smollm2-mars")
+    parser.add_argument("--mars-lora", type=Path, default=Path("benchmarks/models/smollm2-mars"))
     parser.add_argument("--directory", type=Path, default=Path("runs/mars-frontier"))
     parser.add_argument("--prompts", type=int, default=20, help="of a kind")
     parser.add_argument("--scored", type=int, default=10, help="answers a kind and mode")
     parser.add_argument("--few", type=int, default=5, help="of a kind, for other modes; 0: none")
     asked = parser.parse_args()
     console = Console()
-    arms = json.loads(asked.output.read_text())["arms"] if asked.output.exists() else {}
+    before = json.loads(asked.output.read_text()) if asked.output.exists() else {}
+    arms, commits = before.get("arms", {}), before.get("commits", {})
+    facts = provenance()
     for name, checkpoint, adapter in (
         ("mars", asked.mars, None),
         ("adapter", asked.original, asked.adapter),
@@ -90,8 +93,23 @@ def main() -> None:
                 strict=True,
             )
         ]
-    result = {"original": Path(asked.original).name, "arms": arms, "provenance": provenance()}
+        commits[name] = facts["commit"]
+    result = {
+        "original": Path(asked.original).name,
+        "trained_mask_tokens": _trained_mask_tokens(asked),
+        "arms": arms,
+        "commits": commits,
+        "provenance": facts,
+    }
     asked.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _trained_mask_tokens(asked: argparse.Namespace) -> dict[str, int]:
+    """What each arm's training has seen, as it has told itself."""
+    lines = (asked.mars_lora / "metrics.jsonl").read_text().splitlines()
+    *_, last = (row for row in map(json.loads, lines) if row["kind"] == "train")
+    training = json.loads((Path(asked.adapter) / "training.json").read_text())
+    return {"mars": last["mask_tokens"], "adapter": training["metrics"]["mask_tokens"]}
 
 
 def _job(

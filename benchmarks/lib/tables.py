@@ -450,7 +450,8 @@ def mars_frontier(result: dict[str, Any]) -> list[str]:
         "",
         "Own tokens: what the same model would have chosen, one forward later. By the original, "
         f"which nobody has trained: its choices and nats a token, over {scored} of the answers "
-        f"(±: 95%, by the spread of the answers' means). {machine(result['provenance'])}.",
+        f"(±: 95%, by the spread of the answers' means). {machine(result['provenance'])} "
+        f"(trained by MARS: commit {result['commits']['mars']}).",
     ]
 
 

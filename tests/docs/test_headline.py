@@ -79,6 +79,7 @@ def test_each_value_is_computed_from_its_result(tmp_path):
         "sampling.json",
         "serve_load_smollm2.json",
         "mars_frontier.json",
+        "adapter_training_gpu.json",
         "trade.json",
         "vllm_plugin.json",
         "vllm_bfloat16.json",
@@ -149,12 +150,18 @@ def test_figures_of_the_threshold(tmp_path):
         {"arm": arm, "live": {"attainment": share}, "points_lost": lost}
         for arm, share, lost in (("ours", 0.9, 2.0), ("ours", 0.7, 4.0), ("pinned", 0.5, 0.0))
     ]
-    results = {"mars_frontier": {"arms": {"mars": [point]}}, "trade": {"runs": runs}}
+    results = {
+        "mars_frontier": {"trained_mask_tokens": {"mars": 5_000}, "arms": {"mars": [point]}},
+        "adapter_training_gpu": {"run": {"mask_tokens": 7_000}},
+        "trade": {"runs": runs},
+    }
     for name, result in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     found, _ = headline.headlines(tmp_path)
     assert {name: entry["value"] for name, entry in found.items()} == pytest.approx(
         {
+            "mars.response_tokens": 5_000,
+            "adapter.mask_tokens": 7_000,
             "mars.tf_at_0_9": 1.3,
             "mars.agreement_at_0_9": 0.97,
             "trade.in_time_ours": 0.8,
