@@ -489,7 +489,7 @@ def _job(
         )
     if not isinstance(job, several):
         wanted = " or ".join(map(repr, own))
-        kind = job.model_dump(include={"kind"})["kind"]
+        kind = type(job).model_fields["kind"].default
         raise ConfigError(f"{source}: a job of kind {kind!r}; this command takes {wanted}")
     if dry_run:
         print(job.model_dump_json(indent=2), flush=True)

@@ -1,4 +1,4 @@
-"""`mars-ray chat`: a conversation in the terminal with any running service."""
+"""`mars-ray chat`, a conversation with a running service in the terminal, and `mars-ray status`."""
 
 import http.client
 import json
@@ -113,10 +113,13 @@ def models(url: str, api_key: str | None) -> list[str]:
         return [model["id"] for model in json.load(reply)["data"]]
 
 
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def status(url: str, api_key: str | None) -> list[dict[str, Any]]:
     """The models' states, as `GET /v1/mars/status` has them. Raises EngineError."""
-    url = url.rstrip("/").removesuffix("/v1")
-    with _open(f"{url}/v1/mars/status", None, api_key) as reply:
+    with _open(f"{_base(url)}/v1/mars/status", None, api_key) as reply:
         return json.load(reply)["data"]
 
 
@@ -141,7 +144,7 @@ def status_table(models: list[dict[str, Any]]) -> Table:
 
 def chat(url: str, api_key: str | None, console: Console) -> None:
     """Talks until the user leaves. Raises EngineError if the service cannot be reached."""
-    url = url.rstrip("/").removesuffix("/v1")
+    url = _base(url)
     conversation = Conversation(url, models(url, api_key)[0], api_key)
     console.print(f"{conversation.model} at {url}; /help says what else can be said", style="dim")
     while True:
